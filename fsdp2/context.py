@@ -1,0 +1,241 @@
+"""What all groups under one root share: the pass that runs, the order of gathers, the end of backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from . import torch_compat
+from .gradients import ReductionQueue
+from .order import Cursor, within_budget
+from .param_group import SHARDED, UNSHARDED, FSDPParamGroup
+from .policy import MixedPrecisionPolicy
+from .saved_tensors import SavedTensors
+
+# Forwards without a backward (a training loop that only evaluates with grad enabled) must not grow the record for ever.
+_MAX_HISTORY = 4096
+
+
+class FSDPState:
+    """One `fully_shard` call at run time: its modules, its group (None: no parameters of its own), its settings."""
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        group: FSDPParamGroup | None,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.modules, self.group, self.policy = modules, group, policy
+        self.reshard_after_forward = reshard_after_forward
+        self.context: Context | None = None
+        # Forwards of `modules` that run now; those of the list that have run in this pass.
+        self.running = 0
+        self.finished: set[nn.Module] = set()
+        # The pass whose forward left the full parameters behind: they are never used in another.
+        self.kept_in_pass = 0
+        self.backward_ready = False
+
+    def keeps_after_forward(self) -> bool:
+        """Whether the full parameters stay for backward: by default the root's do, which backward needs at once."""
+        if self.reshard_after_forward is None:
+            return self.context is not None and self.context.root is self
+        return not self.reshard_after_forward
+
+    def release(self) -> None:
+        """Reshard, unless a forward of the group runs (a backward may run inside it)."""
+        if self.group is not None and not self.running:
+            self.group.reshard()
+            self.backward_ready = False
+
+
+class Context:
+    """The runtime of one root and of all states below it.
+
+    A *pass* is one call of the outermost sharded module outside backward. The context follows the order in which groups
+    run, and gathers the next ones early: in forward in the order of the pass before, in backward in reverse.
+    """
+
+    def __init__(self, root: FSDPState, states: list[FSDPState]) -> None:
+        self.root, self.states = root, states
+        self.pass_number = 0
+        # Whether the pass began with grad enabled, so that a backward may follow.
+        self.pass_has_grad = False
+        self.running: list[tuple[FSDPState, nn.Module]] = []
+        self.saved_tensors = SavedTensors(self.before_use)
+        self._reductions = ReductionQueue()
+        # How many bytes may be gathered ahead: one more group of the largest size, or several small ones.
+        self._prefetch_bytes = 0
+        self._order: list[FSDPState] = []
+        self._order_now: list[FSDPState] = []
+        self._forward = Cursor[FSDPState](())
+        self._ran: deque[FSDPState] = deque(maxlen=_MAX_HISTORY)
+        self._backward = Cursor[FSDPState](())
+        self._prefetched: set[FSDPState] = set()
+        self._in_backward = False
+        self._end: weakref.ref[_BackwardEnd] | None = None
+        # Whether the running backward builds a graph itself, which will read the weights once more.
+        self._create_graph = False
+        # Gathers, installs and readies a state for backward; set by the runtime.
+        self.on_use: Callable[[FSDPState], None] | None = None
+        for state in states:
+            state.context = self
+            if state.group is not None:
+                state.group.gradients.queue = self._reductions
+
+    # ---- forward
+
+    def enter(self, state: FSDPState, module: nn.Module, in_backward: bool) -> None:
+        """A forward of `module` begins."""
+        if not in_backward and (not self.running or state is self.root):
+            self._begin_pass()
+        self.running.append((state, module))
+        state.running += 1
+        if torch.is_grad_enabled():
+            if len(self.running) == 1:
+                self.saved_tensors.activate()
+            if state.group is not None:
+                self.saved_tensors.owners[state.group.storage_id] = state
+
+    def leave(self) -> None:
+        """The innermost forward ends, or has failed."""
+        self.running.pop()[0].running -= 1
+        if not self.running:
+            self.saved_tensors.deactivate()
+            self._end_pass()
+
+    def ran(self, state: FSDPState) -> None:
+        """A forward of `state` has ended that backward will come back to."""
+        self._ran.append(state)
+
+    def prefetch_forward(self, state: FSDPState) -> None:
+        """`state` is about to compute: begin to gather what followed it in the pass before."""
+        self._order_now.append(state)
+        self._forward.visit(state)
+        self._prefetch(self._forward.ahead())
+
+    def _begin_pass(self) -> None:
+        if self._in_backward and not self._end_is_queued():
+            self.recover()
+        self.pass_number += 1
+        self.pass_has_grad = torch.is_grad_enabled()
+        self._prefetch_bytes = max((state.group.nbytes for state in self.states if state.group is not None), default=0)
+        self._forward = Cursor(self._order)
+        self._order_now = []
+        self._drop_prefetched()
+
+    def _end_pass(self) -> None:
+        self._order = self._order_now
+        if not self._in_backward:
+            self._drop_prefetched()
+
+    # ---- backward
+
+    def before_use(self, state: FSDPState) -> None:
+        """Backward is about to read a weight of `state`."""
+        if not state.backward_ready and self.on_use is not None:
+            self.on_use(state)
+
+    def enter_backward(self) -> None:
+        """Something of a backward pass happens. The first time in each, arrange for its end to be noticed."""
+        if self._end_is_queued() or torch_compat.graph_task() == -1:
+            return
+        if self._in_backward:
+            self.recover()
+        self._in_backward = True
+        end = _BackwardEnd(self)
+        self._end = weakref.ref(end)
+        torch_compat.on_backward_end(end.run)
+        self._create_graph = torch.is_grad_enabled()
+        self._backward = Cursor(list(reversed(self._ran)))
+        for state in self.states:
+            if state.group is not None:
+                state.group.gradients.begin_backward()
+
+    def prefetch_backward(self, state: FSDPState) -> None:
+        """`state` is about to compute gradients: begin to gather what ran before it in forward."""
+        self._backward.visit(state)
+        self._prefetch(self._backward.ahead())
+
+    def release(self, state: FSDPState) -> None:
+        """Backward is done with `state`, as far as is known; if not, it is gathered again."""
+        if not self._create_graph:
+            state.release()
+
+    def end_backward(self) -> None:
+        """All gradients are computed: reduce what is left, free what is left, deliver everything."""
+        self._in_backward = False
+        groups = [state.group for state in self.states if state.group is not None]
+        for group in reversed(groups):
+            group.gradients.end_backward()
+        for state in self.states:
+            self.release(state)
+        self._drop_prefetched()
+        self._reductions.finish_all()
+        for group in groups:
+            group.gradients.mark_waiting()
+        if not self._create_graph:
+            self._ran.clear()
+
+    def recover(self) -> None:
+        """A backward pass died with an exception: drop what it left half done."""
+        self._in_backward = self._create_graph = False
+        self._reductions.abandon_all()
+        for state in self.states:
+            if state.group is not None:
+                state.group.gradients.discard()
+            state.release()
+        self._prefetched.clear()
+        self._ran.clear()
+
+    def _end_is_queued(self) -> bool:
+        # Autograd drops its callbacks when a backward pass fails; then nobody holds the object any more.
+        end = self._end() if self._end is not None else None
+        return end is not None and not end.done
+
+    # ---- prefetch
+
+    def _prefetch(self, expected: Iterable[FSDPState]) -> None:
+        for state in within_budget(iter(expected), _bytes_to_gather, self._prefetch_bytes):
+            if state.group is not None and state.group.state is SHARDED:
+                state.group.start_unshard()
+                self._prefetched.add(state)
+
+    def used(self, state: FSDPState) -> None:
+        """`state` is unsharded on purpose now, not only in advance."""
+        self._prefetched.discard(state)
+
+    def _drop_prefetched(self) -> None:
+        for state in self._prefetched:
+            state.release()
+        self._prefetched.clear()
+
+
+def _bytes_to_gather(state: FSDPState) -> int:
+    return state.group.nbytes if state.group is not None and state.group.state is not UNSHARDED else 0
+
+
+class _BackwardEnd:
+    """Runs once, when the backward pass that holds it has computed all gradients."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.done = False
+
+    def run(self) -> None:
+        self.done = True
+        self._context.end_backward()
+
+
+def make_context(root: FSDPState, find_states: Callable[[nn.Module], Iterable[FSDPState]]) -> Context:
+    """Bring all states below `root` under one context, and name groups and parameters after their place in it."""
+    context = Context(root, list(dict.fromkeys(state for module in root.modules for state in find_states(module))))
+    names = {submodule: name for module in root.modules for name, submodule in module.named_modules()}
+    for state in context.states:
+        if state.group is not None:
+            state.group.rename(names)
+    return context

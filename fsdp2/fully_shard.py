@@ -1,0 +1,214 @@
+"""fully_shard(): check the arguments, collect the parameters, shard them, attach hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from . import hooks
+from .comm import make_comm
+from .context import FSDPState
+from .mesh import ShardMesh, default_mesh
+from .module import sharded_class
+from .param import FSDPParam, Slot
+from .param_group import FSDPParamGroup
+from .policy import MixedPrecisionPolicy, OffloadPolicy
+
+Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
+
+# Left on an original parameter: if it turns up again, registered elsewhere, it was tied across groups.
+_SHARDED_AS = "_fsdp2_sharded_as"
+
+
+def fully_shard(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Modules:
+    """Shard the parameters of `module` over the ranks of `mesh`, in place, and return `module`.
+
+    Every parameter below `module` that no inner `fully_shard` call has taken becomes an `nn.Parameter(DTensor)`, sharded
+    along dim 0; together they form one group, which is gathered before forward, freed after it, gathered again for
+    backward, and whose gradients are averaged over the ranks. Call it bottom-up: on blocks first, then on the model.
+    Every rank of the mesh must call it, on the same modules in the same order.
+
+    Args:
+        module: a module, or a list of modules that share one group. Modified in place; its class becomes a subclass of
+            its own class and `FSDPModule`. FQNs stay as they are.
+        mesh: a DeviceMesh of one axis. None: all ranks, on the accelerator if there is one, else on the CPU.
+        reshard_after_forward: free the full parameters after forward (less memory, one more gather in backward). None:
+            True, except for the root (the outermost sharded module), which backward needs first.
+        mp_policy: dtypes of compute and reduction.
+
+    Declared, and refused with NotImplementedError until they exist: an int as `reshard_after_forward`,
+    `shard_placement_fn`, a `CPUOffloadPolicy`, `ignored_params`, `dp_mesh_dims`.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is a scalar,
+            uninitialised, or tied to one of another group. Nothing has been changed then.
+        NotImplementedError: something declared above; a parameter that is a DTensor, a tensor subclass, complex, or not
+            contiguous; embeddings with sparse gradients.
+    """
+    roots = _check_modules(module)
+    _refuse_undeclared(reshard_after_forward, shard_placement_fn, offload_policy, ignored_params, dp_mesh_dims)
+    policy = _check_policy(mp_policy)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
+    managed = dict(_managed_modules(roots))
+    slots = _collect_slots(managed)
+    for name, parameter_slots in slots.items():
+        _check_parameter(name, parameter_slots[0])
+    shard_mesh = ShardMesh(mesh if mesh is not None else default_mesh())
+    classes = [sharded_class(type(root)) for root in roots]
+
+    _move_buffers(managed, shard_mesh.device)
+    group = _make_group(roots, slots, shard_mesh, policy) if slots else None
+    hooks.install(FSDPState(roots, group, policy, reshard_after_forward))
+    for root, cls in zip(roots, classes):
+        root.__class__ = cls
+    return module
+
+
+# ---- checks: all come before anything is changed
+
+
+def _check_modules(module: Any) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("module: expected a module or a list of at least one, got an empty list")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"module: expected an nn.Module or a list of them, got {type(each).__name__}")
+        if isinstance(each, torch.jit.ScriptModule):
+            raise TypeError(f"module: expected a Python nn.Module, got the TorchScript module {type(each).__name__}")
+        if hooks.state_of(each) is not None:
+            raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
+        if type(each).forward is nn.Module.forward:
+            raise ValueError(
+                f"{type(each).__name__} has no forward, so its parameters could never be gathered in time. Apply "
+                "fully_shard to the modules inside it, or pass them as a list to share one group."
+            )
+    if len(set(modules)) < len(modules):
+        raise ValueError("module: expected distinct modules, got the same one twice in the list")
+    inside = {inner for outer in modules for inner in outer.modules() if inner is not outer}
+    return [each for each in modules if each not in inside]
+
+
+def _refuse_undeclared(
+    reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any, ignored_params: Any, dp_mesh_dims: Any
+) -> None:
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        raise NotImplementedError(
+            f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group is not supported yet. "
+            "Use True or False."
+        )
+    if not isinstance(reshard_after_forward, (bool, type(None))):
+        raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {reshard_after_forward!r}")
+    if hasattr(offload_policy, "pin_memory"):
+        raise NotImplementedError("offload_policy: CPU offloading is not supported yet. Leave it out.")
+    if not isinstance(offload_policy, OffloadPolicy) and type(offload_policy).__name__ != "OffloadPolicy":
+        raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
+    unsupported = {
+        "shard_placement_fn": shard_placement_fn,
+        "ignored_params": ignored_params or None,
+        "dp_mesh_dims": dp_mesh_dims,
+    }
+    for name, value in unsupported.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported yet. Leave it out.")
+
+
+def _check_policy(policy: Any) -> MixedPrecisionPolicy:
+    """Accept any object with the fields of a MixedPrecisionPolicy: torch's own, say."""
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if not all(hasattr(policy, name) for name in names):
+        raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
+    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in names})
+
+
+def _check_parameter(name: str, slot: Slot) -> None:
+    parameter = slot.get()
+    what = f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(f"{name} is uninitialised. Run the lazy module once before fully_shard.")
+    if isinstance(parameter, DTensor):
+        raise NotImplementedError(f"{what} is a DTensor already. Tensor-parallel parameters are not supported yet.")
+    if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+        raise NotImplementedError(f"{what} is a {type(parameter).__name__}. Tensor subclasses are not supported yet.")
+    if parameter.dim() == 0:
+        raise ValueError(f"{what} a scalar can't be sharded along dim 0. Make it a tensor of shape (1,).")
+    if parameter.is_complex():
+        raise NotImplementedError(f"{what} complex parameters are not supported yet. Store torch.view_as_real of it.")
+    if not parameter.is_contiguous():
+        raise NotImplementedError(f"{what} has strides {parameter.stride()}; expected a contiguous tensor.")
+    owner = getattr(parameter, _SHARDED_AS, None)
+    if owner is not None:
+        raise ValueError(
+            f"{name} is the same parameter as {owner}, which another fully_shard call has sharded. Tied parameters must "
+            "be in one group: pass the modules that hold them as one list, fully_shard([a, b])."
+        )
+    if isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse:
+        raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
+
+
+# ---- what belongs to the call
+
+
+def _managed_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """The modules at and below `roots` that no inner call manages, with their FQNs."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+        if module in seen or hooks.state_of(module) is not None:
+            return
+        seen.add(module)
+        yield module, name
+        for child_name, child in module.named_children():
+            yield from walk(child, f"{name}.{child_name}" if name else child_name)
+
+    for root in roots:
+        yield from walk(root, "")
+
+
+def _collect_slots(managed: dict[nn.Module, str]) -> dict[str, list[Slot]]:
+    """FQN -> the slots of one distinct parameter. Tied parameters go under the first of their names."""
+    names: dict[nn.Parameter, str] = {}
+    slots: dict[str, list[Slot]] = {}
+    for module, prefix in managed.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                fqn = names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
+                slots.setdefault(fqn, []).append(Slot(module, name))
+    return slots
+
+
+def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:
+    for module in managed:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
+
+
+def _make_group(
+    roots: list[nn.Module], slots: dict[str, list[Slot]], mesh: ShardMesh, policy: MixedPrecisionPolicy
+) -> FSDPParamGroup:
+    originals = [parameter_slots[0].get() for parameter_slots in slots.values()]
+    params = [FSDPParam(parameter_slots, name, mesh) for name, parameter_slots in slots.items()]
+    for original, name in zip(originals, slots):
+        setattr(original, _SHARDED_AS, f"{type(roots[0]).__name__}'s {name}")
+    return FSDPParamGroup(roots, params, mesh, make_comm(mesh.group, mesh.device), policy)

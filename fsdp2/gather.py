@@ -1,0 +1,114 @@
+"""Shards to full parameters. Takes byte buffers and a layout; knows no parameter.
+
+Everything that does not change from one gather to the next (views, lists, what needs a cast) is prepared once, in
+`GatherPlan`; a gather is then one cast, one collective and, for the packed parameters, one copy.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import torch_compat
+from .comm import Comm, Work
+from .layout import GatherLayout
+from .pack import view_bytes
+
+
+class GatherPlan:
+    """How one group's shards (`shards`, uint8, at rest) become its full parameters (`full`, uint8).
+
+    The plan keeps views into both buffers. `full`'s storage may be freed between gathers and must be allocated again
+    before `start`.
+    """
+
+    def __init__(self, layout: GatherLayout, rank: int, shards: Tensor, full: Tensor) -> None:
+        self._layout, self._rank, self._shards, self._full = layout, rank, shards, full
+        self._world_size = layout.specs[0].world_size
+        # Casts write this rank's own slot of an output, which then is the collective's input too.
+        self.casts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.copies_out: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.outputs: list[Tensor] = []
+        self.inputs: list[Tensor] = []
+        if layout.aliased:
+            return
+        for i in layout.direct:
+            self._plan_direct(i)
+        if layout.packed_nbytes:
+            self._plan_packed()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank's collectives deliver, its own part included."""
+        return sum(output.numel() for output in self.outputs)
+
+    def _plan_direct(self, i: int) -> None:
+        spec, start = self._layout.specs[i], self._layout.full_offsets[i]
+        if spec.shard_numel == 0:
+            return
+        must_copy = spec.storage_dtype != spec.compute_dtype or self._world_size == 1
+        if must_copy:
+            self._plan_cast(i, start + self._rank * spec.compute_nbytes)
+        if self._world_size > 1:
+            output = self._full[start : start + spec.compute_nbytes * self._world_size]
+            own = slice(self._layout.shard_offsets[i], self._layout.shard_offsets[i] + spec.storage_nbytes)
+            self.outputs.append(output)
+            self.inputs.append(self._slot(output, spec.compute_nbytes) if must_copy else self._shards[own])
+
+    def _plan_packed(self) -> None:
+        layout, nbytes = self._layout, self._layout.packed_nbytes
+        output = self._full[layout.packed_start : layout.packed_start + nbytes * self._world_size]
+        own = self._slot(output, nbytes)
+        if layout.packed_in_place:
+            first = layout.shard_offsets[layout.packed[0]]
+            own = self._shards[first : first + nbytes]
+        else:
+            for i in layout.packed:
+                self._plan_cast(i, layout.packed_start + self._rank * nbytes + layout.packed_offsets[i])
+        self.outputs.append(output)
+        self.inputs.append(own)
+        for i in layout.packed:
+            self._plan_copy_out(i, output.view(self._world_size, nbytes))
+
+    def _plan_cast(self, i: int, byte_offset: int) -> None:
+        spec = self._layout.specs[i]
+        self.casts[0].append(view_bytes(self._full, byte_offset, spec.shard_numel, spec.compute_dtype))
+        self.casts[1].append(
+            view_bytes(self._shards, self._layout.shard_offsets[i], spec.shard_numel, spec.storage_dtype)
+        )
+
+    def _plan_copy_out(self, i: int, segments: Tensor) -> None:
+        spec, first = self._layout.specs[i], self._layout.packed_offsets[i]
+        full = view_bytes(
+            self._full, self._layout.full_offsets[i], spec.shard_numel * self._world_size, spec.compute_dtype
+        )
+        self.copies_out[0].append(full.view(self._world_size, spec.shard_numel))
+        self.copies_out[1].append(segments[:, first : first + spec.compute_nbytes].view(spec.compute_dtype))
+
+    def _slot(self, output: Tensor, nbytes: int) -> Tensor:
+        return output[self._rank * nbytes : (self._rank + 1) * nbytes]
+
+
+class PendingGather:
+    """A gather in flight. The buffers of its plan must stay allocated until `finish` or `abandon`."""
+
+    def __init__(self, plan: GatherPlan, work: Work | None) -> None:
+        self._plan, self._work = plan, work
+
+    def finish(self) -> None:
+        """Wait (the caller's stream, or the caller on CPU); then the full parameters are there."""
+        self.abandon()
+        if self._plan.copies_out[0]:
+            torch_compat.copy_all(*self._plan.copies_out)
+
+    def abandon(self) -> None:
+        """Wait until the buffers are no longer written to, so that they can be freed."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def start(plan: GatherPlan, comm: Comm) -> PendingGather:
+    """Begin to gather. Every rank of `comm` must call it, in the same order."""
+    if plan.casts[0]:
+        torch_compat.copy_all(*plan.casts)
+    return PendingGather(plan, comm.all_gather(plan.outputs, plan.inputs) if plan.outputs else None)

@@ -1,0 +1,195 @@
+"""From full gradients, as they arrive in backward, to the sharded parameters' `.grad`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import reduce, torch_compat
+from .comm import Comm
+from .layout import BucketLayout, ParamSpec, bucket_layout, split_buckets
+from .param import FSDPParam
+
+# A group's gradients are reduced in up to four parts, so that what has arrived can be sent and freed while the rest is
+# computed; parts below this size cost more in latency than they save.
+MAX_BUCKETS = 4
+MIN_BUCKET_BYTES = 1024 * 1024
+
+
+class UnsyncedGrad(DTensor):
+    """Stands in `.grad` while gradients wait, unreduced, for a backward pass that synchronises.
+
+    It makes the waiting gradients visible to `zero_grad`, in both of its ways, and refuses every other use: the value
+    isn't known before it is reduced.
+    """
+
+    cleared = False
+    reduced: DTensor | None = None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
+            raise RuntimeError(
+                f"{func}: this gradient is not synchronised between ranks yet. Call set_requires_gradient_sync(True) "
+                "before the last backward of an accumulation, and use .grad (clip, step, ...) after it."
+            )
+        for gradient in [args[0]] if isinstance(args[0], Tensor) else args[0]:
+            if isinstance(gradient, UnsyncedGrad):
+                gradient.cleared = True
+            else:
+                torch_compat.local_of(gradient).zero_()
+        return args[0]
+
+
+class ReductionQueue:
+    """The reductions in flight of all groups under one root, oldest first.
+
+    One may run while the next is packed; the older ones are finished first, which bounds the memory they hold.
+    """
+
+    def __init__(self) -> None:
+        self._running: deque[tuple[GroupGradients, Any]] = deque()
+
+    def make_room(self) -> None:
+        while len(self._running) > 1:
+            self._finish_oldest()
+
+    def add(self, owner: GroupGradients, pending: Any) -> None:
+        self._running.append((owner, pending))
+
+    def finish_all(self) -> None:
+        while self._running:
+            self._finish_oldest()
+
+    def abandon_all(self) -> None:
+        """After an error: wait until no buffer is in use, and drop the results."""
+        while self._running:
+            self._running.popleft()[1].abandon()
+
+    def _finish_oldest(self) -> None:
+        owner, pending = self._running.popleft()
+        owner.receive(pending.finish())
+
+
+class GroupGradients:
+    """The gradients of one group: which have arrived in this backward pass, which wait for a synchronised one.
+
+    `synchronise`: reduce between ranks (the default), or accumulate the full gradients, in the reduce dtype, until it
+    is set again.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], comm: Comm) -> None:
+        self._params, self._comm = params, comm
+        self.synchronise = True
+        self._specs: tuple[ParamSpec, ...] = ()
+        self._reduce_dtypes: tuple[torch.dtype, ...] = ()
+        self._bucket_of: dict[int, tuple[int, ...]] = {}
+        self._arrived: set[int] = set()
+        self._seen: set[int] = set()
+        self._waiting: dict[int, Tensor] = {}
+        # Set by the context that the group runs in.
+        self.queue = ReductionQueue()
+
+    def prepare(
+        self, specs: tuple[ParamSpec, ...], reduce_dtypes: tuple[torch.dtype, ...], trainable: Iterable[int]
+    ) -> None:
+        """Plan the buckets of the parameters that are `trainable`, which are expected in reverse order."""
+        self._specs, self._reduce_dtypes = specs, reduce_dtypes
+        expected = sorted(trainable, reverse=True)
+        buckets = split_buckets(specs, reduce_dtypes, expected, MAX_BUCKETS, MIN_BUCKET_BYTES)
+        self._bucket_of = {i: bucket for bucket in buckets for i in bucket}
+        self._layout = lru_cache(maxsize=None)(self._make_layout)
+
+    def _make_layout(self, indices: tuple[int, ...]) -> BucketLayout:
+        return bucket_layout(self._specs, indices, self._reduce_dtypes[indices[0]], self._comm.direct_min_bytes)
+
+    def arrive(self, i: int) -> bool:
+        """The full gradient of parameter i is complete. Return whether those of all trainable parameters are."""
+        self._seen.add(i)
+        self._arrived.add(i)
+        bucket = self._bucket_of[i]
+        if not self.synchronise:
+            self._keep(i)
+        elif self._arrived.issuperset(bucket):
+            self._reduce(bucket)
+        complete = len(self._seen) == len(self._bucket_of)
+        if complete:
+            self._seen.clear()
+        return complete
+
+    def flush(self) -> None:
+        """Reduce what has arrived, also if the rest of its bucket has not."""
+        for bucket in dict.fromkeys(self._bucket_of[i] for i in sorted(self._arrived, reverse=True)):
+            self._reduce(tuple(i for i in bucket if i in self._arrived))
+
+    def begin_backward(self) -> None:
+        """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
+        self._seen.clear()
+        for i in list(self._waiting):
+            param, marker = self._params[i], self._params[i].sharded.grad
+            if not isinstance(marker, UnsyncedGrad):
+                del self._waiting[i]
+            elif marker.cleared:
+                del self._waiting[i]
+                param.sharded.grad = torch_compat.dtensor(torch.zeros_like(param.local), param.dtensor_spec)
+            else:
+                param.sharded.grad = marker.reduced
+
+    def end_backward(self) -> None:
+        """Reduce what is left; then let `.grad` show what must wait."""
+        self.flush()
+        if self.synchronise and self._waiting:
+            self._arrived.update(self._waiting)
+            self.flush()
+
+    def mark_waiting(self) -> None:
+        """Put a stand-in into `.grad` of the parameters whose gradients wait."""
+        for i in self._waiting:
+            param = self._params[i]
+            nothing = torch.zeros((), dtype=param.local.dtype, device=param.local.device).expand(param.local.shape)
+            marker = UnsyncedGrad(nothing, param.dtensor_spec, requires_grad=False)
+            marker.reduced = param.sharded.grad
+            param.sharded.grad = marker
+
+    def discard(self) -> None:
+        """After an error: drop the gradients of the backward pass that failed, keep those of earlier ones."""
+        for param in self._params:
+            if param.full is not None:
+                param.full.grad = None
+        self._arrived.clear()
+        self._seen.clear()
+        self.mark_waiting()
+
+    def receive(self, shards: dict[int, Tensor]) -> None:
+        """Accumulate reduced shards (index -> 1-D padded shard) into the sharded parameters' `.grad`."""
+        with torch.no_grad():
+            for i, shard in shards.items():
+                self._params[i].accumulate(shard)
+
+    def _keep(self, i: int) -> None:
+        gradient = self._take(i)
+        self._waiting[i] = gradient if gradient.dtype == self._reduce_dtypes[i] else gradient.to(self._reduce_dtypes[i])
+
+    def _take(self, i: int) -> Tensor:
+        """The full gradient of parameter i, with those that waited for it; nobody else holds it then."""
+        full = self._params[i].full
+        assert full is not None
+        self._arrived.discard(i)
+        gradient, full.grad = full.grad, None
+        waited = self._waiting.pop(i, None)
+        if waited is None:
+            assert gradient is not None, "a gradient was announced by its hook, or waits"
+            return gradient.detach()
+        return waited if gradient is None else waited.add_(gradient)
+
+    def _reduce(self, indices: tuple[int, ...]) -> None:
+        with torch.no_grad():
+            self.queue.make_room()
+            gradients = {i: self._take(i) for i in indices}
+            self.queue.add(self, reduce.start(gradients, self._layout(indices), self._specs, self._comm))

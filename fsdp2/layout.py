@@ -1,0 +1,235 @@
+"""Where every byte of a group lies: sizes, offsets, padding, buckets. Pure arithmetic, no process group.
+
+One parameter of shape (R, ...) over W ranks is cut along dim 0 into chunks of ceil(R / W) rows, as torch.chunk does; the
+last ranks may hold fewer rows, or none. Padded to whole chunks, the W shards in rank order *are* the parameter, plus
+trailing padding, so an all-gather of one parameter can write straight into it:
+
+    rank     0        1        2        3
+    rows   | 0 1 2 | 3 4 5 | 6 . . | . . . |        R = 7, W = 4: three rows a chunk, '.' is padding
+           '------ the parameter ------'
+
+Large parameters are gathered that way ("direct"). The small ones, and those whose shard is not a multiple of 16 bytes,
+share one collective ("packed"): their shards lie side by side in one segment per rank and are copied out after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+# NCCL falls back to element-wise copies when a rank's payload is not a multiple of 16 bytes.
+RANK_ALIGNMENT = 16
+# Start of every full parameter, for vectorised kernels.
+PARAM_ALIGNMENT = 128
+
+
+def align(value: int, alignment: int) -> int:
+    """The least multiple of `alignment` that is not below `value`."""
+    return -(-value // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the layout must know of one parameter: its global shape and its dtypes at rest and in compute."""
+
+    shape: tuple[int, ...]
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not self.shape:
+            raise ValueError("expected a parameter of at least one dim, got a scalar")
+
+    @property
+    def chunk_rows(self) -> int:
+        return -(-self.shape[0] // self.world_size)
+
+    @cached_property
+    def row_numel(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of one padded shard; the same on every rank."""
+        return self.chunk_rows * self.row_numel
+
+    @property
+    def storage_nbytes(self) -> int:
+        return self.shard_numel * self.storage_dtype.itemsize
+
+    @property
+    def compute_nbytes(self) -> int:
+        return self.shard_numel * self.compute_dtype.itemsize
+
+    @property
+    def is_even(self) -> bool:
+        return self.shape[0] % self.world_size == 0
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last row that `rank` holds."""
+        return min(rank * self.chunk_rows, self.shape[0]), min((rank + 1) * self.chunk_rows, self.shape[0])
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        first, last = self.rows(rank)
+        return (last - first, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class GatherLayout:
+    """Byte offsets of one group: shard buffer (one rank's part, at rest) and full storage (all of it, in compute dtype).
+
+    `packed_offsets[i]` is where packed parameter i lies in one rank's packed segment of `packed_nbytes`; the W segments
+    land at `packed_start` of the full storage, behind the parameters, and are copied out from there.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    direct: tuple[int, ...]
+    packed: tuple[int, ...]
+    shard_offsets: tuple[int, ...]
+    shard_nbytes: int
+    full_offsets: tuple[int, ...]
+    packed_offsets: dict[int, int]
+    packed_nbytes: int
+    packed_start: int
+    full_nbytes: int
+    # The packed part of the shard buffer already is the segment to send (no cast).
+    packed_in_place: bool
+    # One rank and no cast: the shard buffer already is the full storage, nothing is copied.
+    aliased: bool
+
+
+def gather_layout(specs: Sequence[ParamSpec], direct_min_bytes: int) -> GatherLayout:
+    """Lay out one group. `direct_min_bytes`: parameters of at least so many bytes are gathered straight into place."""
+    world_size = specs[0].world_size
+    aliased = world_size == 1 and all(spec.storage_dtype == spec.compute_dtype for spec in specs)
+    direct = [i for i, spec in enumerate(specs) if world_size == 1 or _is_direct(spec, direct_min_bytes)]
+    # Wide dtypes first: then every offset is a multiple of its own item size without gaps.
+    packed = sorted(set(range(len(specs))) - set(direct), key=lambda i: -specs[i].compute_dtype.itemsize)
+    packed_offsets, packed_nbytes = _offsets({i: specs[i].compute_nbytes for i in packed}, 1)
+    packed_nbytes = align(packed_nbytes, RANK_ALIGNMENT)
+    packed_in_place = all(specs[i].storage_dtype == specs[i].compute_dtype for i in packed)
+
+    alignment = PARAM_ALIGNMENT if aliased else RANK_ALIGNMENT
+    shard_offsets, shard_nbytes = _offsets({i: specs[i].storage_nbytes for i in direct}, alignment)
+    if packed_in_place:
+        shard_offsets |= {i: shard_nbytes + packed_offsets[i] for i in packed}
+        shard_nbytes += packed_nbytes
+    else:
+        tail, tail_nbytes = _offsets({i: specs[i].storage_nbytes for i in packed}, alignment)
+        shard_offsets |= {i: shard_nbytes + offset for i, offset in tail.items()}
+        shard_nbytes += tail_nbytes
+
+    full_offsets, packed_start = _offsets(
+        {i: spec.compute_nbytes * world_size for i, spec in enumerate(specs)}, PARAM_ALIGNMENT
+    )
+    return GatherLayout(
+        specs=tuple(specs),
+        direct=tuple(direct),
+        packed=tuple(packed),
+        shard_offsets=tuple(shard_offsets[i] for i in range(len(specs))),
+        shard_nbytes=shard_nbytes,
+        full_offsets=tuple(full_offsets.values()),
+        packed_offsets=packed_offsets,
+        packed_nbytes=packed_nbytes,
+        packed_start=packed_start,
+        full_nbytes=packed_start + packed_nbytes * world_size,
+        packed_in_place=packed_in_place,
+        aliased=aliased,
+    )
+
+
+def _is_direct(spec: ParamSpec, direct_min_bytes: int) -> bool:
+    nbytes = spec.compute_nbytes
+    return nbytes * spec.world_size >= direct_min_bytes and nbytes % RANK_ALIGNMENT == 0
+
+
+def _offsets(sizes: dict[int, int], alignment: int) -> tuple[dict[int, int], int]:
+    """Lay `sizes` one behind the other; return the offset of each and the total."""
+    offsets, position = {}, 0
+    for index, size in sizes.items():
+        offsets[index] = position
+        position += align(size, alignment)
+    return offsets, position
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Gradients that are reduced together: one reduce dtype, one storage dtype. Offsets count elements.
+
+    The reduced shards lie in one flat tensor of `shard_numel`: first the direct ones, whose gradient is its own
+    collective's input, then from `packed_start` one segment of `packed_numel` in which the packed ones lie side by side.
+    """
+
+    indices: tuple[int, ...]
+    direct: tuple[int, ...]
+    packed: tuple[int, ...]
+    offsets: dict[int, int]
+    packed_start: int
+    packed_numel: int
+    shard_numel: int
+    reduce_dtype: torch.dtype
+    storage_dtype: torch.dtype
+
+
+def bucket_layout(
+    specs: Sequence[ParamSpec], indices: Iterable[int], reduce_dtype: torch.dtype, direct_min_bytes: int
+) -> BucketLayout:
+    """Lay out the reduction of the parameters `indices`, which share one storage dtype."""
+    indices = tuple(indices)
+    itemsize = reduce_dtype.itemsize
+    # A gradient goes direct if it needs neither a cast nor padding: then it already lies rank-major.
+    direct = tuple(
+        i
+        for i in indices
+        if specs[i].compute_dtype == reduce_dtype and specs[i].is_even and _is_direct(specs[i], direct_min_bytes)
+    )
+    packed = tuple(i for i in indices if i not in direct)
+    offsets, packed_start = _offsets({i: specs[i].shard_numel for i in direct}, RANK_ALIGNMENT // itemsize)
+    packed_offsets, packed_numel = _offsets({i: specs[i].shard_numel for i in packed}, 1)
+    packed_numel = align(packed_numel * itemsize, RANK_ALIGNMENT) // itemsize
+    return BucketLayout(
+        indices=indices,
+        direct=direct,
+        packed=packed,
+        offsets=offsets | {i: packed_start + offset for i, offset in packed_offsets.items()},
+        packed_start=packed_start,
+        packed_numel=packed_numel,
+        shard_numel=packed_start + packed_numel,
+        reduce_dtype=reduce_dtype,
+        storage_dtype=specs[indices[0]].storage_dtype,
+    )
+
+
+def split_buckets(
+    specs: Sequence[ParamSpec],
+    reduce_dtypes: Sequence[torch.dtype],
+    indices: Iterable[int],
+    max_buckets: int,
+    min_bytes: int,
+) -> list[tuple[int, ...]]:
+    """Cut the parameters `indices` of a group, in the order their gradients are expected, into buckets.
+
+    A bucket holds one (reduce dtype, storage dtype) and about 1 / max_buckets of the group, but at least `min_bytes`.
+    """
+    by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for i in indices:
+        by_dtype.setdefault((reduce_dtypes[i], specs[i].storage_dtype), []).append(i)
+    buckets = []
+    for (reduce_dtype, _), members in by_dtype.items():
+        sizes = {i: specs[i].shard_numel * specs[i].world_size * reduce_dtype.itemsize for i in members}
+        target = max(sum(sizes.values()) / max_buckets, min_bytes)
+        bucket: list[int] = []
+        for i in members:
+            # Close a bucket before it would grow past the target by more than it falls short now.
+            filled = sum(sizes[j] for j in bucket)
+            if bucket and filled + sizes[i] - target > target - filled:
+                buckets.append(tuple(bucket))
+                bucket = []
+            bucket.append(i)
+        buckets.append(tuple(bucket))
+    return buckets

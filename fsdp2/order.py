@@ -1,0 +1,41 @@
+"""In which order groups run, and which to gather next. Pure: items are opaque, sizes are ints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Cursor(Generic[Item]):
+    """Walks along a recorded order, and says what is expected next.
+
+    When the run departs from the record, the cursor goes to the next place where the record agrees again; where there
+    is none it expects nothing, rather than something wrong.
+    """
+
+    def __init__(self, recorded: Sequence[Item]) -> None:
+        self._recorded = recorded
+        self._position = 0
+
+    def visit(self, item: Item) -> None:
+        """`item` runs now."""
+        for position in range(self._position, len(self._recorded)):
+            if self._recorded[position] is item:
+                self._position = position + 1
+                return
+
+    def ahead(self) -> Iterator[Item]:
+        """What the record says will run after the item visited last, in order."""
+        for position in range(self._position, len(self._recorded)):
+            yield self._recorded[position]
+
+
+def within_budget(items: Iterator[Item], size: Callable[[Item], int], budget: int) -> Iterator[Item]:
+    """The first of `items` whose sizes sum to at most `budget`."""
+    for item in items:
+        budget -= size(item)
+        if budget < 0:
+            return
+        yield item

@@ -1,0 +1,137 @@
+"""One parameter of a group: its sharded face, which users see, and its full face, which modules compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from . import torch_compat
+from .layout import ParamSpec
+from .mesh import ShardMesh
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where a parameter is registered. Tied parameters have several."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> nn.Parameter:
+        return self.module._parameters[self.name]  # type: ignore[return-value]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether writing the module's dict is all that `setattr` would do (nn.LSTM keeps a list besides)."""
+        return type(self.module).__setattr__ is nn.Module.__setattr__
+
+
+class FSDPParam:
+    """One distinct parameter (however often registered), and its two faces.
+
+    `sharded`: nn.Parameter, a DTensor of the true global shape, Shard(0), whose local tensor holds this rank's rows
+        without padding. It is the same object as long as nobody replaces it.
+    `full`: nn.Parameter, a plain leaf over the group's full storage; its data is there between unshard and reshard.
+    """
+
+    def __init__(self, slots: list[Slot], name: str, mesh: ShardMesh) -> None:
+        self.slots, self.name, self._mesh = slots, name, mesh
+        self.shape = tuple(slots[0].get().shape)
+        self.full: nn.Parameter | None = None
+        # What `full.requires_grad` was last set to: users freeze and unfreeze the sharded face.
+        self.full_requires_grad = False
+        self._shard(slots[0].get())
+
+    def _shard(self, whole: Tensor) -> None:
+        """Replace the whole parameter, in all its slots, by this rank's rows of it."""
+        spec = self.spec_for(whole.dtype)
+        first, last = spec.rows(self._mesh.rank)
+        with torch.no_grad():
+            rows = whole.detach()[first:last]
+            if rows.device.type != "meta":
+                rows = rows.to(self._mesh.device, copy=True)
+        self.sharded = self._wrap(rows, whole)
+        self.register(self.sharded)
+
+    def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
+        stride = torch.empty(self.shape, device="meta").stride()
+        self.dtensor_spec = torch_compat.dtensor_spec(
+            self._mesh.mesh, self._mesh.placements, self.shape, stride, local.dtype
+        )
+        sharded = nn.Parameter(torch_compat.dtensor(local, self.dtensor_spec), original.requires_grad)
+        # nn.Parameter wraps a detached copy of the local tensor object; put ours back, to know it again.
+        torch_compat.set_local(sharded, local)
+        sharded.__dict__.update(vars(original))
+        torch_compat.take_hooks(original, sharded)
+        return sharded
+
+    def spec_for(self, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> ParamSpec:
+        return ParamSpec(self.shape, dtype, compute_dtype or dtype, self._mesh.size)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, unpadded."""
+        return torch_compat.local_of(self.sharded)
+
+    @local.setter
+    def local(self, value: Tensor) -> None:
+        torch_compat.set_local(self.sharded, value)
+
+    def register(self, face: nn.Parameter) -> None:
+        """Put one of the faces into every slot."""
+        for slot in self.slots:
+            if slot.is_plain:
+                slot.module._parameters[slot.name] = face
+            else:
+                setattr(slot.module, slot.name, face)
+
+    def readopt(self) -> None:
+        """Take what is registered now as the sharded face: users may replace it by assignment or loading.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        found = self.slots[0].get()
+        if tuple(found.shape) != self.shape:
+            raise ValueError(
+                f"{self.name}: expected a parameter of global shape {self.shape}, got {tuple(found.shape)}. A sharded "
+                "parameter can be replaced only by one of the same shape; for another shape apply fully_shard anew."
+            )
+        if not isinstance(found, DTensor):
+            self._shard(found)
+            return
+        if found.placements != self._mesh.placements or found.device_mesh != self._mesh.mesh:
+            raise ValueError(
+                f"{self.name}: expected a DTensor with placements {self._mesh.placements} on {self._mesh.mesh}, got "
+                f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."
+            )
+        self.sharded = found
+        self.dtensor_spec = torch_compat.dtensor_spec(
+            self._mesh.mesh, self._mesh.placements, self.shape, found.stride(), found.dtype
+        )
+        self.register(found)
+
+    def accumulate(self, shard: Tensor) -> None:
+        """Add this rank's padded gradient shard (1-D, storage dtype) to the sharded face's `.grad`; run its hooks."""
+        local = self.local
+        gradient: Any = torch_compat.dtensor(shard[: local.numel()].view(local.shape), self.dtensor_spec)
+        hooks, post_accumulate_hooks = torch_compat.gradient_hooks(self.sharded)
+        for hook in _snapshot(hooks):
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+        if self.sharded.grad is None:
+            self.sharded.grad = gradient
+        else:
+            torch_compat.local_of(self.sharded.grad).add_(torch_compat.local_of(gradient))  # type: ignore[arg-type]
+        for hook in _snapshot(post_accumulate_hooks):
+            hook(self.sharded)
+
+
+def _snapshot(hooks: dict[int, Callable[[Any], Any]] | None) -> tuple[Callable[[Any], Any], ...]:
+    """A hook may remove itself while it runs."""
+    return tuple(hooks.values()) if hooks else ()

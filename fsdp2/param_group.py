@@ -1,0 +1,233 @@
+"""The parameters that one `fully_shard` call shards together: gathered, freed and reduced as one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import gather, torch_compat
+from .comm import Comm
+from .gather import GatherPlan, PendingGather
+from .gradients import GroupGradients
+from .layout import GatherLayout, ParamSpec, gather_layout
+from .mesh import ShardMesh
+from .pack import leaf_over, view_bytes
+from .param import FSDPParam
+from .policy import MixedPrecisionPolicy
+
+
+class _Settled:
+    """A state with nothing in flight."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+# The states of a group; the third is a PendingGather. Legal transitions:
+#   SHARDED -> PendingGather (start_unshard) -> UNSHARDED (unshard) -> SHARDED (reshard); reshard also ends a gather.
+SHARDED = _Settled("SHARDED")
+UNSHARDED = _Settled("UNSHARDED")
+
+
+class FSDPParamGroup:
+    """Owns one flat shard buffer and one storage for the full parameters.
+
+    Two things are separate: whether the full parameters' *data* is there (`state`), and which *face* is registered
+    in the modules (`installed`). Outside forward and backward the sharded faces are, even if the data is kept.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[FSDPParam],
+        mesh: ShardMesh,
+        comm: Comm,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.modules, self.params, self.mesh = list(modules), list(params), mesh
+        self._comm, self._policy = comm, policy
+        self.name = type(modules[0]).__name__
+        self.state: _Settled | PendingGather = SHARDED
+        self.installed = False
+        self.gradients = GroupGradients(self.params, comm)
+        # Called with the index of a parameter whose full gradient is complete; set by the runtime.
+        self.on_gradient: Callable[[int], None] | None = None
+        # Identity of the storage that all full parameters share.
+        self.storage_id = 0
+        self.has_frozen = False
+        self._layout: GatherLayout | None = None
+        self._adopt()
+
+    # ---- description
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded group, in compute dtypes, padding included."""
+        return self._layout.full_nbytes if self._layout else 0
+
+    def rename(self, names: Mapping[nn.Module, str]) -> None:
+        """Name the group and its parameters after the FQNs of their modules."""
+        for param in self.params:
+            prefix = names.get(param.slots[0].module)
+            if prefix is not None:
+                param.name = f"{prefix}.{param.slots[0].name}" if prefix else param.slots[0].name
+        self.name = names.get(self.modules[0], "") or "root"
+
+    # ---- sharded -> unsharded -> sharded
+
+    def start_unshard(self) -> None:
+        """Begin to gather, unless that is under way or done. Every rank must call it, in the same order."""
+        if self.state is not SHARDED:
+            return
+        if not self.installed:
+            self._notice_replacements()
+        assert self._layout is not None
+        if not self._layout.aliased:
+            self._full_storage.resize_(self._layout.full_nbytes)
+        with torch.no_grad():
+            self.state = gather.start(self._plan, self._comm)
+
+    def unshard(self) -> None:
+        """Have the full parameters' data: gather, or finish the gather under way."""
+        self.start_unshard()
+        if isinstance(self.state, PendingGather):
+            with torch.no_grad():
+                self.state.finish()
+            self.state = UNSHARDED
+
+    def install(self) -> None:
+        """Register the full parameters in the modules."""
+        if not self.installed:
+            self.installed = True
+            self._register(1)
+
+    def uninstall(self) -> None:
+        """Register the sharded parameters in the modules."""
+        if self.installed:
+            self.installed = False
+            self._register(0)
+
+    def reshard(self) -> None:
+        """Free the full parameters' data; register the sharded ones."""
+        self.uninstall()
+        if self.state is SHARDED:
+            return
+        if isinstance(self.state, PendingGather):
+            self.state.abandon()
+        self.state = SHARDED
+        if self._layout is not None and not self._layout.aliased:
+            self._full_storage.resize_(0)
+
+    def _register(self, face: int) -> None:
+        for slots, name, faces in self._dict_slots:
+            slots[name] = faces[face]
+        for module, name, faces in self._setattr_slots:
+            setattr(module, name, faces[face])
+
+    # ---- construction, and again whenever a user replaces a parameter or its local tensor
+
+    def adopt_replacements(self) -> None:
+        """Take over what a user put in place of our parameters or their local tensors (`.to`, loading, assignment)."""
+        self.reshard()
+        self._notice_replacements(may_be_meta=True)
+
+    def _notice_replacements(self, may_be_meta: bool = False) -> None:
+        replaced = stale = False
+        for slots, name, local, param in self._watched:
+            registered = slots[name]
+            replaced |= registered is not param.sharded or param.local is not local
+            stale |= registered.requires_grad is not param.full_requires_grad
+        if replaced or self._layout is None:
+            for param in self.params:
+                param.readopt()
+            self._adopt()
+        elif stale:
+            self._follow_requires_grad()
+        if self._layout is None and not may_be_meta:
+            names = [param.name for param in self.params if param.local.device != self.mesh.device]
+            raise RuntimeError(
+                f"expected parameters on {self.mesh.device}, got others at {', '.join(names)}. Materialise the model "
+                f"before its first forward: model.to_empty(device={self.mesh.device.type!r}), then initialise or load."
+            )
+
+    def _adopt(self) -> None:
+        """(Re)build buffers, plan and full parameters from the present local tensors, if all are on the device."""
+        self._watched = [(p.slots[0].module._parameters, p.slots[0].name, p.local, p) for p in self.params]
+        self._dict_slots: list[Any] = []
+        self._setattr_slots: list[Any] = []
+        if any(param.local.device != self.mesh.device for param in self.params):
+            self._layout = None
+            return
+        specs = tuple(p.spec_for(p.local.dtype, self._policy.compute_dtype(p.local.dtype)) for p in self.params)
+        # Also when the first forward runs in inference mode: what is built here must serve training.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._layout is None or self._layout.specs != specs:
+                self._layout = gather_layout(specs, self._comm.direct_min_bytes)
+                self._allocate(self._layout)
+            self._move_into_shards(self._layout)
+        self._watched = [(*watched[:2], param.local, param) for watched, param in zip(self._watched, self.params)]
+        self._follow_requires_grad()
+        self._prepare_slots()
+
+    def _allocate(self, layout: GatherLayout) -> None:
+        device = self.mesh.device
+        self._shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
+        self._full = self._shards if layout.aliased else torch.empty(layout.full_nbytes, dtype=torch.uint8, device=device)
+        self._full_storage = self._full.untyped_storage()
+        self.storage_id = torch_compat.storage_id(self._full)
+        self._plan = GatherPlan(layout, self.mesh.rank, self._shards, self._full)
+        group = weakref.ref(self)
+        for i, (param, spec) in enumerate(zip(self.params, layout.specs)):
+            leaf = leaf_over(self._full, layout.full_offsets[i], spec.shape, spec.compute_dtype)
+            param.full = nn.Parameter(leaf, requires_grad=spec.compute_dtype.is_floating_point)
+            if param.full.requires_grad:
+                param.full.register_post_accumulate_grad_hook(_announce(group, i))
+        if not layout.aliased:
+            self._full_storage.resize_(0)
+
+    def _move_into_shards(self, layout: GatherLayout) -> None:
+        for param, spec, offset in zip(self.params, layout.specs, layout.shard_offsets):
+            own = view_bytes(self._shards, offset, param.local.numel(), spec.storage_dtype).view(param.local.shape)
+            if param.local.data_ptr() != own.data_ptr() or param.local.numel() == 0:
+                own.copy_(param.local)
+                param.local = own
+
+    def _follow_requires_grad(self) -> None:
+        for param in self.params:
+            assert param.full is not None
+            param.full_requires_grad = param.sharded.requires_grad
+            param.full.requires_grad_(param.full_requires_grad)
+        specs = self._layout.specs if self._layout else ()
+        self.gradients.prepare(
+            specs,
+            tuple(self._policy.gradient_dtype(spec.storage_dtype) for spec in specs),
+            [i for i, param in enumerate(self.params) if param.full_requires_grad],
+        )
+        self.has_frozen = not all(param.full_requires_grad for param in self.params)
+
+    def _prepare_slots(self) -> None:
+        for param in self.params:
+            faces = (param.sharded, param.full)
+            for slot in param.slots:
+                if slot.is_plain:
+                    self._dict_slots.append((slot.module._parameters, slot.name, faces))
+                else:
+                    self._setattr_slots.append((slot.module, slot.name, faces))
+
+
+def _announce(group: weakref.ref[FSDPParamGroup], i: int) -> Callable[[Tensor], None]:
+    """A hook for full parameter i. It holds the group weakly: the parameter must not keep its owner alive."""
+
+    def gradient_is_complete(_: Tensor) -> None:
+        owner = group()
+        if owner is not None and owner.on_gradient is not None:
+            owner.on_gradient(i)
+
+    return gradient_is_complete

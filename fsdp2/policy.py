@@ -1,0 +1,60 @@
+"""What a user may choose for one `fully_shard` call: frozen descriptions, checked when they are built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a group computes and communicates. The stored (sharded) parameters keep their own dtype.
+
+    Args:
+        param_dtype: dtype of the gathered parameters, hence of the all-gather and of compute. None: the stored dtype.
+            Parameters that are not floating point are never cast.
+        reduce_dtype: dtype of the gradient reduction. None: the dtype of the stored parameter (so fp32 parameters
+            that compute in bf16 are reduced in fp32), as in torch from 2.15 on; torch 2.13 reduced in `param_dtype`.
+        output_dtype: floating-point tensors in the module's output are cast to it. None: they are left alone.
+        cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`, if that is set.
+
+    Raises:
+        TypeError: a dtype is not a torch.dtype.
+        ValueError: a dtype is not a (real) floating-point dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"MixedPrecisionPolicy.{name}: expected a torch.dtype or None, got {dtype!r}")
+            if not dtype.is_floating_point:
+                raise ValueError(f"MixedPrecisionPolicy.{name}: expected a floating-point dtype, got {dtype}")
+
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter stored as `stored` is gathered and used."""
+        return self.param_dtype if self.param_dtype and stored.is_floating_point else stored
+
+    def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter stored as `stored` is reduced."""
+        return self.reduce_dtype or stored
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where sharded parameters, gradients and optimizer states rest. This base class: on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and optimizer states rest on the CPU. Declared; not implemented yet."""
+
+    pin_memory: bool = True

@@ -1,0 +1,86 @@
+"""Full gradients to this rank's shards of their mean. Takes tensors and a layout; knows no parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .comm import Comm, Work
+from .layout import BucketLayout, ParamSpec
+from .pack import pack_gradients
+
+
+def divide_factors(dtype: torch.dtype, world_size: int) -> tuple[int, float]:
+    """(divide before the sum, divide after it), whose product is `world_size`.
+
+    Only float16 is divided before, by a power of two near sqrt(world_size): its sums overflow at 65504.
+    """
+    before = 2 ** round(math.log2(world_size) / 2) if dtype == torch.float16 else 1
+    return before, world_size / before
+
+
+class PendingReduce:
+    """A reduction in flight; holds its buffers, and the gradients it reads, until `finish`."""
+
+    def __init__(
+        self, layout: BucketLayout, specs: tuple[ParamSpec, ...], work: Work, output: Tensor, inputs: list[Tensor]
+    ) -> None:
+        self._layout, self._specs, self._work, self._output = layout, specs, work, output
+        self._inputs_kept_alive = inputs
+
+    def finish(self) -> dict[int, Tensor]:
+        """Wait; return parameter index -> this rank's padded shard of the mean gradient, 1-D, in the storage dtype."""
+        self.abandon()
+        _, after = divide_factors(self._layout.reduce_dtype, self._specs[0].world_size)
+        if after != 1:
+            self._output.div_(after)
+        shards = self._output.to(self._layout.storage_dtype)
+        offsets = self._layout.offsets
+        return {i: shards[offsets[i] : offsets[i] + self._specs[i].shard_numel] for i in self._layout.indices}
+
+    def abandon(self) -> None:
+        """Wait until the buffers are no longer in use, and give them up."""
+        self._work.wait()
+        self._inputs_kept_alive.clear()
+
+
+class _Local:
+    """What a reduction over one rank is: the gradients themselves."""
+
+    def __init__(self, shards: dict[int, Tensor]) -> None:
+        self._shards = shards
+
+    def finish(self) -> dict[int, Tensor]:
+        return self._shards
+
+    def abandon(self) -> None:
+        pass
+
+
+def start(
+    gradients: Mapping[int, Tensor], layout: BucketLayout, specs: tuple[ParamSpec, ...], comm: Comm
+) -> PendingReduce | _Local:
+    """Begin to reduce `gradients` (index -> full gradient), which must not be written to until `finish`.
+
+    Every rank of `comm` must call it, in the same order, with the same layout.
+    """
+    if comm.size == 1:
+        return _Local(
+            {i: gradients[i].reshape(-1).to(layout.reduce_dtype).to(layout.storage_dtype) for i in layout.indices}
+        )
+    some = gradients[layout.indices[0]]
+    before, _ = divide_factors(layout.reduce_dtype, comm.size)
+    output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
+    inputs = [gradients[i].reshape(-1) for i in layout.direct]
+    outputs = [output[layout.offsets[i] : layout.offsets[i] + specs[i].shard_numel] for i in layout.direct]
+    if layout.packed_numel:
+        segments = torch.empty(comm.size, layout.packed_numel, dtype=layout.reduce_dtype, device=some.device)
+        pack_gradients(gradients, specs, layout, segments)
+        inputs.append(segments.view(-1))
+        outputs.append(output[layout.packed_start :])
+    if before != 1:
+        inputs = [tensor.div_(before) for tensor in inputs]
+    return PendingReduce(layout, specs, comm.reduce_scatter(outputs, inputs), output, inputs)

@@ -1,0 +1,73 @@
+"""What autograd saves for backward: notice gathered weights among it, and have them gathered again when they are used.
+
+This is what makes backward independent of how a loss reached the module: whatever node of the graph needs a weight
+unpacks it here first, whether the module returned its tensors, kept them on `self`, or handed out views of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from . import torch_compat
+
+
+class _Saved(NamedTuple):
+    tensor: Tensor
+    version: int
+
+
+class _SavedWeight(NamedTuple):
+    tensor: Tensor
+    owner: Any
+
+
+class SavedTensors:
+    """Saved-tensor hooks that are in force during one forward pass. `owners`: storage identity -> owner of a weight.
+
+    `before_use(owner)` is called whenever backward is about to read a weight of `owner`.
+    """
+
+    def __init__(self, before_use: Callable[[Any], None]) -> None:
+        self.owners: dict[int, Any] = {}
+        self._before_use = before_use
+        self._hooks: saved_tensors_hooks | None = None
+
+    def activate(self) -> None:
+        """Put the hooks in force, unless others are.
+
+        Activation checkpointing brings its own hooks and saves nothing: it runs the forward again, with our module
+        hooks, inside backward. Hooks of ours on top of its own would make it save what it is there to drop.
+        """
+        if self._hooks is None and not torch_compat.saved_tensor_hooks_active():
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+
+    def deactivate(self) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
+
+    def _pack(self, tensor: Tensor) -> _Saved | _SavedWeight:
+        # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
+        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        try:
+            owner = self.owners.get(torch_compat.storage_id(tensor))
+        except (NotImplementedError, RuntimeError):  # sparse tensors, functorch wrappers: not views of a weight
+            owner = None
+        return _Saved(kept, kept._version) if owner is None else _SavedWeight(kept, owner)
+
+    def _unpack(self, saved: _Saved | _SavedWeight) -> Tensor:
+        if isinstance(saved, _SavedWeight):
+            self._before_use(saved.owner)
+        elif saved.tensor._version != saved.version:
+            # Autograd checks this itself, but not for tensors that pass through hooks.
+            raise RuntimeError(
+                f"a tensor of shape {tuple(saved.tensor.shape)} that is needed for the gradient was modified by an "
+                f"in-place operation: it is at version {saved.tensor._version}, expected {saved.version}. Use "
+                "torch.autograd.set_detect_anomaly(True) to find the operation."
+            )
+        return saved.tensor
