@@ -51,11 +51,16 @@ class CoalescedComm:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()
+        self._all_gather_one, self._reduce_scatter_one = torch_compat.single_tensor_collectives(group)
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        if len(outputs) == 1:
+            return self._all_gather_one(outputs[0], inputs[0])
         return self._group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        if len(outputs) == 1:
+            return self._reduce_scatter_one(outputs[0], inputs[0])
         return self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs))
 
 
@@ -109,7 +114,7 @@ class PairwiseComm:
 class _AllWork:
     """Several works as one."""
 
-    def __init__(self, works: list[Work]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -120,7 +125,7 @@ class _AllWork:
 class _SumWork(_AllWork):
     """Adds up what arrived, in rank order, whichever rank it is computed on."""
 
-    def __init__(self, works: list[Work], outputs: Sequence[Tensor], parts: list[list[Tensor]]) -> None:
+    def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], parts: list[list[Tensor]]) -> None:
         super().__init__(works)
         self._outputs, self._parts = outputs, parts
 

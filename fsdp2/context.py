@@ -16,39 +16,41 @@ from .param_group import SHARDED, UNSHARDED, FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .saved_tensors import SavedTensors
 
-# Forwards without a backward (a training loop that only evaluates with grad enabled) must not grow the record for ever.
+# Forwards without a backward (evaluation with grad enabled) must not make the record grow for ever.
 _MAX_HISTORY = 4096
 
 
 class FSDPState:
-    """One `fully_shard` call at run time: its modules, its group (None: no parameters of its own), its settings."""
+    """One `fully_shard` call at run time: its modules, their group, its settings, and how far a pass has come."""
+
+    context: Context  # set by the context itself, anew when an outer module is sharded
 
     def __init__(
         self,
         modules: list[nn.Module],
-        group: FSDPParamGroup | None,
+        group: FSDPParamGroup,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
     ) -> None:
         self.modules, self.group, self.policy = modules, group, policy
         self.reshard_after_forward = reshard_after_forward
-        self.context: Context | None = None
-        # Forwards of `modules` that run now; those of the list that have run in this pass.
+        # Forwards of `modules` that run now, and those of a list that have run in this pass.
         self.running = 0
         self.finished: set[nn.Module] = set()
-        # The pass whose forward left the full parameters behind: they are never used in another.
+        # The pass whose forward left the full parameters behind: they are not used in another.
         self.kept_in_pass = 0
+        # Gathered and registered for the backward that runs.
         self.backward_ready = False
 
     def keeps_after_forward(self) -> bool:
         """Whether the full parameters stay for backward: by default the root's do, which backward needs at once."""
         if self.reshard_after_forward is None:
-            return self.context is not None and self.context.root is self
+            return self.context.root is self
         return not self.reshard_after_forward
 
     def release(self) -> None:
         """Reshard, unless a forward of the group runs (a backward may run inside it)."""
-        if self.group is not None and not self.running:
+        if not self.running:
             self.group.reshard()
             self.backward_ready = False
 
@@ -56,17 +58,21 @@ class FSDPState:
 class Context:
     """The runtime of one root and of all states below it.
 
-    A *pass* is one call of the outermost sharded module outside backward. The context follows the order in which groups
-    run, and gathers the next ones early: in forward in the order of the pass before, in backward in reverse.
+    A *pass* is one call of the outermost sharded module outside backward. The context follows the order in which
+    groups run, and gathers the next ones early: in forward in the order of the pass before, in backward in reverse.
+
+    `use_in_backward(state)`: gathers and registers the state's parameters for backward.
     """
 
-    def __init__(self, root: FSDPState, states: list[FSDPState]) -> None:
-        self.root, self.states = root, states
+    def __init__(
+        self, root: FSDPState, states: Iterable[FSDPState], use_in_backward: Callable[[FSDPState], None]
+    ) -> None:
+        self.root, self.states = root, list(dict.fromkeys(states))
         self.pass_number = 0
         # Whether the pass began with grad enabled, so that a backward may follow.
         self.pass_has_grad = False
         self.running: list[tuple[FSDPState, nn.Module]] = []
-        self.saved_tensors = SavedTensors(self.before_use)
+        self._saved_tensors = SavedTensors(use_in_backward)
         self._reductions = ReductionQueue()
         # How many bytes may be gathered ahead: one more group of the largest size, or several small ones.
         self._prefetch_bytes = 0
@@ -80,12 +86,15 @@ class Context:
         self._end: weakref.ref[_BackwardEnd] | None = None
         # Whether the running backward builds a graph itself, which will read the weights once more.
         self._create_graph = False
-        # Gathers, installs and readies a state for backward; set by the runtime.
-        self.on_use: Callable[[FSDPState], None] | None = None
-        for state in states:
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Bring all states under this context, and name groups and parameters after their place below the root."""
+        names = {module: name for outer in self.root.modules for name, module in outer.named_modules()}
+        for state in self.states:
             state.context = self
-            if state.group is not None:
-                state.group.gradients.queue = self._reductions
+            state.group.gradients.queue = self._reductions
+            state.group.rename(names)
 
     # ---- forward
 
@@ -97,16 +106,21 @@ class Context:
         state.running += 1
         if torch.is_grad_enabled():
             if len(self.running) == 1:
-                self.saved_tensors.activate()
-            if state.group is not None:
-                self.saved_tensors.owners[state.group.storage_id] = state
+                self._saved_tensors.activate()
+            self._saved_tensors.owners[state.group.storage_id] = state
 
     def leave(self) -> None:
         """The innermost forward ends, or has failed."""
         self.running.pop()[0].running -= 1
         if not self.running:
-            self.saved_tensors.deactivate()
-            self._end_pass()
+            self._saved_tensors.deactivate()
+            self._order = self._order_now
+            if not self._in_backward:
+                self._drop_prefetched()
+
+    def is_innermost(self, module: nn.Module) -> bool:
+        """Whether the forward that runs is that of `module`."""
+        return bool(self.running) and self.running[-1][1] is module
 
     def ran(self, state: FSDPState) -> None:
         """A forward of `state` has ended that backward will come back to."""
@@ -123,22 +137,12 @@ class Context:
             self.recover()
         self.pass_number += 1
         self.pass_has_grad = torch.is_grad_enabled()
-        self._prefetch_bytes = max((state.group.nbytes for state in self.states if state.group is not None), default=0)
+        self._prefetch_bytes = max(state.group.nbytes for state in self.states)
         self._forward = Cursor(self._order)
         self._order_now = []
         self._drop_prefetched()
 
-    def _end_pass(self) -> None:
-        self._order = self._order_now
-        if not self._in_backward:
-            self._drop_prefetched()
-
     # ---- backward
-
-    def before_use(self, state: FSDPState) -> None:
-        """Backward is about to read a weight of `state`."""
-        if not state.backward_ready and self.on_use is not None:
-            self.on_use(state)
 
     def enter_backward(self) -> None:
         """Something of a backward pass happens. The first time in each, arrange for its end to be noticed."""
@@ -153,8 +157,7 @@ class Context:
         self._create_graph = torch.is_grad_enabled()
         self._backward = Cursor(list(reversed(self._ran)))
         for state in self.states:
-            if state.group is not None:
-                state.group.gradients.begin_backward()
+            state.group.gradients.begin_backward()
 
     def prefetch_backward(self, state: FSDPState) -> None:
         """`state` is about to compute gradients: begin to gather what ran before it in forward."""
@@ -169,15 +172,14 @@ class Context:
     def end_backward(self) -> None:
         """All gradients are computed: reduce what is left, free what is left, deliver everything."""
         self._in_backward = False
-        groups = [state.group for state in self.states if state.group is not None]
-        for group in reversed(groups):
-            group.gradients.end_backward()
+        for state in reversed(self.states):
+            state.group.gradients.end_backward()
         for state in self.states:
             self.release(state)
         self._drop_prefetched()
         self._reductions.finish_all()
-        for group in groups:
-            group.gradients.mark_waiting()
+        for state in self.states:
+            state.group.gradients.mark_waiting()
         if not self._create_graph:
             self._ran.clear()
 
@@ -186,8 +188,7 @@ class Context:
         self._in_backward = self._create_graph = False
         self._reductions.abandon_all()
         for state in self.states:
-            if state.group is not None:
-                state.group.gradients.discard()
+            state.group.gradients.discard()
             state.release()
         self._prefetched.clear()
         self._ran.clear()
@@ -199,15 +200,15 @@ class Context:
 
     # ---- prefetch
 
-    def _prefetch(self, expected: Iterable[FSDPState]) -> None:
-        for state in within_budget(iter(expected), _bytes_to_gather, self._prefetch_bytes):
-            if state.group is not None and state.group.state is SHARDED:
-                state.group.start_unshard()
-                self._prefetched.add(state)
-
     def used(self, state: FSDPState) -> None:
         """`state` is unsharded on purpose now, not only in advance."""
         self._prefetched.discard(state)
+
+    def _prefetch(self, expected: Iterable[FSDPState]) -> None:
+        for state in within_budget(iter(expected), _bytes_to_gather, self._prefetch_bytes):
+            if state.group.state is SHARDED:
+                state.group.start_unshard()
+                self._prefetched.add(state)
 
     def _drop_prefetched(self) -> None:
         for state in self._prefetched:
@@ -216,7 +217,7 @@ class Context:
 
 
 def _bytes_to_gather(state: FSDPState) -> int:
-    return state.group.nbytes if state.group is not None and state.group.state is not UNSHARDED else 0
+    return 0 if state.group.state is UNSHARDED else state.group.nbytes
 
 
 class _BackwardEnd:
@@ -229,13 +230,3 @@ class _BackwardEnd:
     def run(self) -> None:
         self.done = True
         self._context.end_backward()
-
-
-def make_context(root: FSDPState, find_states: Callable[[nn.Module], Iterable[FSDPState]]) -> Context:
-    """Bring all states below `root` under one context, and name groups and parameters after their place in it."""
-    context = Context(root, list(dict.fromkeys(state for module in root.modules for state in find_states(module))))
-    names = {submodule: name for module in root.modules for name, submodule in module.named_modules()}
-    for state in context.states:
-        if state.group is not None:
-            state.group.rename(names)
-    return context

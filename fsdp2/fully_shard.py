@@ -39,10 +39,10 @@ def fully_shard(
 ) -> Modules:
     """Shard the parameters of `module` over the ranks of `mesh`, in place, and return `module`.
 
-    Every parameter below `module` that no inner `fully_shard` call has taken becomes an `nn.Parameter(DTensor)`, sharded
-    along dim 0; together they form one group, which is gathered before forward, freed after it, gathered again for
-    backward, and whose gradients are averaged over the ranks. Call it bottom-up: on blocks first, then on the model.
-    Every rank of the mesh must call it, on the same modules in the same order.
+    Every parameter below `module` that no inner `fully_shard` call has taken becomes an `nn.Parameter(DTensor)`,
+    sharded along dim 0; together they form one group, which is gathered before forward, freed after it, gathered again
+    for backward, and whose gradients are averaged over the ranks. Call it bottom-up: on blocks first, then on the
+    model. Every rank of the mesh must call it, on the same modules in the same order.
 
     Args:
         module: a module, or a list of modules that share one group. Modified in place; its class becomes a subclass of
@@ -57,10 +57,12 @@ def fully_shard(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is a scalar,
-            uninitialised, or tied to one of another group. Nothing has been changed then.
-        NotImplementedError: something declared above; a parameter that is a DTensor, a tensor subclass, complex, or not
-            contiguous; embeddings with sparse gradients.
+        ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is a
+            scalar, uninitialised, or tied to one of another group.
+        NotImplementedError: something declared above; a parameter that is a DTensor, a tensor subclass, complex, or
+            not contiguous; embeddings with sparse gradients.
+
+    After any of these errors nothing has been changed.
     """
     roots = _check_modules(module)
     _refuse_undeclared(reshard_after_forward, shard_placement_fn, offload_policy, ignored_params, dp_mesh_dims)
@@ -75,9 +77,11 @@ def fully_shard(
     classes = [sharded_class(type(root)) for root in roots]
 
     _move_buffers(managed, shard_mesh.device)
-    group = _make_group(roots, slots, shard_mesh, policy) if slots else None
-    hooks.install(FSDPState(roots, group, policy, reshard_after_forward))
-    for root, cls in zip(roots, classes):
+    group = _make_group(roots, slots, shard_mesh, policy)
+    hooks.install(
+        FSDPState(roots, group, policy, None if reshard_after_forward is None else bool(reshard_after_forward))
+    )
+    for root, cls in zip(roots, classes, strict=True):
         root.__class__ = cls
     return module
 
@@ -159,8 +163,8 @@ def _check_parameter(name: str, slot: Slot) -> None:
     owner = getattr(parameter, _SHARDED_AS, None)
     if owner is not None:
         raise ValueError(
-            f"{name} is the same parameter as {owner}, which another fully_shard call has sharded. Tied parameters must "
-            "be in one group: pass the modules that hold them as one list, fully_shard([a, b])."
+            f"{name} is the same parameter as {owner}, which another fully_shard call has sharded. Tied parameters "
+            "must be in one group: pass the modules that hold them as one list, fully_shard([a, b])."
         )
     if isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse:
         raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
@@ -209,6 +213,6 @@ def _make_group(
 ) -> FSDPParamGroup:
     originals = [parameter_slots[0].get() for parameter_slots in slots.values()]
     params = [FSDPParam(parameter_slots, name, mesh) for name, parameter_slots in slots.items()]
-    for original, name in zip(originals, slots):
+    for original, name in zip(originals, slots, strict=True):
         setattr(original, _SHARDED_AS, f"{type(roots[0]).__name__}'s {name}")
     return FSDPParamGroup(roots, params, mesh, make_comm(mesh.group, mesh.device), policy)

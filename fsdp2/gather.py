@@ -23,7 +23,7 @@ class GatherPlan:
 
     def __init__(self, layout: GatherLayout, rank: int, shards: Tensor, full: Tensor) -> None:
         self._layout, self._rank, self._shards, self._full = layout, rank, shards, full
-        self._world_size = layout.specs[0].world_size
+        self._world_size = layout.world_size
         # Casts write this rank's own slot of an output, which then is the collective's input too.
         self.casts: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.copies_out: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ class UnsyncedGrad(DTensor):
     """
 
     cleared = False
-    reduced: DTensor | None = None
+    reduced: Tensor | None = None
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func not in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func not in torch_compat.ZERO_OPS:
             raise RuntimeError(
                 f"{func}: this gradient is not synchronised between ranks yet. Call set_requires_gradient_sync(True) "
                 "before the last backward of an accumulation, and use .grad (clip, step, ...) after it."
@@ -104,7 +104,7 @@ class GroupGradients:
         expected = sorted(trainable, reverse=True)
         buckets = split_buckets(specs, reduce_dtypes, expected, MAX_BUCKETS, MIN_BUCKET_BYTES)
         self._bucket_of = {i: bucket for bucket in buckets for i in bucket}
-        self._layout = lru_cache(maxsize=None)(self._make_layout)
+        self._layout = cache(self._make_layout)
 
     def _make_layout(self, indices: tuple[int, ...]) -> BucketLayout:
         return bucket_layout(self._specs, indices, self._reduce_dtypes[indices[0]], self._comm.direct_min_bytes)
@@ -166,11 +166,11 @@ class GroupGradients:
         self._seen.clear()
         self.mark_waiting()
 
-    def receive(self, shards: dict[int, Tensor]) -> None:
-        """Accumulate reduced shards (index -> 1-D padded shard) into the sharded parameters' `.grad`."""
+    def receive(self, shards: reduce.Shards) -> None:
+        """Accumulate reduced shards into the sharded parameters' `.grad`."""
         with torch.no_grad():
-            for i, shard in shards.items():
-                self._params[i].accumulate(shard)
+            for i, (flat, offset) in shards.items():
+                self._params[i].accumulate(flat, offset)
 
     def _keep(self, i: int) -> None:
         gradient = self._take(i)

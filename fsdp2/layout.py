@@ -1,8 +1,8 @@
 """Where every byte of a group lies: sizes, offsets, padding, buckets. Pure arithmetic, no process group.
 
-One parameter of shape (R, ...) over W ranks is cut along dim 0 into chunks of ceil(R / W) rows, as torch.chunk does; the
-last ranks may hold fewer rows, or none. Padded to whole chunks, the W shards in rank order *are* the parameter, plus
-trailing padding, so an all-gather of one parameter can write straight into it:
+One parameter of shape (R, ...) over W ranks is cut along dim 0 into chunks of ceil(R / W) rows, as torch.chunk does;
+the last ranks may hold fewer rows, or none. Padded to whole chunks, the W shards in rank order *are* the parameter,
+plus trailing padding, so an all-gather of one parameter can write straight into it:
 
     rank     0        1        2        3
     rows   | 0 1 2 | 3 4 5 | 6 . . | . . . |        R = 7, W = 4: three rows a chunk, '.' is padding
@@ -81,12 +81,13 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """Byte offsets of one group: shard buffer (one rank's part, at rest) and full storage (all of it, in compute dtype).
+    """Byte offsets of one group: shard buffer (one rank's part, at rest), full storage (all of it, in compute dtypes).
 
-    `packed_offsets[i]` is where packed parameter i lies in one rank's packed segment of `packed_nbytes`; the W segments
-    land at `packed_start` of the full storage, behind the parameters, and are copied out from there.
+    `packed_offsets[i]` is where packed parameter i lies in one rank's packed segment of `packed_nbytes`; the W
+    segments land at `packed_start` of the full storage, behind the parameters, and are copied out from there.
     """
 
+    world_size: int
     specs: tuple[ParamSpec, ...]
     direct: tuple[int, ...]
     packed: tuple[int, ...]
@@ -103,9 +104,8 @@ class GatherLayout:
     aliased: bool
 
 
-def gather_layout(specs: Sequence[ParamSpec], direct_min_bytes: int) -> GatherLayout:
+def gather_layout(specs: Sequence[ParamSpec], world_size: int, direct_min_bytes: int) -> GatherLayout:
     """Lay out one group. `direct_min_bytes`: parameters of at least so many bytes are gathered straight into place."""
-    world_size = specs[0].world_size
     aliased = world_size == 1 and all(spec.storage_dtype == spec.compute_dtype for spec in specs)
     direct = [i for i, spec in enumerate(specs) if world_size == 1 or _is_direct(spec, direct_min_bytes)]
     # Wide dtypes first: then every offset is a multiple of its own item size without gaps.
@@ -128,6 +128,7 @@ def gather_layout(specs: Sequence[ParamSpec], direct_min_bytes: int) -> GatherLa
         {i: spec.compute_nbytes * world_size for i, spec in enumerate(specs)}, PARAM_ALIGNMENT
     )
     return GatherLayout(
+        world_size=world_size,
         specs=tuple(specs),
         direct=tuple(direct),
         packed=tuple(packed),
@@ -162,7 +163,8 @@ class BucketLayout:
     """Gradients that are reduced together: one reduce dtype, one storage dtype. Offsets count elements.
 
     The reduced shards lie in one flat tensor of `shard_numel`: first the direct ones, whose gradient is its own
-    collective's input, then from `packed_start` one segment of `packed_numel` in which the packed ones lie side by side.
+    collective's input, then from `packed_start` one segment of `packed_numel`, in which the packed ones lie side by
+    side.
     """
 
     indices: tuple[int, ...]
@@ -170,6 +172,7 @@ class BucketLayout:
     packed: tuple[int, ...]
     offsets: dict[int, int]
     packed_start: int
+    packed_sizes: tuple[int, ...]  # of each packed one, then of the padding that completes the segment
     packed_numel: int
     shard_numel: int
     reduce_dtype: torch.dtype
@@ -191,13 +194,15 @@ def bucket_layout(
     packed = tuple(i for i in indices if i not in direct)
     offsets, packed_start = _offsets({i: specs[i].shard_numel for i in direct}, RANK_ALIGNMENT // itemsize)
     packed_offsets, packed_numel = _offsets({i: specs[i].shard_numel for i in packed}, 1)
-    packed_numel = align(packed_numel * itemsize, RANK_ALIGNMENT) // itemsize
+    unpadded_numel = packed_numel
+    packed_numel = align(unpadded_numel * itemsize, RANK_ALIGNMENT) // itemsize
     return BucketLayout(
         indices=indices,
         direct=direct,
         packed=packed,
         offsets=offsets | {i: packed_start + offset for i, offset in packed_offsets.items()},
         packed_start=packed_start,
+        packed_sizes=(*(specs[i].shard_numel for i in packed), packed_numel - unpadded_numel),
         packed_numel=packed_numel,
         shard_numel=packed_start + packed_numel,
         reduce_dtype=reduce_dtype,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -40,8 +40,7 @@ class FSDPModule:
             async_op: return at once, with a handle whose `wait` finishes the work.
         """
         state = _state(self)
-        if state.group is not None:
-            state.group.start_unshard()
+        state.group.start_unshard()
         handle = UnshardHandle(state)
         if async_op:
             return handle
@@ -64,8 +63,7 @@ class FSDPModule:
         """
         _check_bool("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
-            if state.group is not None:
-                state.group.gradients.synchronise = requires_gradient_sync
+            state.group.gradients.synchronise = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether the full parameters are freed after forward (and gathered again in backward).
@@ -95,8 +93,8 @@ def _check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool, got {value!r}")
 
 
-@lru_cache(maxsize=None)
-def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+@cache
+def sharded_class(cls: type[Any]) -> type[Any]:
     """The class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
 
     FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have
@@ -109,12 +107,10 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
-        groups = [state.group for state in _states(self, recurse=False) if state.group is not None]
-        for group in groups:
-            group.reshard()
+        group = _state(self).group
+        group.reshard()
         cls._apply(self, fn, recurse)
-        for group in groups:
-            group.adopt_replacements()
+        group.adopt_replacements()
         return self
 
     def deepcopy(self: nn.Module, memo: Any) -> Any:
@@ -126,5 +122,11 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     clash = sorted(name for name in vars(FSDPModule) if not name.startswith("_") and hasattr(cls, name))
     if clash:
         raise TypeError(f"{cls.__name__} defines {', '.join(clash)}, which fully_shard adds to the module: rename them")
-    body = {"__new__": new, "_apply": apply, "__deepcopy__": deepcopy, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    body = {
+        "__new__": new,
+        "_apply": apply,
+        "__deepcopy__": deepcopy,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
     return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from . import torch_compat
 from .layout import BucketLayout, ParamSpec
 
 
@@ -19,7 +20,7 @@ def view_bytes(buffer: Tensor, offset: int, numel: int, dtype: torch.dtype) -> T
 
 
 def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor over `buffer`'s storage with a version counter of its own: refilling the storage is no in-place change."""
+    """A tensor over `buffer`'s storage with a version counter of its own: to autograd, refilling is no change."""
     leaf = torch.empty(0, dtype=dtype, device=buffer.device)
     stride = torch.empty(shape, device="meta").stride()
     return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, stride)
@@ -32,12 +33,16 @@ def pack_gradients(
 
     Elements that are padding keep whatever they held: the sums made of them are never read.
     """
-    for i in layout.packed:
-        spec, first = specs[i], layout.offsets[i] - layout.packed_start
-        slot_WS = out_WP[:, first : first + spec.shard_numel]
-        gradient = gradients[i].reshape(-1)
-        whole = gradient.numel() // max(spec.shard_numel, 1)
-        split = whole * spec.shard_numel
-        slot_WS[:whole].copy_(gradient[:split].view(whole, spec.shard_numel))
-        if split < gradient.numel():
-            slot_WS[whole, : gradient.numel() - split].copy_(gradient[split:])
+    slots, sources = list(out_WP.split_with_sizes(layout.packed_sizes, 1)), []
+    for place, i in enumerate(layout.packed):
+        spec, gradient = specs[i], gradients[i]
+        if spec.is_even:
+            sources.append(gradient.reshape(spec.world_size, spec.shard_numel))
+            continue
+        whole = gradient.shape[0] // spec.chunk_rows
+        rest = gradient[whole * spec.chunk_rows :].reshape(-1)
+        if rest.numel():
+            slots[place][whole, : rest.numel()].copy_(rest)
+        sources.append(gradient[: whole * spec.chunk_rows].reshape(whole, spec.shard_numel))
+        slots[place] = slots[place][:whole]
+    torch_compat.copy_all(slots[: len(sources)], sources)

@@ -116,10 +116,15 @@ class FSDPParam:
         )
         self.register(found)
 
-    def accumulate(self, shard: Tensor) -> None:
-        """Add this rank's padded gradient shard (1-D, storage dtype) to the sharded face's `.grad`; run its hooks."""
+    def accumulate(self, flat: Tensor, offset: int) -> None:
+        """Add this rank's gradient shard, which begins at `offset` of `flat`, to the sharded face's `.grad`.
+
+        `flat` has the storage dtype. The hooks of the sharded face run, on the gradient as in plain training, then on
+        the parameter.
+        """
         local = self.local
-        gradient: Any = torch_compat.dtensor(shard[: local.numel()].view(local.shape), self.dtensor_spec)
+        shard = flat.as_strided(local.shape, local.stride(), offset)
+        gradient: Any = torch_compat.dtensor(shard, self.dtensor_spec)
         hooks, post_accumulate_hooks = torch_compat.gradient_hooks(self.sharded)
         for hook in _snapshot(hooks):
             replaced = hook(gradient)
@@ -127,7 +132,7 @@ class FSDPParam:
         if self.sharded.grad is None:
             self.sharded.grad = gradient
         else:
-            torch_compat.local_of(self.sharded.grad).add_(torch_compat.local_of(gradient))  # type: ignore[arg-type]
+            torch_compat.local_of(self.sharded.grad).add_(torch_compat.local_of(gradient))
         for hook in _snapshot(post_accumulate_hooks):
             hook(self.sharded)
 

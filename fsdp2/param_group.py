@@ -13,7 +13,7 @@ from . import gather, torch_compat
 from .comm import Comm
 from .gather import GatherPlan, PendingGather
 from .gradients import GroupGradients
-from .layout import GatherLayout, ParamSpec, gather_layout
+from .layout import GatherLayout, gather_layout
 from .mesh import ShardMesh
 from .pack import leaf_over, view_bytes
 from .param import FSDPParam
@@ -159,7 +159,9 @@ class FSDPParamGroup:
 
     def _adopt(self) -> None:
         """(Re)build buffers, plan and full parameters from the present local tensors, if all are on the device."""
-        self._watched = [(p.slots[0].module._parameters, p.slots[0].name, p.local, p) for p in self.params]
+        self._watched: list[tuple[dict[str, Any], str, Tensor, FSDPParam]] = [
+            (p.slots[0].module._parameters, p.slots[0].name, p.local, p) for p in self.params
+        ]
         self._dict_slots: list[Any] = []
         self._setattr_slots: list[Any] = []
         if any(param.local.device != self.mesh.device for param in self.params):
@@ -169,22 +171,26 @@ class FSDPParamGroup:
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
             if self._layout is None or self._layout.specs != specs:
-                self._layout = gather_layout(specs, self._comm.direct_min_bytes)
+                self._layout = gather_layout(specs, self.mesh.size, self._comm.direct_min_bytes)
                 self._allocate(self._layout)
             self._move_into_shards(self._layout)
-        self._watched = [(*watched[:2], param.local, param) for watched, param in zip(self._watched, self.params)]
+        self._watched = [
+            (*watched[:2], param.local, param) for watched, param in zip(self._watched, self.params, strict=True)
+        ]
         self._follow_requires_grad()
         self._prepare_slots()
 
     def _allocate(self, layout: GatherLayout) -> None:
         device = self.mesh.device
         self._shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
-        self._full = self._shards if layout.aliased else torch.empty(layout.full_nbytes, dtype=torch.uint8, device=device)
+        self._full = self._shards
+        if not layout.aliased:
+            self._full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=device)
         self._full_storage = self._full.untyped_storage()
         self.storage_id = torch_compat.storage_id(self._full)
         self._plan = GatherPlan(layout, self.mesh.rank, self._shards, self._full)
         group = weakref.ref(self)
-        for i, (param, spec) in enumerate(zip(self.params, layout.specs)):
+        for i, (param, spec) in enumerate(zip(self.params, layout.specs, strict=True)):
             leaf = leaf_over(self._full, layout.full_offsets[i], spec.shape, spec.compute_dtype)
             param.full = nn.Parameter(leaf, requires_grad=spec.compute_dtype.is_floating_point)
             if param.full.requires_grad:
@@ -193,7 +199,7 @@ class FSDPParamGroup:
             self._full_storage.resize_(0)
 
     def _move_into_shards(self, layout: GatherLayout) -> None:
-        for param, spec, offset in zip(self.params, layout.specs, layout.shard_offsets):
+        for param, spec, offset in zip(self.params, layout.specs, layout.shard_offsets, strict=True):
             own = view_bytes(self._shards, offset, param.local.numel(), spec.storage_dtype).view(param.local.shape)
             if param.local.data_ptr() != own.data_ptr() or param.local.numel() == 0:
                 own.copy_(param.local)
@@ -201,7 +207,7 @@ class FSDPParamGroup:
 
     def _follow_requires_grad(self) -> None:
         for param in self.params:
-            assert param.full is not None
+            assert param.full is not None, "built before"
             param.full_requires_grad = param.sharded.requires_grad
             param.full.requires_grad_(param.full_requires_grad)
         specs = self._layout.specs if self._layout else ()

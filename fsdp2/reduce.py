@@ -12,6 +12,9 @@ from .comm import Comm, Work
 from .layout import BucketLayout, ParamSpec
 from .pack import pack_gradients
 
+# Parameter index -> (a flat tensor, where in it this rank's padded shard of the gradient begins).
+Shards = dict[int, tuple[Tensor, int]]
+
 
 def divide_factors(dtype: torch.dtype, world_size: int) -> tuple[int, float]:
     """(divide before the sum, divide after it), whose product is `world_size`.
@@ -25,21 +28,17 @@ def divide_factors(dtype: torch.dtype, world_size: int) -> tuple[int, float]:
 class PendingReduce:
     """A reduction in flight; holds its buffers, and the gradients it reads, until `finish`."""
 
-    def __init__(
-        self, layout: BucketLayout, specs: tuple[ParamSpec, ...], work: Work, output: Tensor, inputs: list[Tensor]
-    ) -> None:
-        self._layout, self._specs, self._work, self._output = layout, specs, work, output
+    def __init__(self, layout: BucketLayout, work: Work, output: Tensor, divisor: float, inputs: list[Tensor]) -> None:
+        self._layout, self._work, self._output, self._divisor = layout, work, output, divisor
         self._inputs_kept_alive = inputs
 
-    def finish(self) -> dict[int, Tensor]:
-        """Wait; return parameter index -> this rank's padded shard of the mean gradient, 1-D, in the storage dtype."""
+    def finish(self) -> Shards:
+        """Wait; return this rank's shards of the mean gradients, in the storage dtype."""
         self.abandon()
-        _, after = divide_factors(self._layout.reduce_dtype, self._specs[0].world_size)
-        if after != 1:
-            self._output.div_(after)
+        if self._divisor != 1:
+            self._output.div_(self._divisor)
         shards = self._output.to(self._layout.storage_dtype)
-        offsets = self._layout.offsets
-        return {i: shards[offsets[i] : offsets[i] + self._specs[i].shard_numel] for i in self._layout.indices}
+        return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
 
     def abandon(self) -> None:
         """Wait until the buffers are no longer in use, and give them up."""
@@ -50,10 +49,10 @@ class PendingReduce:
 class _Local:
     """What a reduction over one rank is: the gradients themselves."""
 
-    def __init__(self, shards: dict[int, Tensor]) -> None:
+    def __init__(self, shards: Shards) -> None:
         self._shards = shards
 
-    def finish(self) -> dict[int, Tensor]:
+    def finish(self) -> Shards:
         return self._shards
 
     def abandon(self) -> None:
@@ -68,11 +67,9 @@ def start(
     Every rank of `comm` must call it, in the same order, with the same layout.
     """
     if comm.size == 1:
-        return _Local(
-            {i: gradients[i].reshape(-1).to(layout.reduce_dtype).to(layout.storage_dtype) for i in layout.indices}
-        )
+        return _Local({i: (gradients[i].to(layout.reduce_dtype).to(layout.storage_dtype), 0) for i in layout.indices})
     some = gradients[layout.indices[0]]
-    before, _ = divide_factors(layout.reduce_dtype, comm.size)
+    before, after = divide_factors(layout.reduce_dtype, comm.size)
     output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
     inputs = [gradients[i].reshape(-1) for i in layout.direct]
     outputs = [output[layout.offsets[i] : layout.offsets[i] + specs[i].shard_numel] for i in layout.direct]
@@ -83,4 +80,4 @@ def start(
         outputs.append(output[layout.packed_start :])
     if before != 1:
         inputs = [tensor.div_(before) for tensor in inputs]
-    return PendingReduce(layout, specs, comm.reduce_scatter(outputs, inputs), output, inputs)
+    return PendingReduce(layout, comm.reduce_scatter(outputs, inputs), output, after, inputs)

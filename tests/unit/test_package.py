@@ -1,0 +1,65 @@
+"""What a user gets from `pip install fsdp2` and `import fsdp2`."""
+
+import inspect
+import re
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import fsdp2
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", fsdp2.__all__)
+def test_public_name_is_importable_and_documented(name: str) -> None:
+    value = getattr(fsdp2, name)
+    if isinstance(value, type) or callable(value):
+        doc = vars(value).get("__doc__") if isinstance(value, type) else inspect.getdoc(value)
+        assert doc, f"fsdp2.{name} has no docstring"
+        assert not doc.startswith(f"{name}("), f"fsdp2.{name} has only the docstring that @dataclass made"
+
+
+def test_all_is_sorted_out() -> None:
+    """`__all__` has no duplicates and leaves out no class or function that `fsdp2/__init__.py` brings in."""
+    public = {
+        name
+        for name, value in vars(fsdp2).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("fsdp2.")
+    }
+    assert len(fsdp2.__all__) == len(set(fsdp2.__all__))
+    assert public <= set(fsdp2.__all__)
+
+
+def test_package_docstring() -> None:
+    assert fsdp2.__doc__
+
+
+def test_types_are_shipped() -> None:
+    assert resources.files(fsdp2).joinpath("py.typed").is_file()
+
+
+def test_version_is_the_one_of_pyproject() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert fsdp2.__version__ == version
+
+
+def test_import_is_quiet() -> None:
+    """Importing fsdp2 starts nothing, and loads no compiler and no torch FSDP that torch had not loaded already."""
+    script = """
+import sys
+import torch
+import torch.distributed.tensor
+before = set(sys.modules)
+import fsdp2
+new = set(sys.modules) - before
+heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing")
+assert not (found := sorted(name for name in new if f"{name}.".startswith(tuple(f"{h}." for h in heavy)))), found
+assert not torch.cuda.is_initialized()
+assert not torch.distributed.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
