@@ -37,22 +37,24 @@ class FSDPState:
         # Forwards of `modules` that run now, and those of a list that have run in this pass.
         self.running = 0
         self.finished: set[nn.Module] = set()
-        # The pass whose forward left the full parameters behind: they are not used in another.
-        self.kept_in_pass = 0
+        # Whether a forward left the full parameters behind for backward; another pass does not use them.
+        self.kept = False
+        # Whether nothing is expected to be gathered after this group in the pass that runs.
+        self.last_in_pass = False
         # Gathered and registered for the backward that runs.
         self.backward_ready = False
 
     def keeps_after_forward(self) -> bool:
-        """Whether the full parameters stay for backward: by default the root's do, which backward needs at once."""
+        """Whether the full parameters stay for backward: by default those that it needs at once, of root and last."""
         if self.reshard_after_forward is None:
-            return self.context.root is self
+            return self.context.root is self or self.last_in_pass
         return not self.reshard_after_forward
 
     def release(self) -> None:
         """Reshard, unless a forward of the group runs (a backward may run inside it)."""
         if not self.running:
             self.group.reshard()
-            self.backward_ready = False
+            self.backward_ready = self.kept = False
 
 
 class Context:
@@ -68,7 +70,6 @@ class Context:
         self, root: FSDPState, states: Iterable[FSDPState], use_in_backward: Callable[[FSDPState], None]
     ) -> None:
         self.root, self.states = root, list(dict.fromkeys(states))
-        self.pass_number = 0
         # Whether the pass began with grad enabled, so that a backward may follow.
         self.pass_has_grad = False
         self.running: list[tuple[FSDPState, nn.Module]] = []
@@ -82,7 +83,7 @@ class Context:
         self._ran: deque[FSDPState] = deque(maxlen=_MAX_HISTORY)
         self._backward = Cursor[FSDPState](())
         self._prefetched: set[FSDPState] = set()
-        self._in_backward = False
+        self.in_backward = False
         self._end: weakref.ref[_BackwardEnd] | None = None
         # Whether the running backward builds a graph itself, which will read the weights once more.
         self._create_graph = False
@@ -115,7 +116,7 @@ class Context:
         if not self.running:
             self._saved_tensors.deactivate()
             self._order = self._order_now
-            if not self._in_backward:
+            if not self.in_backward:
                 self._drop_prefetched()
 
     def is_innermost(self, module: nn.Module) -> bool:
@@ -129,18 +130,20 @@ class Context:
     def prefetch_forward(self, state: FSDPState) -> None:
         """`state` is about to compute: begin to gather what followed it in the pass before."""
         self._order_now.append(state)
-        self._forward.visit(state)
+        state.last_in_pass = self._forward.visit(state) and next(self._forward.ahead(), None) is None
         self._prefetch(self._forward.ahead())
 
     def _begin_pass(self) -> None:
-        if self._in_backward and not self._end_is_queued():
+        if self.in_backward and not self._end_is_queued():
             self.recover()
-        self.pass_number += 1
         self.pass_has_grad = torch.is_grad_enabled()
         self._prefetch_bytes = max(state.group.nbytes for state in self.states)
         self._forward = Cursor(self._order)
         self._order_now = []
         self._drop_prefetched()
+        for state in self.states:
+            if state.kept:
+                state.release()
 
     # ---- backward
 
@@ -148,9 +151,9 @@ class Context:
         """Something of a backward pass happens. The first time in each, arrange for its end to be noticed."""
         if self._end_is_queued() or torch_compat.graph_task() == -1:
             return
-        if self._in_backward:
+        if self.in_backward:
             self.recover()
-        self._in_backward = True
+        self.in_backward = True
         end = _BackwardEnd(self)
         self._end = weakref.ref(end)
         torch_compat.on_backward_end(end.run)
@@ -171,7 +174,7 @@ class Context:
 
     def end_backward(self) -> None:
         """All gradients are computed: reduce what is left, free what is left, deliver everything."""
-        self._in_backward = False
+        self.in_backward = False
         for state in reversed(self.states):
             state.group.gradients.end_backward()
         for state in self.states:
@@ -185,7 +188,7 @@ class Context:
 
     def recover(self) -> None:
         """A backward pass died with an exception: drop what it left half done."""
-        self._in_backward = self._create_graph = False
+        self.in_backward = self._create_graph = False
         self._reductions.abandon_all()
         for state in self.states:
             state.group.gradients.discard()

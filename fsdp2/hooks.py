@@ -66,8 +66,6 @@ def before_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], k
         use_in_backward(state)
         unshard(state)
     else:
-        if state.kept_in_pass != context.pass_number and state.kept_in_pass and state.running == 1:
-            state.group.reshard()
         unshard(state)
         context.prefetch_forward(state)
     if state.policy.cast_forward_inputs and state.policy.param_dtype is not None:
@@ -112,7 +110,7 @@ def _settle(state: FSDPState, module: nn.Module, keep: bool) -> None:
     state.finished.clear()
     if keep:
         state.group.uninstall()
-        state.kept_in_pass = state.context.pass_number
+        state.kept = True
     else:
         state.group.reshard()
 
@@ -149,9 +147,9 @@ def on_gradient(state: FSDPState, i: int) -> None:
 
 def after_backward(state: FSDPState) -> None:
     """The gradients of all inputs of one forward are computed."""
-    state.context.enter_backward()
-    state.group.gradients.flush()
-    state.context.release(state)
+    if state.context.in_backward:
+        state.group.gradients.flush()
+        state.context.release(state)
 
 
 def _gradient_hook(reference: weakref.ref[FSDPState]) -> Callable[[int], None]:
@@ -173,13 +171,19 @@ def _output_hook(state: FSDPState) -> Callable[[Tensor], None]:
 def _call_after_backward(state: FSDPState, inputs: list[Tensor]) -> None:
     """Have after_backward called when all `inputs` have their gradient; if one never gets it, end_backward serves."""
     total = missing = len(inputs)
+    # Autograd accumulates into leaves before it computes anything else, so a leaf has its gradient too early. Reentrant
+    # checkpointing makes leaves of its inputs, and runs a backward of its own over them, whose end is the right moment.
+    any_leaf = any(tensor.is_leaf for tensor in inputs)
 
     def gradient_of_input(_: Tensor) -> None:
         nonlocal missing
         missing -= 1
         if missing == 0:
             missing = total
-            after_backward(state)
+            if any_leaf:
+                torch_compat.on_backward_end(lambda: after_backward(state))
+            else:
+                after_backward(state)
 
     for tensor in inputs:
         tensor.register_hook(gradient_of_input)

@@ -94,7 +94,7 @@ def _check_bool(name: str, value: object) -> None:
 
 
 @cache
-def sharded_class(cls: type[Any]) -> type[Any]:
+def sharded_class(cls: Any) -> Any:
     """The class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
 
     FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have

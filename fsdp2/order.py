@@ -19,12 +19,13 @@ class Cursor(Generic[Item]):
         self._recorded = recorded
         self._position = 0
 
-    def visit(self, item: Item) -> None:
-        """`item` runs now."""
+    def visit(self, item: Item) -> bool:
+        """`item` runs now. Return whether that was in the record, here or further on."""
         for position in range(self._position, len(self._recorded)):
             if self._recorded[position] is item:
                 self._position = position + 1
-                return
+                return True
+        return False
 
     def ahead(self) -> Iterator[Item]:
         """What the record says will run after the item visited last, in order."""

@@ -1,0 +1,90 @@
+"""Records what a model's groups do, as lines of text: event, group, bytes.
+
+    gather  a gather begins             bytes of the gathered group, all ranks' parts
+    run     a module's forward begins
+    back    the first gradient inside a module's backward is computed
+    reduce  a reduction begins          bytes that this rank puts in
+    free    the full parameters are freed
+
+It wraps what passes through the narrow places (a group's Comm, `reshard`), and changes nothing else.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2.comm import Comm, Work
+from fsdp2.hooks import states_below
+from fsdp2.param_group import SHARDED, FSDPParamGroup
+
+
+class RecordingComm:
+    """A Comm that writes down what it is asked for, and passes it on."""
+
+    def __init__(self, inner: Comm, group: FSDPParamGroup, lines: list[str]) -> None:
+        self._inner, self._group, self._lines = inner, group, lines
+        self.rank, self.size, self.direct_min_bytes = inner.rank, inner.size, inner.direct_min_bytes
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        self._write("gather", outputs)
+        return self._inner.all_gather(outputs, inputs)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        self._write("reduce", inputs)
+        return self._inner.reduce_scatter(outputs, inputs)
+
+    def _write(self, event: str, tensors: Sequence[Tensor]) -> None:
+        self._lines.append(f"{event:6} {self._group.name:5} {sum(t.numel() * t.element_size() for t in tensors)}")
+
+
+class _Mark(torch.autograd.Function):
+    """Identity that calls back when backward passes through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, callback: Any) -> Tensor:
+        ctx.callback = callback
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.callback()
+        return gradient, None
+
+
+class Marked(nn.Module):
+    """A module that says when its forward begins, and when backward enters it."""
+
+    lines: list[str]
+    label: str
+
+    def begin(self) -> None:
+        self.lines.append(f"run    {self.label}")
+
+    def end(self, output: Tensor) -> Tensor:
+        return _Mark.apply(output, lambda: self.lines.append(f"back   {self.label}"))
+
+
+def record(model: nn.Module) -> list[str]:
+    """Start to record `model`; the list returned grows as it runs."""
+    lines: list[str] = []
+    for state in states_below(model):
+        group = state.group
+        group._comm = group.gradients._comm = RecordingComm(group._comm, group, lines)
+        group.reshard = _recorded_reshard(group, lines)
+    for module in model.modules():
+        if isinstance(module, Marked):
+            module.lines = lines
+    return lines
+
+
+def _recorded_reshard(group: FSDPParamGroup, lines: list[str]) -> Any:
+    reshard = group.reshard
+
+    def recorded() -> None:
+        if group.state is not SHARDED:
+            lines.append(f"free   {group.name}")
+        reshard()
+
+    return recorded

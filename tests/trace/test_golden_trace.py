@@ -1,0 +1,247 @@
+"""One whole iteration, as text. Regenerate with EXPECTTEST_ACCEPT=1, and read the difference before you keep it.
+
+Two blocks (4 x 4 weight and bias each: 80 bytes) under a root with a weight and bias of its own, 4 ranks, one of them
+simulated. The first iteration is not shown: it has no recorded order yet, hence no gathers ahead in forward.
+"""
+
+import expecttest
+import torch
+from helpers import fake_world
+from recorder import Marked, record
+from torch import Tensor
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+
+
+class Block(Marked):
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        return self.end(torch.relu(self.linear(x)))
+
+
+class Root(Marked):
+    def __init__(self, recompute: str | None = None) -> None:
+        super().__init__()
+        self.label = "root"
+        self.b0, self.b1 = Block("b0"), Block("b1")
+        self.head = torch.nn.Linear(4, 2)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        for block in (self.b0, self.b1):
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+        return self.end(self.head(x))
+
+
+def trace_of_second_iteration(model: Root, **kwargs: object) -> str:
+    fully_shard(model.b0, **kwargs)
+    fully_shard(model.b1, **kwargs)
+    fully_shard(model, **kwargs)
+    lines = record(model)
+    for _ in range(2):
+        lines.clear()
+        # Reentrant checkpointing works only on inputs that need a gradient.
+        model(torch.ones(2, 4, requires_grad=model.recompute == "reentrant")).sum().backward()
+        model.zero_grad()
+    return "\n".join(lines)
+
+
+class TestGoldenTrace(expecttest.TestCase):
+    def setUp(self) -> None:
+        torch.manual_seed(0)
+        world = fake_world(4)
+        world.__enter__()
+        self.addCleanup(world.__exit__, None, None, None)
+
+    def test_default(self) -> None:
+        """Each gather begins one group ahead; backward in reverse; the root stays from forward to its gradients."""
+        self.assertExpectedInline(trace_of_second_iteration(Root()), """\
+gather root  128
+gather b0    128
+run    root
+gather b1    128
+run    b0
+free   b0
+run    b1
+gather b0    128
+back   root
+reduce root  128
+free   root
+back   b1
+reduce b1    128
+free   b1
+back   b0
+reduce b0    128
+free   b0""")
+
+    def test_reshard_after_forward_false(self) -> None:
+        """Nothing is gathered twice, and nothing is freed before its gradients are complete."""
+        self.assertExpectedInline(trace_of_second_iteration(Root(), reshard_after_forward=False), """\
+gather root  128
+gather b0    128
+run    root
+gather b1    128
+run    b0
+run    b1
+back   root
+reduce root  128
+free   root
+back   b1
+reduce b1    128
+free   b1
+back   b0
+reduce b0    128
+free   b0""")
+
+    def test_reshard_after_forward_true_everywhere(self) -> None:
+        """The root is freed after forward too, and gathered first in backward."""
+        self.assertExpectedInline(trace_of_second_iteration(Root(), reshard_after_forward=True), """\
+gather root  128
+gather b0    128
+run    root
+gather b1    128
+run    b0
+free   b0
+run    b1
+free   b1
+free   root
+gather root  128
+gather b1    128
+back   root
+reduce root  128
+free   root
+gather b0    128
+back   b1
+reduce b1    128
+free   b1
+back   b0
+reduce b0    128
+free   b0""")
+
+    def test_mixed_precision(self) -> None:
+        """bf16 gathers are half as large; fp32 reductions are not."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self.assertExpectedInline(trace_of_second_iteration(Root(), mp_policy=policy), """\
+gather root  64
+gather b0    64
+run    root
+gather b1    64
+run    b0
+free   b0
+run    b1
+gather b0    64
+back   root
+reduce root  128
+free   root
+back   b1
+reduce b1    128
+free   b1
+back   b0
+reduce b0    128
+free   b0""")
+
+    def test_checkpoint_non_reentrant(self) -> None:
+        """A block runs again in backward, between its gather and its reduction; it is not gathered a third time."""
+        self.assertExpectedInline(trace_of_second_iteration(Root("non-reentrant")), """\
+gather root  128
+gather b0    128
+run    root
+gather b1    128
+run    b0
+free   b0
+run    b1
+gather b0    128
+back   root
+reduce root  128
+free   root
+back   b1
+run    b1
+reduce b1    128
+free   b1
+back   b0
+run    b0
+reduce b0    128
+free   b0""")
+
+    def test_checkpoint_reentrant(self) -> None:
+        """As non-reentrant, though forward runs without grad and the gradients come in a backward inside backward."""
+        self.assertExpectedInline(trace_of_second_iteration(Root("reentrant")), """\
+gather root  128
+gather b0    128
+run    root
+gather b1    128
+run    b0
+free   b0
+run    b1
+free   b1
+gather b1    128
+back   root
+reduce root  128
+free   root
+gather b0    128
+run    b1
+back   b1
+reduce b1    128
+free   b1
+run    b0
+back   b0
+reduce b0    128
+free   b0""")
+
+    def test_checkpoint_composable(self) -> None:
+        """As non-reentrant: checkpointing that is applied to the sharded module itself."""
+        model = Root()
+        composable_checkpoint(model.b0)
+        composable_checkpoint(model.b1)
+        self.assertExpectedInline(trace_of_second_iteration(model), """\
+gather root  128
+gather b0    128
+run    root
+gather b1    128
+run    b0
+free   b0
+run    b1
+gather b0    128
+back   root
+reduce root  128
+free   root
+back   b1
+run    b1
+reduce b1    128
+free   b1
+back   b0
+run    b0
+reduce b0    128
+free   b0""")
+
+    def test_forward_without_grad(self) -> None:
+        """Everything is freed as soon as it has run, the root too."""
+        model = Root()
+        for module in (model.b0, model.b1, model):
+            fully_shard(module)
+        lines = record(model)
+        for _ in range(2):
+            lines.clear()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+        self.assertExpectedInline("\n".join(lines), """\
+gather root  128
+gather b0    128
+run    root
+gather b1    128
+run    b0
+free   b0
+run    b1
+free   b1
+free   root""")
