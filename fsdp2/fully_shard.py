@@ -173,8 +173,8 @@ def _check_parameter(name: str, slot: Slot) -> None:
 # ---- what belongs to the call
 
 
-def _managed_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """The modules at and below `roots` that no inner call manages, with their FQNs."""
+def _managed_modules(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """The modules at and below `roots` that no inner call manages, with their FQNs (in a list: after its index)."""
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
@@ -183,22 +183,24 @@ def _managed_modules(roots: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, st
         seen.add(module)
         yield module, name
         for child_name, child in module.named_children():
-            yield from walk(child, f"{name}.{child_name}" if name else child_name)
+            yield from walk(child, _fqn(name, child_name))
 
-    for root in roots:
-        yield from walk(root, "")
+    for i, root in enumerate(roots):
+        yield from walk(root, "" if len(roots) == 1 else f"[{i}]")
 
 
 def _collect_slots(managed: dict[nn.Module, str]) -> dict[str, list[Slot]]:
     """FQN -> the slots of one distinct parameter. Tied parameters go under the first of their names."""
-    names: dict[nn.Parameter, str] = {}
-    slots: dict[str, list[Slot]] = {}
-    for module, prefix in managed.items():
+    slots: dict[nn.Parameter, list[Slot]] = {}
+    for module in managed:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                fqn = names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
-                slots.setdefault(fqn, []).append(Slot(module, name))
-    return slots
+                slots.setdefault(parameter, []).append(Slot(module, name))
+    return {_fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
+
+
+def _fqn(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:
