@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from statistics import median_low
 
 import torch
 from torch import nn
@@ -75,7 +76,7 @@ class Context:
         self.running: list[tuple[FSDPState, nn.Module]] = []
         self._saved_tensors = SavedTensors(use_in_backward)
         self._reductions = ReductionQueue()
-        # How many bytes may be gathered ahead: one more group of the largest size, or several small ones.
+        # What may be gathered ahead: one group of any size, or several that are small beside a typical one.
         self._prefetch_bytes = 0
         self._order: list[FSDPState] = []
         self._order_now: list[FSDPState] = []
@@ -137,7 +138,7 @@ class Context:
         if self.in_backward and not self._end_is_queued():
             self.recover()
         self.pass_has_grad = torch.is_grad_enabled()
-        self._prefetch_bytes = max(state.group.nbytes for state in self.states)
+        self._prefetch_bytes = median_low(state.group.nbytes for state in self.states)
         self._forward = Cursor(self._order)
         self._order_now = []
         self._drop_prefetched()
@@ -208,7 +209,7 @@ class Context:
         self._prefetched.discard(state)
 
     def _prefetch(self, expected: Iterable[FSDPState]) -> None:
-        for state in within_budget(iter(expected), _bytes_to_gather, self._prefetch_bytes):
+        for state in within_budget(expected, _bytes_to_gather, self._prefetch_bytes):
             if state.group.state is SHARDED:
                 state.group.start_unshard()
                 self._prefetched.add(state)

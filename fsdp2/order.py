@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -33,10 +33,14 @@ class Cursor(Generic[Item]):
             yield self._recorded[position]
 
 
-def within_budget(items: Iterator[Item], size: Callable[[Item], int], budget: int) -> Iterator[Item]:
-    """The first of `items` whose sizes sum to at most `budget`."""
+def within_budget(items: Iterable[Item], size: Callable[[Item], int], budget: int) -> Iterator[Item]:
+    """The first of `items`, and as many more as sum to at most `budget` with it. What has no size is passed over."""
+    spent = 0
     for item in items:
-        budget -= size(item)
-        if budget < 0:
+        cost = size(item)
+        if cost == 0:
+            continue
+        if spent and spent + cost > budget:
             return
+        spent += cost
         yield item

@@ -1,0 +1,121 @@
+"""One transformer-like model, the same for every library, plain or sharded."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from libraries import Library
+
+# precision name -> (compute dtype, dtype in which gradients are reduced)
+PRECISIONS = {"fp32": (torch.float32, torch.float32), "bf16/fp32": (torch.bfloat16, torch.float32)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model and of its batch. `vocab=0`: no embedding and no head, so all groups but the root are equal."""
+
+    blocks: int
+    dim: int
+    hidden: int
+    tokens: int
+    vocab: int = 0
+
+    @property
+    def block_numel(self) -> int:
+        return 4 * self.dim**2 + 3 * self.dim * self.hidden + 2 * self.dim
+
+    @property
+    def root_numel(self) -> int:
+        return self.dim + 2 * self.vocab * self.dim
+
+    @property
+    def numel(self) -> int:
+        return self.blocks * self.block_numel + self.root_numel
+
+    @property
+    def groups(self) -> int:
+        return self.blocks + 1
+
+
+class Block(nn.Module):
+    """Attention with one head, then a gated MLP: nine parameters, two of them one-dimensional."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        dim, hidden = shape.dim, shape.hidden
+        self.attention_norm = nn.RMSNorm(dim)
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.value = nn.Linear(dim, dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.attention_norm(x)
+        scores = self.query(normed) @ self.key(normed).transpose(-2, -1)
+        x = x + self.out(torch.softmax(scores, dim=-1) @ self.value(normed))
+        normed = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Stack(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.dim) if shape.vocab else None
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
+        self.norm = nn.RMSNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, shape.vocab, bias=False) if shape.vocab else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.embedding is None else self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return x if self.head is None else self.head(x)
+
+
+def build_plain(shape: Shape, precision: str) -> nn.Module:
+    """The model without any library, in the compute dtype: what its own forward and backward cost."""
+    torch.manual_seed(0)
+    return Stack(shape).to(PRECISIONS[precision][0])
+
+
+def build_sharded(shape: Shape, precision: str, library: Library, mesh: DeviceMesh) -> nn.Module:
+    """The standard recipe: one group per block, the rest in the root."""
+    torch.manual_seed(0)
+    model = Stack(shape)
+    param_dtype, reduce_dtype = PRECISIONS[precision]
+    mixed = param_dtype != reduce_dtype
+    policy = library.mixed_precision_policy(
+        param_dtype=param_dtype if mixed else None, reduce_dtype=reduce_dtype if mixed else None
+    )
+    for block in model.blocks:
+        library.fully_shard(block, mesh=mesh, mp_policy=policy)
+    library.fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def make_batch(shape: Shape, precision: str, seed: int = 1) -> Tensor:
+    """Token ids, or activations that require a gradient (as behind an embedding), so that every block's input does."""
+    generator = torch.Generator().manual_seed(seed)
+    if shape.vocab:
+        return torch.randint(shape.vocab, (1, shape.tokens), generator=generator)
+    batch = torch.randn(1, shape.tokens, shape.dim, generator=generator)
+    return batch.to(PRECISIONS[precision][0]).requires_grad_()
+
+
+def compute_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).float().square().mean()
+
+
+def run_step(model: nn.Module, batch: Tensor) -> None:
+    """Forward, backward and zero_grad; no optimizer, whose cost is not the library's."""
+    compute_loss(model, batch).backward()
+    model.zero_grad(set_to_none=True)
+    batch.grad = None

@@ -1,0 +1,81 @@
+"""Rows of measurements, and the Markdown that shows them. Nothing here measures."""
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured quantity in one setting, for each library; `rounds` only where time was measured."""
+
+    table: str
+    quantity: str
+    setting: str
+    values: dict[str, float]
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+    limit: float | None = None
+
+
+def timed_row(table: str, quantity: str, setting: str, rounds: dict[str, list[float]]) -> Row:
+    """A row of medians over rounds, which also keeps the rounds: a ratio is taken inside each."""
+    medians = {name: statistics.median(times) for name, times in rounds.items()}
+    return Row(table, quantity, setting, medians, rounds)
+
+
+def _format(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if abs(value) >= 0.01 else f"{value:.0e}"
+
+
+def _format_ratio(row: Row, ours: str, theirs: str) -> str:
+    if row.rounds:
+        # Both met the same disturbance inside a round.
+        ratios = [mine / other for mine, other in zip(row.rounds[ours], row.rounds[theirs], strict=True)]
+        return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+    if ours in row.values and row.values.get(theirs):
+        return f"{row.values[ours] / row.values[theirs]:.2f}x"
+    return "-"
+
+
+def format_table(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """One Markdown table, padded so that it also reads well in a terminal."""
+    header = ["what", "setting", *names, f"{names[0]} / {names[-1]}", "limit"]
+    cells = [header]
+    for row in rows:
+        values = [_format(row.values.get(name)) for name in names]
+        cells.append([row.quantity, row.setting, *values, _format_ratio(row, names[0], names[-1]), _format(row.limit)])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells]
+    lines = [f"| {' | '.join(line)} |" for line in padded]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def describe_machine() -> Iterator[str]:
+    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
+    memory = next((int(line.split()[1]) / 2**20 for line in _lines("/proc/meminfo") if "MemTotal" in line), 0.0)
+    yield f"CPU {cpu or platform.processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB; no GPU used"
+    yield f"load average at the start {os.getloadavg()[0]:.1f} (the machine is shared; other jobs may have run)"
+    yield f"Python {platform.python_version()}, torch {torch.__version__}, OMP_NUM_THREADS=1"
+    yield f"commit {_commit()}"
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+    dirty = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True).stdout
+    return (head.stdout.strip() if head.returncode == 0 else "none yet") + (" with local changes" if dirty else "")

@@ -1,0 +1,45 @@
+"""Take turns: the only fair way to time several things on a machine that others use too."""
+
+import gc
+import time
+from collections.abc import Callable
+
+Call = Callable[[], None]
+
+
+def interleave(
+    calls: dict[str, Call], *, rounds: int, warmup: int, measure: Callable[[Call], float]
+) -> dict[str, list[float]]:
+    """`measure` of each call, once a round; who goes first rotates. No garbage is collected while a call runs."""
+    for call in calls.values():
+        repeat(warmup, call)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(measure(calls[name]))
+        gc.collect()
+    gc.enable()
+    gc.unfreeze()
+    return times
+
+
+def repeat(count: int, call: Call) -> None:
+    for _ in range(count):
+        call()
+
+
+def subtract(times: list[float], base: list[float], scale: float = 1.0) -> list[float]:
+    """Round by round, so that a disturbance of one round stays in it."""
+    return [(mine - theirs) * scale for mine, theirs in zip(times, base, strict=True)]
+
+
+def process_seconds(call: Call, count: int) -> float:
+    """CPU time of all threads of this process, per call."""
+    start = time.process_time()
+    repeat(count, call)
+    return (time.process_time() - start) / count
