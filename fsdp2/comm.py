@@ -40,7 +40,7 @@ class Comm(Protocol):
         """outputs[i] := the inputs[i] of all ranks, in rank order. inputs[i] may be its own slot of outputs[i]."""
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        """outputs[i] := sum over ranks of this rank's slice of inputs[i]; inputs[i] is `size` slices in rank order."""
+        """outputs[i] := mean over ranks of this rank's slice of inputs[i]; inputs[i] is `size` slices in rank order."""
 
 
 class CoalescedComm:
@@ -59,9 +59,11 @@ class CoalescedComm:
         return self._group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
         if len(outputs) == 1:
-            return self._reduce_scatter_one(outputs[0], inputs[0])
-        return self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs))
+            return self._reduce_scatter_one(outputs[0], inputs[0], options)
+        return self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
 
 
 class PairwiseComm:
@@ -100,7 +102,7 @@ class PairwiseComm:
             [mine[rank] if rank == self.rank else theirs[self._place(rank)] for rank in range(self.size)]
             for mine, theirs in zip(slices, received, strict=True)
         ]
-        return _SumWork(works, outputs, parts)
+        return _MeanWork(works, outputs, parts)
 
     def _peers(self) -> list[tuple[int, int]]:
         """(rank to send to, rank to receive from), step by step, so that no rank is everybody's first."""
@@ -122,8 +124,8 @@ class _AllWork:
             work.wait()
 
 
-class _SumWork(_AllWork):
-    """Adds up what arrived, in rank order, whichever rank it is computed on."""
+class _MeanWork(_AllWork):
+    """Averages what arrived, adding it up in rank order, whichever rank that is computed on."""
 
     def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], parts: list[list[Tensor]]) -> None:
         super().__init__(works)
@@ -131,10 +133,20 @@ class _SumWork(_AllWork):
 
     def wait(self) -> None:
         super().wait()
-        for output, (first, second, *rest) in zip(self._outputs, self._parts, strict=True):
-            torch.add(first, second, out=output)
-            for part in rest:
-                output.add_(part)
+        for output, parts in zip(self._outputs, self._parts, strict=True):
+            _mean(parts, output)
+
+
+def _mean(parts: list[Tensor], output: Tensor) -> None:
+    if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
+        torch.mul(parts[0], 1 / len(parts), out=output)
+        for part in parts[1:]:
+            output.add_(part, alpha=1 / len(parts))
+        return
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output.add_(part)
+    output.div_(len(parts))
 
 
 def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:

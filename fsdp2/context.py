@@ -85,7 +85,7 @@ class Context:
         self._backward = Cursor[FSDPState](())
         self._prefetched: set[FSDPState] = set()
         self.in_backward = False
-        self._end: weakref.ref[_BackwardEnd] | None = None
+        self._end: Callable[[], _BackwardEnd | None] = _nothing
         # Whether the running backward builds a graph itself, which will read the weights once more.
         self._create_graph = False
         self._take_over()
@@ -135,7 +135,7 @@ class Context:
         self._prefetch(self._forward.ahead())
 
     def _begin_pass(self) -> None:
-        if self.in_backward and not self._end_is_queued():
+        if self.in_backward and not self.end_is_queued():
             self.recover()
         self.pass_has_grad = torch.is_grad_enabled()
         self._prefetch_bytes = median_low(state.group.nbytes for state in self.states)
@@ -150,7 +150,7 @@ class Context:
 
     def enter_backward(self) -> None:
         """Something of a backward pass happens. The first time in each, arrange for its end to be noticed."""
-        if self._end_is_queued() or torch_compat.graph_task() == -1:
+        if self.end_is_queued() or torch_compat.graph_task() == -1:
             return
         if self.in_backward:
             self.recover()
@@ -176,10 +176,12 @@ class Context:
     def end_backward(self) -> None:
         """All gradients are computed: reduce what is left, free what is left, deliver everything."""
         self.in_backward = False
+        self._end = _nothing
         for state in reversed(self.states):
             state.group.gradients.end_backward()
         for state in self.states:
             self.release(state)
+            state.backward_ready = False
         self._drop_prefetched()
         self._reductions.finish_all()
         for state in self.states:
@@ -197,10 +199,10 @@ class Context:
         self._prefetched.clear()
         self._ran.clear()
 
-    def _end_is_queued(self) -> bool:
+    def end_is_queued(self) -> bool:
+        """Whether a backward pass runs that will call end_backward."""
         # Autograd drops its callbacks when a backward pass fails; then nobody holds the object any more.
-        end = self._end() if self._end is not None else None
-        return end is not None and not end.done
+        return self._end() is not None
 
     # ---- prefetch
 
@@ -211,7 +213,7 @@ class Context:
     def _prefetch(self, expected: Iterable[FSDPState]) -> None:
         for state in within_budget(expected, _bytes_to_gather, self._prefetch_bytes):
             if state.group.state is SHARDED:
-                state.group.start_unshard()
+                state.group.start_unshard(notice_replacements=not self.in_backward)
                 self._prefetched.add(state)
 
     def _drop_prefetched(self) -> None:
@@ -229,8 +231,10 @@ class _BackwardEnd:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.done = False
 
     def run(self) -> None:
-        self.done = True
         self._context.end_backward()
+
+
+def _nothing() -> None:
+    return None

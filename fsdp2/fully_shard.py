@@ -74,7 +74,7 @@ def fully_shard(
     for name, parameter_slots in slots.items():
         _check_parameter(name, parameter_slots[0])
     shard_mesh = ShardMesh(mesh if mesh is not None else default_mesh())
-    classes = [sharded_class(type(root)) for root in roots]
+    classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     _move_buffers(managed, shard_mesh.device)
     group = _make_group(roots, slots, shard_mesh, policy)

@@ -125,6 +125,8 @@ class GroupGradients:
 
     def flush(self) -> None:
         """Reduce what has arrived, also if the rest of its bucket has not."""
+        if not self._arrived:
+            return
         for bucket in dict.fromkeys(self._bucket_of[i] for i in sorted(self._arrived, reverse=True)):
             self._reduce(tuple(i for i in bucket if i in self._arrived))
 
@@ -183,13 +185,13 @@ class GroupGradients:
         self._arrived.discard(i)
         gradient, full.grad = full.grad, None
         waited = self._waiting.pop(i, None)
-        if waited is None:
-            assert gradient is not None, "a gradient was announced by its hook, or waits"
-            return gradient.detach()
-        return waited if gradient is None else waited.add_(gradient)
+        if gradient is None:
+            assert waited is not None, "a gradient was announced by its hook, or waits"
+            return waited
+        gradient = gradient.detach()  # has a graph of its own under create_graph
+        return gradient if waited is None else waited.add_(gradient)
 
     def _reduce(self, indices: tuple[int, ...]) -> None:
-        with torch.no_grad():
-            self.queue.make_room()
-            gradients = {i: self._take(i) for i in indices}
-            self.queue.add(self, reduce.start(gradients, self._layout(indices), self._specs, self._comm))
+        self.queue.make_room()
+        gradients = {i: self._take(i) for i in indices}
+        self.queue.add(self, reduce.start(gradients, self._layout(indices), self._specs, self._comm))

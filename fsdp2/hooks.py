@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def install(state: FSDPState) -> None:
         module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         # Also when forward raises: what before_forward entered must be left.
         module.register_forward_hook(_after_forward, always_call=True)
-    state.group.on_gradient = _gradient_hook(weakref.ref(state))
+    state.group.on_gradient = partial(on_gradient, state)
     Context(state, (inner for module in state.modules for inner in states_below(module)), use_in_backward)
 
 
@@ -72,7 +72,7 @@ def before_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], k
         args = cast_floating(args, state.policy.param_dtype)
         kwargs = cast_floating(kwargs, state.policy.param_dtype)
     if torch.is_grad_enabled():
-        _call_after_backward(state, [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad])
+        _call_after_backward(state, [tensor for tensor in tensors_in(args, kwargs) if tensor.requires_grad])
     return args, kwargs
 
 
@@ -117,14 +117,14 @@ def _settle(state: FSDPState, module: nn.Module, keep: bool) -> None:
 
 def unshard(state: FSDPState) -> None:
     """Have the full parameters in the modules."""
-    state.group.unshard()
+    state.group.unshard(notice_replacements=not state.context.in_backward)
     state.group.install()
     state.context.used(state)
 
 
 def use_in_backward(state: FSDPState) -> None:
     """Backward is about to read a weight of `state`."""
-    if not state.backward_ready:
+    if not (state.backward_ready and state.context.end_is_queued()):
         before_backward(state)
 
 
@@ -152,15 +152,6 @@ def after_backward(state: FSDPState) -> None:
         state.context.release(state)
 
 
-def _gradient_hook(reference: weakref.ref[FSDPState]) -> Callable[[int], None]:
-    def gradient_is_complete(i: int) -> None:
-        state = reference()
-        if state is not None:
-            on_gradient(state, i)
-
-    return gradient_is_complete
-
-
 def _output_hook(state: FSDPState) -> Callable[[Tensor], None]:
     def gradient_of_output(_: Tensor) -> None:
         before_backward(state)
@@ -170,6 +161,8 @@ def _output_hook(state: FSDPState) -> Callable[[Tensor], None]:
 
 def _call_after_backward(state: FSDPState, inputs: list[Tensor]) -> None:
     """Have after_backward called when all `inputs` have their gradient; if one never gets it, end_backward serves."""
+    if not inputs:
+        return
     total = missing = len(inputs)
     # Autograd accumulates into leaves before it computes anything else, so a leaf has its gradient too early. Reentrant
     # checkpointing makes leaves of its inputs, and runs a backward of its own over them, whose end is the right moment.

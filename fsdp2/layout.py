@@ -70,6 +70,11 @@ class ParamSpec:
     def is_even(self) -> bool:
         return self.shape[0] % self.world_size == 0
 
+    @property
+    def whole_chunks(self) -> int:
+        """How many ranks hold a whole chunk of rows; the next one may hold fewer rows, the others hold none."""
+        return self.shape[0] // self.chunk_rows if self.chunk_rows else 0
+
     def rows(self, rank: int) -> tuple[int, int]:
         """First and one-past-last row that `rank` holds."""
         return min(rank * self.chunk_rows, self.shape[0]), min((rank + 1) * self.chunk_rows, self.shape[0])
@@ -173,6 +178,7 @@ class BucketLayout:
     offsets: dict[int, int]
     packed_start: int
     packed_sizes: tuple[int, ...]  # of each packed one, then of the padding that completes the segment
+    whole_chunks: tuple[int, ...]  # of each packed one: how many ranks hold a whole chunk of rows
     packed_numel: int
     shard_numel: int
     reduce_dtype: torch.dtype
@@ -203,6 +209,7 @@ def bucket_layout(
         offsets=offsets | {i: packed_start + offset for i, offset in packed_offsets.items()},
         packed_start=packed_start,
         packed_sizes=(*(specs[i].shard_numel for i in packed), packed_numel - unpadded_numel),
+        whole_chunks=tuple(specs[i].whole_chunks for i in packed),
         packed_numel=packed_numel,
         shard_numel=packed_start + packed_numel,
         reduce_dtype=reduce_dtype,

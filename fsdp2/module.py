@@ -103,7 +103,8 @@ def sharded_class(cls: Any) -> Any:
 
     def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
         # nn.Sequential[...] and the like build a new module of type(self): that one is not sharded.
-        return cls(*args, **kwargs)
+        plain: nn.Module = cls(*args, **kwargs)
+        return plain
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.

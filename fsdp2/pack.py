@@ -33,16 +33,16 @@ def pack_gradients(
 
     Elements that are padding keep whatever they held: the sums made of them are never read.
     """
-    slots, sources = list(out_WP.split_with_sizes(layout.packed_sizes, 1)), []
-    for place, i in enumerate(layout.packed):
-        spec, gradient = specs[i], gradients[i]
-        if spec.is_even:
-            sources.append(gradient.reshape(spec.world_size, spec.shard_numel))
-            continue
-        whole = gradient.shape[0] // spec.chunk_rows
-        rest = gradient[whole * spec.chunk_rows :].reshape(-1)
-        if rest.numel():
-            slots[place][whole, : rest.numel()].copy_(rest)
-        sources.append(gradient[: whole * spec.chunk_rows].reshape(whole, spec.shard_numel))
-        slots[place] = slots[place][:whole]
-    torch_compat.copy_all(slots[: len(sources)], sources)
+    *slots_WS, _ = out_WP.split_with_sizes(layout.packed_sizes, 1)
+    wholes = []
+    for place, (i, whole) in enumerate(zip(layout.packed, layout.whole_chunks, strict=True)):
+        gradient, slot_WS = gradients[i], slots_WS[place]
+        if whole < out_WP.shape[0]:
+            slots_WS[place] = slot_WS[:whole]
+            rows = whole * specs[i].chunk_rows
+            if rows < gradient.shape[0]:
+                rest = gradient[rows:].reshape(-1)
+                slot_WS[whole, : rest.numel()].copy_(rest)
+                gradient = gradient[:rows]
+        wholes.append(gradient.reshape(whole, -1) if whole else gradient.reshape(0, specs[i].shard_numel))
+    torch_compat.copy_all(slots_WS, wholes)

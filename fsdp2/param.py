@@ -66,6 +66,8 @@ class FSDPParam:
         sharded = nn.Parameter(torch_compat.dtensor(local, self.dtensor_spec), original.requires_grad)
         # nn.Parameter wraps a detached copy of the local tensor object; put ours back, to know it again.
         torch_compat.set_local(sharded, local)
+        # Of every gradient's local tensor, too.
+        self._local_geometry = (local.shape, local.stride())
         sharded.__dict__.update(vars(original))
         torch_compat.take_hooks(original, sharded)
         return sharded
@@ -114,6 +116,7 @@ class FSDPParam:
         self.dtensor_spec = torch_compat.dtensor_spec(
             self._mesh.mesh, self._mesh.placements, self.shape, found.stride(), found.dtype
         )
+        self._local_geometry = (self.local.shape, self.local.stride())
         self.register(found)
 
     def accumulate(self, flat: Tensor, offset: int) -> None:
@@ -122,21 +125,21 @@ class FSDPParam:
         `flat` has the storage dtype. The hooks of the sharded face run, on the gradient as in plain training, then on
         the parameter.
         """
-        local = self.local
-        shard = flat.as_strided(local.shape, local.stride(), offset)
-        gradient: Any = torch_compat.dtensor(shard, self.dtensor_spec)
+        gradient: Any = torch_compat.dtensor(flat.as_strided(*self._local_geometry, offset), self.dtensor_spec)
         hooks, post_accumulate_hooks = torch_compat.gradient_hooks(self.sharded)
-        for hook in _snapshot(hooks):
-            replaced = hook(gradient)
-            gradient = gradient if replaced is None else replaced
+        if hooks:
+            gradient = _call(hooks, gradient)
         if self.sharded.grad is None:
             self.sharded.grad = gradient
         else:
             torch_compat.local_of(self.sharded.grad).add_(torch_compat.local_of(gradient))
-        for hook in _snapshot(post_accumulate_hooks):
-            hook(self.sharded)
+        if post_accumulate_hooks:
+            _call(post_accumulate_hooks, self.sharded)
 
 
-def _snapshot(hooks: dict[int, Callable[[Any], Any]] | None) -> tuple[Callable[[Any], Any], ...]:
-    """A hook may remove itself while it runs."""
-    return tuple(hooks.values()) if hooks else ()
+def _call(hooks: dict[int, Callable[[Any], Any]], value: Any) -> Any:
+    """Pass `value` through hooks, each of which may replace it, or remove itself."""
+    for hook in tuple(hooks.values()):
+        replaced = hook(value)
+        value = value if replaced is None else replaced
+    return value

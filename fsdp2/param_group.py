@@ -82,24 +82,26 @@ class FSDPParamGroup:
 
     # ---- sharded -> unsharded -> sharded
 
-    def start_unshard(self) -> None:
-        """Begin to gather, unless that is under way or done. Every rank must call it, in the same order."""
+    def start_unshard(self, notice_replacements: bool = True) -> None:
+        """Begin to gather, unless that is under way or done. Every rank must call it, in the same order.
+
+        `notice_replacements`: whether users may have put other parameters or local tensors in place of ours since the
+        last time. Between a forward and its backward they may not.
+        """
         if self.state is not SHARDED:
             return
-        if not self.installed:
+        if notice_replacements:
             self._notice_replacements()
         assert self._layout is not None
         if not self._layout.aliased:
             self._full_storage.resize_(self._layout.full_nbytes)
-        with torch.no_grad():
-            self.state = gather.start(self._plan, self._comm)
+        self.state = gather.start(self._plan, self._comm)
 
-    def unshard(self) -> None:
+    def unshard(self, notice_replacements: bool = True) -> None:
         """Have the full parameters' data: gather, or finish the gather under way."""
-        self.start_unshard()
+        self.start_unshard(notice_replacements)
         if isinstance(self.state, PendingGather):
-            with torch.no_grad():
-                self.state.finish()
+            self.state.finish()
             self.state = UNSHARDED
 
     def install(self) -> None:
@@ -142,8 +144,10 @@ class FSDPParamGroup:
         replaced = stale = False
         for slots, name, local, param in self._watched:
             registered = slots[name]
-            replaced |= registered is not param.sharded or param.local is not local
-            stale |= registered.requires_grad is not param.full_requires_grad
+            if registered is not param.sharded or torch_compat.local_of(registered) is not local:
+                replaced = True
+            elif registered.requires_grad is not param.full_requires_grad:
+                stale = True
         if replaced or self._layout is None:
             for param in self.params:
                 param.readopt()

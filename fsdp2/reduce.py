@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -16,27 +15,16 @@ from .pack import pack_gradients
 Shards = dict[int, tuple[Tensor, int]]
 
 
-def divide_factors(dtype: torch.dtype, world_size: int) -> tuple[int, float]:
-    """(divide before the sum, divide after it), whose product is `world_size`.
-
-    Only float16 is divided before, by a power of two near sqrt(world_size): its sums overflow at 65504.
-    """
-    before = 2 ** round(math.log2(world_size) / 2) if dtype == torch.float16 else 1
-    return before, world_size / before
-
-
 class PendingReduce:
     """A reduction in flight; holds its buffers, and the gradients it reads, until `finish`."""
 
-    def __init__(self, layout: BucketLayout, work: Work, output: Tensor, divisor: float, inputs: list[Tensor]) -> None:
-        self._layout, self._work, self._output, self._divisor = layout, work, output, divisor
+    def __init__(self, layout: BucketLayout, work: Work, output: Tensor, inputs: list[Tensor]) -> None:
+        self._layout, self._work, self._output = layout, work, output
         self._inputs_kept_alive = inputs
 
     def finish(self) -> Shards:
         """Wait; return this rank's shards of the mean gradients, in the storage dtype."""
         self.abandon()
-        if self._divisor != 1:
-            self._output.div_(self._divisor)
         shards = self._output.to(self._layout.storage_dtype)
         return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
 
@@ -69,7 +57,6 @@ def start(
     if comm.size == 1:
         return _Local({i: (gradients[i].to(layout.reduce_dtype).to(layout.storage_dtype), 0) for i in layout.indices})
     some = gradients[layout.indices[0]]
-    before, after = divide_factors(layout.reduce_dtype, comm.size)
     output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
     inputs = [gradients[i].reshape(-1) for i in layout.direct]
     outputs = [output[layout.offsets[i] : layout.offsets[i] + specs[i].shard_numel] for i in layout.direct]
@@ -78,6 +65,4 @@ def start(
         pack_gradients(gradients, specs, layout, segments)
         inputs.append(segments.view(-1))
         outputs.append(output[layout.packed_start :])
-    if before != 1:
-        inputs = [tensor.div_(before) for tensor in inputs]
-    return PendingReduce(layout, comm.reduce_scatter(outputs, inputs), output, after, inputs)
+    return PendingReduce(layout, comm.reduce_scatter(outputs, inputs), output, inputs)

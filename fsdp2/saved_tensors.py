@@ -7,22 +7,15 @@ unpacks it here first, whether the module returned its tensors, kept them on `se
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import torch_compat
 
-
-class _Saved(NamedTuple):
-    tensor: Tensor
-    version: int
-
-
-class _SavedWeight(NamedTuple):
-    tensor: Tensor
-    owner: Any
+# What stands for a saved tensor: (the tensor, its version then, None), or for a weight (the tensor, -1, its owner).
+_Saved = tuple[Tensor, int, Any]
 
 
 class SavedTensors:
@@ -51,23 +44,24 @@ class SavedTensors:
             self._hooks.__exit__()
             self._hooks = None
 
-    def _pack(self, tensor: Tensor) -> _Saved | _SavedWeight:
+    def _pack(self, tensor: Tensor) -> _Saved:
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.grad_fn is None else tensor.detach()
         try:
             owner = self.owners.get(torch_compat.storage_id(tensor))
         except (NotImplementedError, RuntimeError):  # sparse tensors, functorch wrappers: not views of a weight
             owner = None
-        return _Saved(kept, kept._version) if owner is None else _SavedWeight(kept, owner)
+        return (kept, kept._version, None) if owner is None else (kept, -1, owner)
 
-    def _unpack(self, saved: _Saved | _SavedWeight) -> Tensor:
-        if isinstance(saved, _SavedWeight):
-            self._before_use(saved.owner)
-        elif saved.tensor._version != saved.version:
+    def _unpack(self, saved: _Saved) -> Tensor:
+        tensor, version, owner = saved
+        if owner is not None:
+            self._before_use(owner)
+        elif tensor._version != version:
             # Autograd checks this itself, but not for tensors that pass through hooks.
             raise RuntimeError(
-                f"a tensor of shape {tuple(saved.tensor.shape)} that is needed for the gradient was modified by an "
-                f"in-place operation: it is at version {saved.tensor._version}, expected {saved.version}. Use "
+                f"a tensor of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place "
+                f"operation: it is at version {tensor._version}, expected {version}. Use "
                 "torch.autograd.set_detect_anomaly(True) to find the operation."
             )
-        return saved.tensor
+        return tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -13,29 +13,27 @@ from torch import Tensor, nn
 _ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, torch.device, nn.Module)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(*values: Any) -> list[Tensor]:
     """Every tensor in nested containers, dataclasses and plain objects (those with a `__dict__`), each once."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        yield from _tensors_in(value, set())
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    waiting = [*reversed(values)]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            found[id(value)] = value
+        elif not isinstance(value, _ATOMS) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend(reversed(_parts(value)))
+    return list(found.values())
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, _ATOMS) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item, seen)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from _tensors_in(item, seen)
-    elif hasattr(value, "__dict__") and not callable(value):
-        for item in vars(value).values():
-            yield from _tensors_in(item, seen)
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return list(value)
+    return list(vars(value).values()) if hasattr(value, "__dict__") and not callable(value) else []
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
