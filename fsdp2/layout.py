@@ -239,7 +239,7 @@ def split_buckets(
         for i in members:
             # Close a bucket before it would grow past the target by more than it falls short now.
             filled = sum(sizes[j] for j in bucket)
-            if bucket and filled + sizes[i] - target > target - filled:
+            if filled >= max(min_bytes, 1) and filled + sizes[i] - target > target - filled:
                 buckets.append(tuple(bucket))
                 bucket = []
             bucket.append(i)

@@ -11,8 +11,8 @@ Item = TypeVar("Item")
 class Cursor(Generic[Item]):
     """Walks along a recorded order, and says what is expected next.
 
-    When the run departs from the record, the cursor goes to the next place where the record agrees again; where there
-    is none it expects nothing, rather than something wrong.
+    Where the run departs from the record, the cursor goes on to the next place that agrees with it; something that
+    isn't in the record at all leaves it where it was, since what was expected is likely to follow.
     """
 
     def __init__(self, recorded: Sequence[Item]) -> None:

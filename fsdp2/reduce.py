@@ -11,14 +11,14 @@ from .comm import Comm, Work
 from .layout import BucketLayout, ParamSpec
 from .pack import pack_gradients
 
-# Parameter index -> (a flat tensor, where in it this rank's padded shard of the gradient begins).
+# Parameter index -> (a tensor, where in its storage this rank's padded shard of the gradient begins).
 Shards = dict[int, tuple[Tensor, int]]
 
 
 class PendingReduce:
     """A reduction in flight; holds its buffers, and the gradients it reads, until `finish`."""
 
-    def __init__(self, layout: BucketLayout, work: Work, output: Tensor, inputs: list[Tensor]) -> None:
+    def __init__(self, layout: BucketLayout, work: Work | None, output: Tensor, inputs: list[Tensor]) -> None:
         self._layout, self._work, self._output = layout, work, output
         self._inputs_kept_alive = inputs
 
@@ -30,7 +30,8 @@ class PendingReduce:
 
     def abandon(self) -> None:
         """Wait until the buffers are no longer in use, and give them up."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         self._inputs_kept_alive.clear()
 
 
@@ -55,14 +56,20 @@ def start(
     Every rank of `comm` must call it, in the same order, with the same layout.
     """
     if comm.size == 1:
-        return _Local({i: (gradients[i].to(layout.reduce_dtype).to(layout.storage_dtype), 0) for i in layout.indices})
+        return _Local({i: _own(gradients[i], layout) for i in layout.indices})
     some = gradients[layout.indices[0]]
     output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
-    inputs = [gradients[i].reshape(-1) for i in layout.direct]
+    inputs = [gradients[i].contiguous().view(-1) for i in layout.direct]
     outputs = [output[layout.offsets[i] : layout.offsets[i] + specs[i].shard_numel] for i in layout.direct]
     if layout.packed_numel:
         segments = torch.empty(comm.size, layout.packed_numel, dtype=layout.reduce_dtype, device=some.device)
         pack_gradients(gradients, specs, layout, segments)
         inputs.append(segments.view(-1))
         outputs.append(output[layout.packed_start :])
-    return PendingReduce(layout, comm.reduce_scatter(outputs, inputs), output, inputs)
+    work = comm.reduce_scatter(outputs, inputs) if outputs else None
+    return PendingReduce(layout, work, output, inputs)
+
+
+def _own(gradient: Tensor, layout: BucketLayout) -> tuple[Tensor, int]:
+    shard = gradient.contiguous().to(layout.reduce_dtype).to(layout.storage_dtype)
+    return shard, int(shard.storage_offset())

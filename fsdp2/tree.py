@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+import operator
+from collections import UserDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,46 +35,66 @@ def _parts(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, (tuple, list, set, frozenset)):
         return list(value)
+    if _is_dataclass(value):
+        return list(_fields(value).values())
     return list(vars(value).values()) if hasattr(value, "__dict__") and not callable(value) else []
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors cast to `dtype`.
 
-    Containers and dataclasses that hold such a tensor are copied, keeping their type (dict subclasses, UserDict and
-    namedtuples too) and without running their constructor; everything else is returned as it is.
+    Looks into tuples, lists, dicts, UserDicts and dataclasses. Those that hold such a tensor are copied, keeping their
+    type and attributes and without running their constructor; everything else is returned as it is.
     """
+    return _cast(value, dtype, {})
+
+
+def _cast(value: Any, dtype: torch.dtype, done: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, _ATOMS) or id(value) in done:
+        return done.get(id(value), value)
+    done[id(value)] = value  # while it is worked on: a structure may contain itself
     if isinstance(value, (tuple, list)):
-        return _cast_sequence(value, dtype)
-    if isinstance(value, MutableMapping):
-        return _replace(value, {key: cast_floating(item, dtype) for key, item in value.items()}, _set_item)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return _replace(value, {name: cast_floating(item, dtype) for name, item in fields.items()}, object.__setattr__)
-    return value
+        items = [_cast(item, dtype, done) for item in value]
+        unchanged = all(new is old for new, old in zip(items, value, strict=True))
+        done[id(value)] = value if unchanged else _like(value, items)
+    elif isinstance(value, (dict, UserDict)):
+        done[id(value)] = _replace(value, dict(value), operator.setitem, dtype, done)
+    elif _is_dataclass(value):
+        done[id(value)] = _replace(value, _fields(value), object.__setattr__, dtype, done)
+    return done[id(value)]
 
 
-def _cast_sequence(value: Any, dtype: torch.dtype) -> Any:
-    items = [cast_floating(item, dtype) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    if hasattr(value, "_make"):
-        return value._make(items)
-    return type(value)(items)
-
-
-def _replace(value: Any, items: dict[Any, Any], assign: Any) -> Any:
-    old = value if isinstance(value, Mapping) else vars(value)
-    changed = {key: item for key, item in items.items() if item is not old[key]}
-    if not changed:
-        return value
-    value = copy.copy(value)
+def _replace(value: Any, items: dict[Any, Any], assign: Any, dtype: torch.dtype, done: dict[int, Any]) -> Any:
+    new = {key: _cast(item, dtype, done) for key, item in items.items()}
+    changed = {key: item for key, item in new.items() if item is not items[key]}
+    if changed:
+        value = copy.copy(value)
     for key, item in changed.items():
         assign(value, key, item)
     return value
 
 
-def _set_item(mapping: MutableMapping[Any, Any], key: Any, item: Any) -> None:
-    mapping[key] = item
+def _like(sequence: Any, items: list[Any]) -> Any:
+    """A sequence of the same type and attributes, holding `items`."""
+    kind = type(sequence)
+    if isinstance(sequence, list):
+        new = copy.copy(sequence)
+        new[:] = items
+        return new
+    if hasattr(kind, "n_sequence_fields"):  # torch.return_types and the like
+        return kind(items)
+    new = tuple.__new__(kind, items)
+    if hasattr(sequence, "__dict__"):
+        vars(new).update(vars(sequence))
+    return new
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The dataclass fields that are set."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}

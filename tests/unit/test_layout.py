@@ -1,0 +1,315 @@
+"""Where bytes lie: properties over many random groups, and a few cases to check with pencil and paper."""
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+
+import pytest
+import torch
+
+from fsdp2.layout import (
+    PARAM_ALIGNMENT,
+    RANK_ALIGNMENT,
+    BucketLayout,
+    GatherLayout,
+    ParamSpec,
+    align,
+    bucket_layout,
+    gather_layout,
+    split_buckets,
+)
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+STORED = (F32, F32, F32, F64, BF16, torch.float16, torch.uint8, torch.bool, torch.int64)
+GROUPS = 600
+"""Random groups per test; all of them take well under a second."""
+
+
+def random_specs(rng: random.Random, world_size: int) -> list[ParamSpec]:
+    """1 to 8 parameters of 1 to 3 dims; few rows and many, no rows, no columns; some are cast for compute."""
+    specs = []
+    for _ in range(rng.randint(1, 8)):
+        shape = tuple(rng.choice((0, 1, 2, 3, 5, 7, 8, 16, 33)) for _ in range(rng.randint(1, 3)))
+        stored = rng.choice(STORED)
+        compute = rng.choice((F32, BF16)) if stored.is_floating_point and rng.random() < 0.5 else stored
+        specs.append(ParamSpec(shape, stored, compute, world_size))
+    return specs
+
+
+def random_groups() -> Iterator[tuple[list[ParamSpec], int, int]]:
+    """(specs, world size, direct_min_bytes)"""
+    rng = random.Random(0)
+    for _ in range(GROUPS):
+        world_size = rng.choice((1, 2, 3, 4, 5, 8, 64))
+        yield random_specs(rng, world_size), world_size, rng.choice((0, 64, 1024, 1 << 30))
+
+
+def assert_disjoint(regions: Sequence[tuple[int, int]], end: int) -> None:
+    """The (offset, size) lie in [0, end) and none covers a part of another. Empty ones may lie anywhere inside."""
+    assert all(0 <= offset <= offset + size <= end for offset, size in regions), (regions, end)
+    for (offset, size), (following, _) in pairwise(sorted(region for region in regions if region[1])):
+        assert offset + size <= following, regions
+
+
+# ---- one parameter
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_rows_are_those_of_torch_chunk(world_size: int) -> None:
+    """DTensor, checkpoints and optimizers expect torch.chunk's cut, which leaves the last ranks with less or nothing."""
+    for rows in range(20):
+        spec = ParamSpec((rows, 3), F32, F32, world_size)
+        whole = torch.arange(rows * 3).view(rows, 3)
+        chunks = [chunk for chunk in whole.chunk(world_size) if rows]
+        for rank in range(world_size):
+            first, last = spec.rows(rank)
+            expected = chunks[rank] if rank < len(chunks) else whole[:0]
+            assert torch.equal(whole[first:last], expected)
+            assert spec.local_shape(rank) == tuple(expected.shape)
+
+
+def test_shards_are_padded_to_one_size() -> None:
+    spec = ParamSpec((7, 5), BF16, F32, world_size=4)
+    assert (spec.chunk_rows, spec.row_numel, spec.shard_numel) == (2, 5, 10)
+    assert (spec.storage_nbytes, spec.compute_nbytes, spec.is_even) == (20, 40, False)
+    assert [spec.rows(rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+
+
+def test_a_scalar_has_no_layout() -> None:
+    with pytest.raises(ValueError, match="scalar"):
+        ParamSpec((), F32, F32, 2)
+
+
+@pytest.mark.parametrize(("value", "alignment", "expected"), [(0, 16, 0), (1, 16, 16), (16, 16, 16), (17, 1, 17)])
+def test_align(value: int, alignment: int, expected: int) -> None:
+    assert align(value, alignment) == expected
+
+
+# ---- gather
+
+
+def packed_regions(layout: GatherLayout) -> list[tuple[int, int]]:
+    return [(layout.packed_offsets[i], layout.specs[i].compute_nbytes) for i in layout.packed]
+
+
+def test_gather_regions_do_not_overlap() -> None:
+    """Two parameters that share a byte train on each other's values."""
+    for specs, world_size, direct_min_bytes in random_groups():
+        layout = gather_layout(specs, world_size, direct_min_bytes)
+        stored = [(o, spec.storage_nbytes) for o, spec in zip(layout.shard_offsets, specs, strict=True)]
+        full = [(o, spec.compute_nbytes * world_size) for o, spec in zip(layout.full_offsets, specs, strict=True)]
+        segments = (layout.packed_start, layout.packed_nbytes * world_size)
+        assert_disjoint(stored, layout.shard_nbytes)
+        assert_disjoint([*full, segments], layout.full_nbytes)
+        assert_disjoint(packed_regions(layout), layout.packed_nbytes)
+
+
+def test_gather_regions_are_aligned() -> None:
+    """A view needs a multiple of its item size, kernels like more, and NCCL is slow on a rank's odd byte counts."""
+    for specs, world_size, direct_min_bytes in random_groups():
+        layout = gather_layout(specs, world_size, direct_min_bytes)
+        for i, spec in enumerate(specs):
+            assert layout.shard_offsets[i] % spec.storage_dtype.itemsize == 0
+            assert layout.full_offsets[i] % PARAM_ALIGNMENT == 0
+            if i in layout.packed:
+                assert layout.packed_offsets[i] % spec.compute_dtype.itemsize == 0
+        assert layout.packed_nbytes % RANK_ALIGNMENT == 0
+        assert layout.packed_start % PARAM_ALIGNMENT == 0
+        if world_size > 1:
+            assert all(specs[i].compute_nbytes % RANK_ALIGNMENT == 0 for i in layout.direct)
+            assert all(layout.shard_offsets[i] % RANK_ALIGNMENT == 0 for i in layout.direct)
+
+
+def test_gather_is_direct_or_packed() -> None:
+    for specs, world_size, direct_min_bytes in random_groups():
+        layout = gather_layout(specs, world_size, direct_min_bytes)
+        assert sorted((*layout.direct, *layout.packed)) == list(range(len(specs)))
+        for i in layout.direct:
+            assert world_size == 1 or specs[i].compute_nbytes * world_size >= direct_min_bytes
+        assert world_size > 1 or not layout.packed
+
+
+def test_what_is_packed_in_place_is_the_segment_to_send() -> None:
+    """Then the shard buffer is the collective's input: its packed part must look exactly like a segment."""
+    for specs, world_size, direct_min_bytes in random_groups():
+        layout = gather_layout(specs, world_size, direct_min_bytes)
+        if not (layout.packed_in_place and layout.packed):
+            continue
+        first = layout.shard_offsets[layout.packed[0]]
+        assert first % RANK_ALIGNMENT == 0
+        assert first + layout.packed_nbytes <= layout.shard_nbytes
+        for i in layout.packed:
+            assert layout.shard_offsets[i] - first == layout.packed_offsets[i]
+            assert specs[i].storage_dtype == specs[i].compute_dtype
+
+
+def test_aliased_means_shards_are_the_full_storage() -> None:
+    for specs, world_size, direct_min_bytes in random_groups():
+        layout = gather_layout(specs, world_size, direct_min_bytes)
+        no_cast = all(spec.storage_dtype == spec.compute_dtype for spec in specs)
+        assert layout.aliased == (world_size == 1 and no_cast)
+        if layout.aliased:
+            assert layout.shard_offsets == layout.full_offsets
+            assert layout.shard_nbytes == layout.full_nbytes
+
+
+def simulate_gather(layout: GatherLayout) -> dict[int, bytes]:
+    """Move tagged bytes as the collectives would: byte k of parameter i on rank r is distinct modulo 251."""
+    specs, world_size = layout.specs, layout.world_size
+
+    def shard(i: int, rank: int) -> bytes:
+        return bytes((i * 37 + rank * 11 + k) % 251 for k in range(specs[i].compute_nbytes))
+
+    full = bytearray(layout.full_nbytes)
+    for rank in range(world_size):
+        for i in layout.direct:
+            start = layout.full_offsets[i] + rank * specs[i].compute_nbytes
+            full[start : start + specs[i].compute_nbytes] = shard(i, rank)
+        for i in layout.packed:
+            start = layout.packed_start + rank * layout.packed_nbytes + layout.packed_offsets[i]
+            full[start : start + specs[i].compute_nbytes] = shard(i, rank)
+    for i in layout.packed:
+        for rank in range(world_size):
+            source = layout.packed_start + rank * layout.packed_nbytes + layout.packed_offsets[i]
+            target = layout.full_offsets[i] + rank * specs[i].compute_nbytes
+            full[target : target + specs[i].compute_nbytes] = full[source : source + specs[i].compute_nbytes]
+    return {i: bytes(chain.from_iterable(shard(i, rank) for rank in range(world_size))) for i in range(len(specs))} | {
+        -1: bytes(full)
+    }
+
+
+def test_gathered_shards_are_the_parameter_in_rank_order() -> None:
+    """Byte for byte, with the copies out of the packed segments done one after the other: none overwrites a source."""
+    for specs, world_size, direct_min_bytes in random_groups():
+        if sum(spec.compute_nbytes for spec in specs) * world_size > 20_000:
+            continue
+        layout = gather_layout(specs, world_size, direct_min_bytes)
+        expected = simulate_gather(layout)
+        full = expected.pop(-1)
+        for i, whole in expected.items():
+            assert full[layout.full_offsets[i] :][: len(whole)] == whole
+
+
+# ---- reduce
+
+
+def random_buckets() -> Iterator[tuple[list[ParamSpec], BucketLayout, int]]:
+    """(specs, layout, direct_min_bytes); as in a group, the members of a bucket share one storage dtype."""
+    rng = random.Random(1)
+    for specs, _, direct_min_bytes in random_groups():
+        stored = specs[0].storage_dtype
+        members = [i for i, spec in enumerate(specs) if spec.storage_dtype == stored]
+        members = rng.sample(members, rng.randint(1, len(members)))
+        reduce_dtype = rng.choice((F32, BF16, F64))
+        yield specs, bucket_layout(specs, members, reduce_dtype, direct_min_bytes), direct_min_bytes
+
+
+def test_bucket_regions_do_not_overlap_and_are_aligned() -> None:
+    for specs, layout, _ in random_buckets():
+        assert_disjoint([(layout.offsets[i], specs[i].shard_numel) for i in layout.indices], layout.shard_numel)
+        itemsize = layout.reduce_dtype.itemsize
+        assert layout.packed_numel * itemsize % RANK_ALIGNMENT == 0
+        assert layout.packed_start * itemsize % RANK_ALIGNMENT == 0
+        assert layout.packed_start + layout.packed_numel == layout.shard_numel
+        for i in layout.direct:
+            assert layout.offsets[i] * itemsize % RANK_ALIGNMENT == 0
+            assert specs[i].shard_numel * itemsize % RANK_ALIGNMENT == 0
+
+
+def test_bucket_is_split_as_it_is_packed() -> None:
+    """`packed_sizes` cuts one segment where `offsets` says that its members lie."""
+    for specs, layout, _ in random_buckets():
+        assert len(layout.packed_sizes) == len(layout.packed) + 1
+        assert sum(layout.packed_sizes) == layout.packed_numel
+        assert all(size >= 0 for size in layout.packed_sizes)
+        position = layout.packed_start
+        for i, size in zip(layout.packed, layout.packed_sizes[:-1], strict=True):
+            assert (layout.offsets[i], specs[i].shard_numel) == (position, size)
+            position += size
+
+
+def test_bucket_direct_gradients_need_neither_cast_nor_padding() -> None:
+    """Their gradient itself is what the collective reads, one slice per rank."""
+    for specs, layout, direct_min_bytes in random_buckets():
+        assert sorted((*layout.direct, *layout.packed)) == sorted(layout.indices)
+        for i in layout.direct:
+            assert specs[i].is_even
+            assert specs[i].compute_dtype == layout.reduce_dtype
+            assert specs[i].compute_nbytes * specs[i].world_size >= direct_min_bytes
+
+
+def test_layouts_by_pencil_and_paper() -> None:
+    """Two ranks: 'a' (4 x 8 fp32: 64 bytes a shard) goes direct; 'b' (3 fp32) and 'c' (2 bf16) share 16 bytes."""
+    specs = [ParamSpec((4, 8), F32, F32, 2), ParamSpec((2,), BF16, BF16, 2), ParamSpec((3,), F32, F32, 2)]
+    layout = gather_layout(specs, 2, direct_min_bytes=128)
+    assert (layout.direct, layout.packed) == ((0,), (2, 1))
+    assert layout.packed_offsets == {2: 0, 1: 8}
+    assert (layout.packed_nbytes, layout.shard_nbytes) == (16, 80)
+    assert layout.shard_offsets == (0, 72, 64)
+    assert layout.full_offsets == (0, 128, 256)
+    assert (layout.packed_start, layout.full_nbytes) == (384, 416)
+
+    bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=128)
+    assert (bucket.direct, bucket.packed, bucket.offsets) == ((0,), (2,), {0: 0, 2: 16})
+    assert (bucket.packed_start, bucket.packed_sizes, bucket.shard_numel) == (16, (2, 2), 20)
+
+
+# ---- buckets
+
+
+def random_splits() -> Iterator[tuple[list[ParamSpec], list[torch.dtype], list[int], int, int, list[tuple[int, ...]]]]:
+    rng = random.Random(2)
+    for specs, _, _ in random_groups():
+        reduce_dtypes = [rng.choice((F32, BF16)) for _ in specs]
+        indices = rng.sample(range(len(specs)), rng.randint(0, len(specs)))
+        max_buckets, min_bytes = rng.choice((1, 2, 4)), rng.choice((0, 100, 4000))
+        buckets = split_buckets(specs, reduce_dtypes, indices, max_buckets, min_bytes)
+        yield specs, reduce_dtypes, indices, max_buckets, min_bytes, buckets
+
+
+def test_buckets_hold_every_gradient_once_in_order() -> None:
+    """One in two buckets is reduced twice; one in none never."""
+    for specs, reduce_dtypes, indices, _, _, buckets in random_splits():
+        assert sorted(chain.from_iterable(buckets)) == sorted(indices)
+        assert all(buckets)
+        for kind in {(reduce_dtypes[i], specs[i].storage_dtype) for i in indices}:
+            of_kind = [i for i in indices if (reduce_dtypes[i], specs[i].storage_dtype) == kind]
+            assert [i for bucket in buckets for i in bucket if i in of_kind] == of_kind
+
+
+def test_a_bucket_holds_one_pair_of_dtypes() -> None:
+    for specs, reduce_dtypes, _, _, _, buckets in random_splits():
+        for bucket in buckets:
+            assert len({(reduce_dtypes[i], specs[i].storage_dtype) for i in bucket}) == 1
+
+
+def test_buckets_are_neither_too_many_nor_too_small() -> None:
+    """Below `min_bytes` a collective costs more in latency than it saves: only what is left over may be so small."""
+    for specs, reduce_dtypes, _, max_buckets, min_bytes, buckets in random_splits():
+        by_kind: dict[object, list[int]] = {}
+        for bucket in buckets:
+            kind = reduce_dtypes[bucket[0]], specs[bucket[0]].storage_dtype
+            by_kind.setdefault(kind, []).append(
+                sum(specs[i].shard_numel * specs[i].world_size * kind[0].itemsize for i in bucket)
+            )
+        for sizes in by_kind.values():
+            assert len(sizes) <= 2 * max_buckets
+            assert all(size >= min_bytes for size in sizes[:-1]), (sizes, min_bytes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_buckets", "min_bytes", "expected"),
+    [
+        ([4, 4, 4, 4], 4, 0, [(0,), (1,), (2,), (3,)]),
+        ([4, 4, 4, 4], 2, 0, [(0, 1), (2, 3)]),
+        ([4, 4, 4, 4], 4, 1 << 20, [(0, 1, 2, 3)]),
+        ([4, 4, 4, 4], 1, 0, [(0, 1, 2, 3)]),
+        ([12, 2, 2], 2, 0, [(0,), (1, 2)]),
+        ([], 4, 0, []),
+    ],
+)
+def test_buckets_by_pencil_and_paper(
+    rows: list[int], max_buckets: int, min_bytes: int, expected: list[tuple[int, ...]]
+) -> None:
+    specs = [ParamSpec((r, 8), F32, F32, 2) for r in rows]
+    assert split_buckets(specs, [F32] * len(rows), range(len(rows)), max_buckets, min_bytes) == expected

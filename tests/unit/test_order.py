@@ -1,0 +1,85 @@
+"""What is expected to run next, after a run that follows its record and after one that departs from it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from fsdp2.order import Cursor, within_budget
+
+A, B, C, D, NEW = (object() for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "visited", "found", "ahead"),
+    [
+        ([], [], [], []),
+        ([], [A], [False], []),
+        ([A, B, C], [], [], [A, B, C]),
+        ([A, B, C], [A], [True], [B, C]),
+        ([A, B, C], [A, B, C], [True] * 3, []),
+        # A module that runs several times.
+        ([A, B, A, C], [A, B], [True] * 2, [A, C]),
+        ([A, B, A, C], [A, B, A], [True] * 3, [C]),
+        ([A, A, B], [A], [True], [A, B]),
+        # One is skipped, or several.
+        ([A, B, C, D], [A, C], [True] * 2, [D]),
+        ([A, B, C, D], [D], [True], []),
+        # The record agrees again after a stranger.
+        ([A, B, C], [A, NEW, B], [True, False, True], [C]),
+        # After a stranger, what was expected still is.
+        ([A, B, C], [A, NEW], [True, False], [B, C]),
+        ([A, B], [A, B, A], [True, True, False], []),
+        ([A, B, C], [B, A], [True, False], [C]),
+    ],
+)
+def test_cursor(recorded: list[object], visited: list[object], found: list[bool], ahead: list[object]) -> None:
+    """A wrong guess gathers a group in vain, and holds its memory until the pass ends."""
+    cursor = Cursor(recorded)
+    assert [cursor.visit(item) for item in visited] == found
+    assert list(cursor.ahead()) == ahead
+    assert list(cursor.ahead()) == ahead, "looking ahead must not advance"
+
+
+def test_cursor_compares_by_identity() -> None:
+    """Items are opaque: equal ones (two empty lists, say) are still two."""
+    first, second = [], []
+    cursor = Cursor([first, second])
+    cursor.visit(second)
+    assert list(cursor.ahead()) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget", "expected"),
+    [
+        ([3, 3, 3], 6, [3, 3]),
+        ([3, 3, 3], 5, [3]),
+        ([], 5, []),
+        # The first comes whatever it costs, else nothing large would ever be gathered ahead.
+        ([3, 1], 2, [3]),
+        ([3, 3], 0, [3]),
+        # What is there already costs nothing, and is not the first.
+        ([0, 2, 0, 1], 2, [2]),
+        ([0, 9, 1], 2, [9]),
+        ([0, 0], 5, []),
+        # The order is kept: no small item overtakes a large one.
+        ([2, 9, 1], 5, [2]),
+    ],
+)
+def test_within_budget(sizes: list[int], budget: int, expected: list[int]) -> None:
+    assert list(within_budget(iter(sizes), lambda size: size, budget)) == expected
+
+
+def test_within_budget_asks_for_sizes_one_by_one() -> None:
+    """What is gathered for one item changes what the next would cost."""
+    asked: list[int] = []
+
+    def items() -> Iterator[int]:
+        yield from (1, 2, 3)
+
+    def size(item: int) -> int:
+        asked.append(item)
+        return item
+
+    generator = within_budget(items(), size, 10)
+    assert next(generator) == 1
+    assert asked == [1]

@@ -1,0 +1,79 @@
+"""Policies are checked when they are built, can't change afterwards, and answer which dtype is used where."""
+
+import copy
+import dataclasses
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+F32, BF16, F16, F64, I64 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [("bfloat16", TypeError), (float, TypeError), (16, TypeError), (False, TypeError), (torch.empty(1), TypeError)]
+    + [(dtype, ValueError) for dtype in (I64, torch.bool, torch.uint8, torch.complex64)],
+    ids=repr,
+)
+def test_wrong_dtype_is_refused_by_name(name: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"MixedPrecisionPolicy\.{name}: expected .* got {re.escape(repr(value))}"):
+        MixedPrecisionPolicy(**{name: value})
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes", BF16])
+def test_wrong_cast_forward_inputs_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"MixedPrecisionPolicy\.cast_forward_inputs: expected a bool"):
+        MixedPrecisionPolicy(cast_forward_inputs=value)
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "stored", "compute", "gradient"),
+    [
+        (None, None, F32, F32, F32),
+        (BF16, None, F32, BF16, F32),
+        (BF16, F32, BF16, BF16, F32),
+        (BF16, BF16, F32, BF16, BF16),
+        (None, F32, BF16, BF16, F32),
+        (F32, None, F64, F32, F64),
+        (BF16, None, I64, I64, I64),
+        (BF16, None, torch.bool, torch.bool, torch.bool),
+    ],
+)
+def test_dtypes(
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    stored: torch.dtype,
+    compute: torch.dtype,
+    gradient: torch.dtype,
+) -> None:
+    """Integers are never cast; without a reduce_dtype, gradients are reduced in what the parameter is stored in."""
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    assert policy.compute_dtype(stored) == compute
+    assert policy.gradient_dtype(stored) == gradient
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(BF16, F32), OffloadPolicy(), CPUOffloadPolicy()], ids=repr)
+def test_policies_are_values(policy: Any) -> None:
+    """Shared as a default argument and between groups: nobody may change one; equal ones are interchangeable."""
+    for name in [field.name for field in dataclasses.fields(policy)]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(policy, name, None)
+    for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), dataclasses.replace(policy)):
+        assert other == policy
+        assert hash(other) == hash(policy)
+
+
+def test_defaults_and_order_are_those_of_torch() -> None:
+    """Clients pass them positionally."""
+    assert MixedPrecisionPolicy(F16, F32, F64, False) == MixedPrecisionPolicy(
+        param_dtype=F16, reduce_dtype=F32, output_dtype=F64, cast_forward_inputs=False
+    )
+    assert MixedPrecisionPolicy() == MixedPrecisionPolicy(None, None, None, True)
+    assert CPUOffloadPolicy() == CPUOffloadPolicy(pin_memory=True)
+    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)

@@ -1,0 +1,140 @@
+"""Gradients to shards of their mean, for many random groups and world sizes: all ranks simulated in this process."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp2 import reduce
+from fsdp2.layout import ParamSpec, bucket_layout
+from helpers import own_rows
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+
+
+class Exchange:
+    """What the ranks' collectives have in common: a reduction is complete when every rank has called it."""
+
+    def __init__(self, size: int) -> None:
+        self.comms = [RankComm(self, rank, size) for rank in range(size)]
+
+    def complete(self) -> None:
+        """Every rank's outputs := the mean, in rank order, of its slices of all ranks' inputs."""
+        for comm in self.comms:
+            for call, output in enumerate(comm.outputs):
+                total = torch.zeros_like(output, dtype=F64)
+                for other in self.comms:
+                    total += other.inputs[call].view(len(self.comms), -1)[comm.rank]
+                output.copy_(total / len(self.comms))
+
+
+class RankComm:
+    """A Comm of one simulated rank."""
+
+    direct_min_bytes = 256
+
+    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
+        self.exchange, self.rank, self.size = exchange, rank, size
+        self.outputs: list[Tensor] = []
+        self.inputs: list[Tensor] = []
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> "RankComm":
+        for output, tensor in zip(outputs, inputs, strict=True):
+            assert output.is_contiguous()
+            assert tensor.is_contiguous()
+            assert tensor.dim() == output.dim() == 1
+            assert tensor.numel() == output.numel() * self.size
+            assert tensor.dtype == output.dtype
+        self.outputs, self.inputs = list(outputs), list(inputs)
+        return self
+
+    def wait(self) -> None:
+        self.exchange.complete()
+
+
+def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values whose sums and means over up to 8 ranks are exact in every dtype here: any difference is an error."""
+    return torch.randint(-4, 5, shape).mul(8).to(dtype)
+
+
+def random_cases() -> Iterator[tuple[int, tuple[ParamSpec, ...], list[int], torch.dtype]]:
+    """(world size, specs, indices in the bucket, reduce dtype)"""
+    rng = random.Random(0)
+    for _ in range(150):
+        world_size = rng.choice((1, 2, 4, 8))
+        specs = tuple(
+            ParamSpec(
+                tuple(rng.choice((0, 1, 2, 3, 7, 8, 16, 24)) for _ in range(rng.randint(1, 3))),
+                F32,
+                rng.choice((F32, F32, BF16)),
+                world_size,
+            )
+            for _ in range(rng.randint(1, 6))
+        )
+        yield world_size, specs, rng.sample(range(len(specs)), rng.randint(1, len(specs))), rng.choice((F32, BF16))
+
+
+def test_every_rank_gets_its_rows_of_the_mean() -> None:
+    """Padding, segments, direct and packed, a cast before and one after: an offset that is wrong moves a value."""
+    for world_size, specs, indices, reduce_dtype in random_cases():
+        gradients = [
+            {i: whole_numbers(specs[i].shape, specs[i].compute_dtype) for i in indices} for _ in range(world_size)
+        ]
+        means = {i: sum(each[i].double() for each in gradients) / world_size for i in indices}
+        exchange = Exchange(world_size)
+        layout = bucket_layout(specs, indices, reduce_dtype, RankComm.direct_min_bytes)
+        pending = [
+            reduce.start(gradients[comm.rank], layout, specs, comm)  # type: ignore[arg-type]
+            for comm in exchange.comms
+        ]
+        for rank, each in enumerate(pending):
+            shards = each.finish()
+            assert set(shards) == set(indices)
+            for i, (flat, offset) in shards.items():
+                expected = own_rows(means[i], rank, world_size) if means[i].shape[0] else means[i]
+                got = flat.as_strided(expected.shape, torch.empty(expected.shape, device="meta").stride(), offset)
+                assert got.dtype == F32
+                assert torch.equal(got.double(), expected), (world_size, specs[i], indices, reduce_dtype)
+
+
+def test_gradients_need_not_be_contiguous() -> None:
+    """Autograd hands out transposed and expanded gradients."""
+    specs = tuple(ParamSpec(shape, F32, F32, 2) for shape in ((4, 6), (8, 16), (3, 2)))
+    gradients = {0: whole_numbers((6, 4), F32).T, 1: torch.full((1, 1), 8.0).expand(8, 16), 2: torch.ones(2, 3).T * 8}
+    layout = bucket_layout(specs, range(3), F32, RankComm.direct_min_bytes)
+    assert layout.direct == (1,)
+    exchange = Exchange(2)
+    pending = [reduce.start(gradients, layout, specs, comm) for comm in exchange.comms]  # type: ignore[arg-type]
+    for rank, each in enumerate(pending):
+        for i, (flat, offset) in each.finish().items():
+            expected = own_rows(gradients[i], rank, 2)
+            assert torch.equal(flat[offset : offset + expected.numel()].view(expected.shape), expected)
+
+
+@pytest.mark.parametrize("reduce_dtype", [F32, BF16])
+def test_one_rank_rounds_as_many_do(reduce_dtype: torch.dtype) -> None:
+    """A run on one rank must not be more precise than the policy says: it is what users compare with."""
+    spec = ParamSpec((3, 2), F32, F32, 1)
+    gradient = torch.rand(3, 2)
+    layout = bucket_layout([spec], [0], reduce_dtype, RankComm.direct_min_bytes)
+    (comm,) = Exchange(1).comms
+    flat, offset = reduce.start({0: gradient}, layout, (spec,), comm).finish()[0]  # type: ignore[arg-type]
+    assert torch.equal(flat.as_strided((3, 2), (2, 1), offset), gradient.to(reduce_dtype).float())
+
+
+def test_abandoned_reduction_waits_before_it_gives_up_its_buffers() -> None:
+    """After an error the ranks still write into them."""
+
+    class Waited(RankComm):
+        count = 0
+
+        def wait(self) -> None:
+            self.count += 1
+
+    specs = (ParamSpec((4, 2), F32, F32, 2),)
+    comm = Waited(Exchange(2), 0, 2)
+    layout = bucket_layout(specs, [0], F32, 0)
+    reduce.start({0: torch.ones(4, 2)}, layout, specs, comm).abandon()  # type: ignore[arg-type]
+    assert comm.count == 1
