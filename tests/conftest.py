@@ -1,0 +1,24 @@
+"""One thread, one seed, and no process group that outlives its test."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# Before anything runs: once OpenMP has started its threads in the parent, a forked rank hangs in its first kernel.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_process_group() -> Iterator[None]:
+    """A group left behind would break the fork of every later `run_ranks`; the guilty test is named, not its heirs."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this test left its default process group initialised")

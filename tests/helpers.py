@@ -1,0 +1,268 @@
+"""What the tests share: forked gloo ranks, a fake world, and comparisons that say what differs.
+
+`run_ranks` forks, so that a rank starts in milliseconds with torch already imported, and `fn` may be a closure over
+whatever the test has built. The parent must therefore never own a process group or a CUDA context at that moment.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import io
+import os
+import re
+import selectors
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
+
+import fsdp2  # noqa: F401  imported before the fork, so that no rank pays for it
+
+GRACE_S = 1.0
+"""After one rank failed, how long the others may take to report their own errors before they are killed."""
+
+_FRAMES_OF_PYTEST = re.compile(r"\n.* in _run_in_group\n(  File .*\n)*")
+WHERE_ARE_YOU = signal.SIGUSR1
+
+
+class RankError(RuntimeError):
+    """One or more ranks failed, died or did not return; the message carries their tracebacks."""
+
+
+@dataclasses.dataclass
+class _Rank:
+    """One forked process, seen from the parent."""
+
+    rank: int
+    pid: int
+    report_fd: int
+    log: Path
+    report: bytearray = dataclasses.field(default_factory=bytearray)
+    done: bool = False
+
+    def outcome(self) -> tuple[bool, Any]:
+        """(True, the result), or (False, what went wrong)."""
+        if not self.done:
+            return False, "did not return; it stood at"
+        if not self.report:
+            return False, "died without a report"
+        return torch.load(io.BytesIO(self.report), weights_only=False)
+
+    def problem(self) -> str:
+        """The section about this rank in an error message: its traceback, else where its threads stood."""
+        _, text = self.outcome()
+        log = "" if self.done and self.report else _FRAMES_OF_PYTEST.sub("\n", self.log.read_text())
+        return f"--- rank {self.rank} ---\n{text}\n{log}"
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """Run `fn(rank, world_size, *args)` on `world_size` forked gloo ranks; return the results in rank order.
+
+    `fn` may be a local function. A result must be picklable, its tensors plain (not DTensors); they come back detached.
+    Every rank starts with the parent's random state. Raises RankError with the full traceback of each rank that
+    failed, or, after `timeout` seconds, with the names of the ranks that did not return and where they stood.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("run_ranks: the parent owns a process group, which a forked rank would inherit")
+    ranks: list[_Rank] = []
+    release_read, release_write = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="fsdp2_ranks_") as name:
+        folder = Path(name)
+        try:
+            for rank in range(world_size):
+                body = functools.partial(_run_in_group, rank, world_size, fn, args, folder)
+                ranks.append(_fork(rank, body, folder, (release_read, release_write), timeout))
+            _collect(ranks, time.monotonic() + timeout)
+            _raise_problems(ranks, timeout)
+            return [r.outcome()[1] for r in ranks]
+        finally:
+            os.close(release_write)  # the ranks wait for this before they leave: nobody hangs up on a slower one
+            os.close(release_read)
+            _reap(ranks)
+
+
+def _fork(rank: int, body: Callable[[], Any], folder: Path, release: tuple[int, int], timeout: float) -> _Rank:
+    report_read, report_write = os.pipe()
+    log = folder / f"rank{rank}.log"
+    log.touch()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*", category=DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        os.close(report_write)
+        return _Rank(rank, pid, report_read, log)
+    try:
+        os.close(release[1])
+        _arm_watchdogs(log, timeout)
+        with os.fdopen(report_write, "wb") as report_file:
+            report_file.write(_report(body))
+        os.read(release[0], 1)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        os._exit(0)  # never back into the parent's test session, whatever happened
+
+
+def _arm_watchdogs(log: Path, timeout: float) -> None:
+    """In a rank: log where it stands at a crash or when the parent asks; die if the parent did without notice.
+
+    The parent asks by a signal: `faulthandler.dump_traceback_later` deadlocks in a fork of a process that armed it too.
+    """
+    log_fd = os.open(log, os.O_WRONLY)  # open until the process ends
+    faulthandler.enable(file=log_fd)
+    faulthandler.register(WHERE_ARE_YOU, file=log_fd)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(timeout) + 10)
+
+
+def _report(body: Callable[[], Any]) -> bytes:
+    """In a rank: run it; the pickled (True, result) or (False, traceback)."""
+    try:
+        return _dumps((True, _portable(body())))
+    except BaseException:  # pytest's skip and fail, and SystemExit, are failures of a rank like any other
+        return _dumps((False, traceback.format_exc()))
+
+
+def _run_in_group(rank: int, world_size: int, fn: Callable[..., Any], args: tuple, folder: Path) -> Any:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return fn(rank, world_size, *args)
+
+
+def _portable(result: Any) -> Any:
+    def detach(t: Tensor) -> Tensor:
+        if isinstance(t, DTensor):
+            raise TypeError("a rank returned a DTensor: return full(tensor) or tensor.to_local()")
+        return t.detach().cpu()
+
+    return tree_map_only(Tensor, detach, result)
+
+
+def _dumps(report: tuple[bool, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(report, buffer)
+    return buffer.getvalue()
+
+
+def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
+    """Read the reports until all are in, or the deadline has passed; a failure shortens it to GRACE_S from then."""
+    with selectors.DefaultSelector() as selector:
+        for r in ranks:
+            selector.register(r.report_fd, selectors.EVENT_READ, r)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                chunk = os.read(key.fd, 1 << 20)
+                key.data.report += chunk
+                if not chunk:
+                    key.data.done = True
+                    selector.unregister(key.fd)
+                    if not key.data.outcome()[0]:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+
+
+def _raise_problems(ranks: Sequence[_Rank], timeout: float) -> None:
+    failed = [r for r in ranks if r.done and not r.outcome()[0]]
+    missing = [r for r in ranks if not r.done]
+    for r in missing:
+        os.kill(r.pid, WHERE_ARE_YOU)
+    time.sleep(0.2 if missing else 0.0)  # for their answers, in their logs
+    if failed:
+        names = ", ".join(str(r.rank) for r in failed)
+        waiting = f" (still running then: rank {', '.join(str(r.rank) for r in missing)})" if missing else ""
+        text = "\n".join(r.problem() for r in failed + missing)
+        raise RankError(f"rank {names} of {len(ranks)} failed{waiting}\n{text}")
+    if missing:
+        names = ", ".join(str(r.rank) for r in missing)
+        text = "\n".join(r.problem() for r in missing)
+        raise RankError(f"timeout: rank {names} of {len(ranks)} did not return within {timeout:g} s\n{text}")
+
+
+def _reap(ranks: Sequence[_Rank]) -> None:
+    """Wait a moment for the ranks to leave by themselves, then kill the rest. No process outlives the call."""
+    deadline = time.monotonic() + (5.0 if all(r.done and r.outcome()[0] for r in ranks) else 0.0)
+    for r in ranks:
+        os.close(r.report_fd)
+        while not (gone := os.waitpid(r.pid, os.WNOHANG)[0]) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if not gone:
+            os.kill(r.pid, signal.SIGKILL)
+            os.waitpid(r.pid, 0)
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A default process group of any size in this process: collectives return at once and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole value of a parameter or gradient, detached. Every rank must call it if `tensor` is a DTensor."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def shard_batch(batch: Tensor, rank: int, world_size: int) -> Tensor:
+    """This rank's equal slice of the global batch in dim 0: the mean of the ranks' mean losses is the batch's mean."""
+    if batch.shape[0] % world_size:
+        raise ValueError(f"a batch of {batch.shape[0]} does not split evenly over {world_size} ranks")
+    return batch.chunk(world_size)[rank]
+
+
+def assert_same(actual: Tensor | None, expected: Tensor | None, rtol: float, atol: float, name: str) -> None:
+    """Same None-ness, dtype, shape and values (NaN equals NaN); with rtol = atol = 0, every value equal."""
+    if actual is None or expected is None:
+        if (actual is None) != (expected is None):
+            raise AssertionError(f"{name}: expected {_describe(expected)}, got {_describe(actual)}")
+        return
+    actual, expected = full(actual), full(expected)
+    torch.testing.assert_close(
+        actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{name} ({_describe(actual)}): {text}"
+    )
+
+
+def assert_same_names(actual: Iterable[str], expected: Iterable[str]) -> None:
+    """Same parameter names in the same order: optimizers' state and checkpoints go by it."""
+    actual, expected = list(actual), list(expected)
+    if actual != expected:
+        raise AssertionError(f"parameter names: expected {expected}, got {actual}")
+
+
+def _describe(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
+    """What `rank` holds of `whole` under Shard(0): row counts as torch.chunk gives them, then empty shards."""
+    chunks = whole.chunk(world_size)
+    return chunks[rank] if rank < len(chunks) else whole[:0]
+
+
+def assert_shard_of(actual: Tensor | None, expected: Tensor | None, rtol: float, atol: float, name: str) -> None:
+    """`actual` is a DTensor, Shard(0) over all ranks, and this rank's part of `expected`. Communicates nothing."""
+    if actual is None or expected is None:
+        return assert_same(actual, expected, rtol, atol, name)
+    if not isinstance(actual, DTensor) or actual.placements != (Shard(0),) or actual.shape != expected.shape:
+        got = f"{actual.placements} of {_describe(actual)}" if isinstance(actual, DTensor) else _describe(actual)
+        raise AssertionError(f"{name}: expected (Shard(0),) of {_describe(expected)}, got {got}")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert_same(actual.to_local(), own_rows(expected, rank, world_size), rtol, atol, f"{name} on rank {rank}")

@@ -1,0 +1,214 @@
+"""Tiny odd models, each named after what it exercises.
+
+Every model takes one tensor whose dim 0 is the batch and returns one tensor with the same dim 0, in which no row looks
+at another row: so any equal split of a batch over ranks computes the same function. `example` makes such a batch.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class TinyModel(nn.Module):
+    """A model that can make its own batches: floats of `row_shape`, or token ids below `vocab`."""
+
+    row_shape: tuple[int, ...] = (5,)
+    vocab: int | None = None
+
+    def example(self, *, rows: int, seed: int) -> Tensor:
+        """The batch number `seed`: the same on every rank, whatever the random state."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.vocab is not None:
+            return torch.randint(self.vocab, (rows, *self.row_shape), generator=generator)
+        return torch.randn(rows, *self.row_shape, generator=generator)
+
+    def before_step(self, step: int) -> None:
+        """What changes from step to step; called for the sharded and the plain model alike."""
+
+
+def mean_loss(output: Tensor) -> Tensor:
+    """A mean over all elements, in at least fp32: the average over equal slices is the value for the whole batch."""
+    return (output.to(torch.promote_types(output.dtype, torch.float32)) - 0.5).square().mean()
+
+
+class OddMLP(TinyModel):
+    """Row counts 7, 3, 1 and 5 with biases: none divides evenly, and 1 and 3 leave some of 4 ranks without a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(5, 7)
+        self.narrow = nn.Linear(7, 3)
+        self.single = nn.Linear(3, 1)
+        self.back = nn.Linear(1, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.narrow(torch.tanh(self.wide(x))))
+        return self.back(self.single(hidden)) + x
+
+
+class CausalBlock(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.norm2 = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim + 1)
+        self.down = nn.Linear(2 * dim + 1, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class TinyGPT(TinyModel):
+    """Embedding, blocks, norm and head; a vocabulary that no rank count divides; `tied` shares embedding and head."""
+
+    row_shape = (4,)
+    vocab = 23
+
+    def __init__(self, *, dim: int = 6, heads: int = 2, depth: int = 2, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(self.vocab, dim)
+        self.blocks = nn.ModuleList(CausalBlock(dim, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, self.vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class SharedModule(TinyModel):
+    """One module runs three times in a forward, and is registered under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.repeated = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 5))
+        self.alias = self.repeated
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.repeated(torch.tanh(self.first(x)))
+        x = torch.tanh(self.first(self.repeated(x)))
+        return self.alias(x)
+
+
+class SkippedModule(TinyModel):
+    """A branch that runs in every other step, a module and a parameter that never run, an output never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.branch = nn.Linear(7, 7)
+        self.never = nn.Linear(3, 3)
+        self.ignored_output = nn.Linear(7, 2)
+        self.last = nn.Linear(7, 5)
+        self.unused = nn.Parameter(torch.ones(3, 2))
+        self.use_branch = True
+
+    def before_step(self, step: int) -> None:
+        self.use_branch = step % 2 == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        self.ignored_output(x)
+        if self.use_branch:
+            x = x + torch.tanh(self.branch(x))
+        return self.last(x)
+
+
+class LoRALinear(nn.Module):
+    """A frozen base weight and two trainable factors, in one module and so in one group."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(in_features, out_features).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, in_features) * 0.3)
+        self.up = nn.Parameter(torch.randn(out_features, rank) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+class FrozenMix(TinyModel):
+    """Frozen and trainable parameters side by side, and one module that is frozen entirely between trainable ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = LoRALinear(5, 7, rank=2)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.last = LoRALinear(7, 5, rank=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+
+
+class TinyLSTM(TinyModel):
+    """nn.LSTM keeps a second list of its weights (`_flat_weights`) that must follow every swap of a parameter."""
+
+    row_shape = (3, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 3, num_layers=2, batch_first=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+class ConvNet(TinyModel):
+    """4-d weights with 5 and 3 rows, a transposed convolution (dim 0 is its input), a group norm."""
+
+    row_shape = (2, 6, 6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.norm = nn.GroupNorm(2, 6)
+        self.mix = nn.Conv2d(6, 3, 1, bias=False)
+        self.grow = nn.ConvTranspose2d(3, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.grow(self.mix(torch.tanh(self.norm(self.conv(x)))))
+
+
+class Experts(TinyModel):
+    """A 3-d parameter (3 experts), a 1-row one and a parameter of the root itself, used without any nn.Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(5, 3, bias=False)
+        self.up = nn.Parameter(torch.randn(3, 5, 7) * 0.3)
+        self.down = nn.Parameter(torch.randn(3, 7, 5) * 0.3)
+        self.scale = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(torch.einsum("bi,eih->beh", x, self.up))
+        outputs = torch.einsum("beh,eho->beo", hidden, self.down)
+        return (outputs * self.gate(x).softmax(-1).unsqueeze(-1)).sum(1) * self.scale
+
+
+class MixedDtypes(TinyModel):
+    """fp32 and bf16 parameters that one group must hold together, each computed and kept in its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.low = nn.Linear(7, 3, dtype=torch.bfloat16)
+        self.low_scale = nn.Parameter(torch.ones(1, 3, dtype=torch.bfloat16))
+        self.last = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.low(torch.tanh(self.first(x)).bfloat16()) * self.low_scale
+        return self.last(torch.tanh(low).float())

@@ -1,0 +1,1315 @@
+"""Whatever autograd does with a plain model, it does with a sharded one: the same losses, gradients and errors.
+
+Every test is one *scenario*: a function of a `Run` that builds a model, trains it in some odd way, and shows what can be
+seen from outside. It runs twice, by the same lines: on a plain model and the whole batch, and on forked ranks, each with
+its rows of the batch, where all that is shown is compared with what the plain model showed. fp64: a real difference is
+not rounding.
+"""
+
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import FSDPModule, fully_shard
+from helpers import assert_same, assert_same_names, assert_shard_of, fake_world, run_ranks, shard_batch
+
+ROWS = 6  # divides by 2 and 3 ranks
+WIDTH = 5
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+# ---- a scenario on a plain and on a sharded model ----------------------------------------------------------------------
+
+
+class Run:
+    """One execution of a scenario. `shown` is what it has shown: (kind, name, value).
+
+    With `expected`, what an earlier execution has shown, the model is sharded, and everything shown is compared at once;
+    the differences are kept until the end, for a rank that left early would leave the others waiting.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, expected: list[tuple[str, str, Any]] | None = None) -> None:
+        self.rank, self.world_size, self.expected = rank, world_size, expected
+        self.shown: list[tuple[str, str, Any]] = []
+        self.different: list[str] = []
+
+    @property
+    def sharded(self) -> bool:
+        return self.expected is not None
+
+    # what a scenario builds with
+
+    def build(self, build: Callable[..., nn.Module], *args: Any, seed: int = 1, **kwargs: Any) -> Any:
+        """The same initial model on every side."""
+        torch.manual_seed(seed)
+        return build(*args, **kwargs).double()
+
+    def shard(self, module: Any, **options: Any) -> Any:
+        return fully_shard(module, **options) if self.sharded else module
+
+    def batch(self, *row_shape: int, seed: int, rows: int = ROWS) -> Tensor:
+        """This side's rows of batch number `seed`."""
+        generator = torch.Generator().manual_seed(seed)
+        batch = torch.randn(rows, *(row_shape or (WIDTH,)), generator=generator, dtype=torch.float64)
+        return shard_batch(batch, self.rank, self.world_size)
+
+    def set_sync(self, model: nn.Module, sync: bool) -> None:
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(sync)
+
+    # what a scenario shows
+
+    def value(self, name: str, value: Any) -> None:
+        """A tensor or anything else that is the same on every rank."""
+        self._show("value", name, value)
+
+    def mean(self, name: str, value: Tensor) -> None:
+        """A mean over the batch."""
+        self._show("mean", name, value)
+
+    def rows(self, name: str, value: Tensor) -> None:
+        """A tensor whose dim 0 is the batch."""
+        self._show("rows", name, value)
+
+    def grads(self, name: str, model: nn.Module) -> None:
+        """Every gradient, whether None or not."""
+        for fqn, param in model.named_parameters():
+            self._show("shard", f"{name}: {fqn}.grad", param.grad)
+
+    def params(self, name: str, model: nn.Module) -> None:
+        """Names and values of the parameters, which are the sharded ones."""
+        self.value(f"{name}: names", [fqn for fqn, _ in model.named_parameters()])
+        for fqn, param in model.named_parameters():
+            self._show("shard", f"{name}: {fqn}", param)
+
+    def step(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None = None) -> None:
+        """Loss and gradients, then an optimizer step and the parameters. With a loss, backward first."""
+        if loss is not None:
+            loss.backward()
+            self.mean(f"{name}: loss", loss)
+        self.grads(name, model)
+        optimizer.step()
+        self.params(name, model)
+        optimizer.zero_grad()
+
+    def _show(self, kind: str, name: str, value: Any) -> None:
+        copied = value.detach().clone() if isinstance(value, Tensor) and not self.sharded else value
+        self.shown.append((kind, name, copied))
+        if self.expected is None:
+            return
+        try:
+            self._compare(kind, name, value, self.expected[len(self.shown) - 1])
+        except AssertionError as error:
+            self.different.append(str(error))
+
+    def _compare(self, kind: str, name: str, value: Any, expected: tuple[str, str, Any]) -> None:
+        if expected[:2] != (kind, name):
+            raise AssertionError(f"expected {expected[:2]}, got {(kind, name)}")
+        whole = expected[2]
+        if kind == "shard":
+            assert_shard_of(value, whole, **TOLERANCE, name=name)
+        elif kind == "rows":
+            assert_same(value, shard_batch(whole, self.rank, self.world_size), **TOLERANCE, name=name)
+        elif kind == "mean":
+            mean = value.detach().clone()
+            dist.all_reduce(mean)
+            assert_same(mean / self.world_size, whole, **TOLERANCE, name=name)
+        elif isinstance(whole, Tensor):
+            assert_same(value, whole, **TOLERANCE, name=name)
+        elif value != whole:
+            raise AssertionError(f"{name}: expected {whole!r}, got {value!r}")
+
+
+Scenario = Callable[..., None]
+
+
+def check(scenario: Scenario, world_size: int = 2, **choices: Any) -> None:
+    """Run a scenario with every combination of `choices`, plain and then sharded, in one launch."""
+    cases = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    expected = []
+    for case in cases:
+        run = Run()
+        scenario(run, **case)
+        assert run.shown, "a scenario must show something"
+        expected.append(run.shown)
+
+    def body(rank: int, _: int) -> list[str]:
+        different = []
+        for case, shown in zip(cases, expected, strict=True):
+            run = Run(rank, world_size, shown)
+            try:
+                scenario(run, **case)
+            except Exception:
+                run.different.append(traceback.format_exc())
+            if not run.different and len(run.shown) < len(shown):
+                run.different.append(f"expected {len(shown)} values, got {len(run.shown)}")
+            # The first differences of a case tell most: others follow from them.
+            different += [f"{describe(case)} {text}" for text in run.different[:2]]
+        return different
+
+    different = list(dict.fromkeys(text for texts in run_ranks(world_size, body, timeout=60) for text in texts))
+    assert not different, f"{len(different)} differences:\n" + "\n".join(different[:12])
+
+
+def describe(case: dict[str, Any]) -> str:
+    return "[" + ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in case.items()) + "]"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _imports_before_the_fork() -> None:
+    """What torch imports at the first DeviceMesh takes a second; every rank would pay it."""
+    with fake_world(1):
+        fully_shard(nn.Linear(1, 1))
+
+
+# ---- models and ways to wrap them --------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Two linears and a residual; odd widths."""
+
+    def __init__(self, width: int = WIDTH, inner: int = 3) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """A stem, blocks, a scale of the root's own, a head."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output - 0.5).square().mean()
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5, **options)
+
+
+Wrap = Callable[..., None]
+
+
+def whole(run: Run, model: nn.Module) -> None:
+    """One group, whose full parameters stay between forward and backward, as a root's do."""
+    run.shard(model)
+
+
+def blocks(run: Run, model: nn.Module, reshard_after_forward: bool | None = None) -> None:
+    """A group per direct child or block, and the root."""
+    for child in model.children():
+        for module in child if isinstance(child, nn.ModuleList) else [child]:
+            run.shard(module, reshard_after_forward=reshard_after_forward)
+    run.shard(model, reshard_after_forward=reshard_after_forward)
+
+
+def kept(run: Run, model: nn.Module) -> None:
+    """The same; the full parameters of all groups stay between forward and backward."""
+    blocks(run, model, reshard_after_forward=False)
+
+
+def leaves(run: Run, model: nn.Module) -> None:
+    """A group per module with parameters, three levels deep; the root's parameters don't stay either."""
+    for module in reversed(list(model.modules())):
+        if module is model or module._parameters or isinstance(module, Block):
+            run.shard(module, reshard_after_forward=True)
+
+
+WRAPS = (whole, blocks, kept, leaves)
+
+
+# ---- graphs: several forwards, several backwards -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_forwards_before_one_backward(world_size: int) -> None:
+    """A group freed after the backward of one forward must be there for that of the next; gradients come once."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            losses = [loss_of(model(run.batch(seed=10 * step + i))) for i in range(3)]
+            run.step(f"step {step}", model, optimizer, losses[0] + 2 * losses[2] - losses[1])
+
+    check(scenario, world_size, wrap=WRAPS)
+
+
+def test_backwards_in_another_order_than_the_forwards() -> None:
+    """Interleaved forwards and backwards, the oldest first: nothing may rely on the last forward being the next back."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            first = loss_of(model(run.batch(seed=1)))
+            second = loss_of(model(run.batch(seed=2)))
+            first.backward()
+            third = loss_of(model(run.batch(seed=3)))
+            third.backward()
+            run.grads("before the last", model)
+            run.step(f"step {step}", model, optimizer, second)
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_retain_graph_and_backward_again() -> None:
+    """The second backward over a graph needs freed weights once more, and its gradients are added."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            output = model(run.batch(seed=step))
+            loss_of(output).backward(retain_graph=True)
+            run.grads("first", model)
+            output.square().mean().backward(retain_graph=True)
+            run.grads("second", model)
+            run.step(f"step {step}", model, optimizer, output.mean())
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_separate_losses_over_parts_of_one_graph() -> None:
+    """Two outputs of one forward, a backward for each: the first reaches half of the modules and half of the inputs."""
+
+    class TwoTowers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk = Block()
+            self.left, self.right = Block(), Block()
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            both = self.trunk(x * y)
+            return self.left(both + x), self.right(both + y)
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(TwoTowers)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            x, y = (run.batch(seed=seed).requires_grad_() for seed in (step, 7 + step))
+            left, right = model(x, y)
+            loss_of(right).backward(retain_graph=True)
+            run.grads("one", model)
+            loss_of(left).backward()
+            run.rows("x.grad", x.grad / run.world_size)
+            run.rows("y.grad", y.grad / run.world_size)
+            run.step(f"step {step}", model, optimizer)
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_a_state_carried_over_several_forwards() -> None:
+    """Backpropagation through time: the output of one pass is the input of the next, and one backward goes through."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        state = run.batch(seed=0)
+        for step in range(2):
+            for i in range(3):
+                state = torch.tanh(model(state + run.batch(seed=i)))
+            run.step(f"step {step}", model, optimizer, loss_of(state))
+            state = state.detach()
+
+    check(scenario, wrap=WRAPS)
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.own = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, depth: int) -> Tensor:
+        x = self.block(x) * self.own
+        return x if depth == 0 else self(x, depth - 1) + self.block(x)
+
+
+def test_a_module_that_calls_itself() -> None:
+    """The inner call ends first: it must not take the parameters away from the outer one."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recursive = Recursive()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.recursive(x, 1) * 2 + self.recursive(x, 0)
+
+    def scenario(run: Run, outer: bool, wrap: Wrap) -> None:
+        model = run.build(Outer if outer else Recursive)
+        if outer and wrap is not whole:
+            run.shard(model.recursive.block)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            x = run.batch(seed=step)
+            run.step(f"step {step}", model, optimizer, loss_of(model(x) if outer else model(x, 2)))
+
+    check(scenario, outer=(False, True), wrap=WRAPS)
+
+
+def test_a_child_called_alone_before_and_after_the_root() -> None:
+    """The child runs outside any pass of the root: first of all, between forward and backward, and after a step."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        child = model.blocks[1]
+        run.step("child alone", model, optimizer, loss_of(child(run.batch(seed=0))))
+        alone = loss_of(child(run.batch(seed=1)))
+        together = loss_of(model(run.batch(seed=2)))
+        run.step("child, then root", model, optimizer, alone + together)
+        together = loss_of(model(run.batch(seed=3)))
+        with torch.no_grad():
+            run.rows("child in between", child(run.batch(seed=4)))
+        alone = loss_of(child(run.batch(seed=5)))
+        run.step("root, then child", model, optimizer, alone + together)
+        run.step("root", model, optimizer, loss_of(model(run.batch(seed=6))))
+        with torch.no_grad():
+            run.rows("child last", child(run.batch(seed=7)))
+
+    check(scenario, wrap=(blocks, kept, leaves))
+
+
+def test_one_of_a_list_of_modules_runs() -> None:
+    """A list shares one group; a step may run only one of them, or one of them twice, and the rest waits for nothing."""
+
+    def scenario(run: Run, reshard: bool | None) -> None:
+        model = run.build(Net)
+        run.shard([model.stem, model.head], reshard_after_forward=reshard)
+        run.shard(list(model.blocks), reshard_after_forward=reshard)
+        run.shard(model, reshard_after_forward=reshard)
+        optimizer = sgd(model)
+        x = run.batch(seed=1)
+        run.step("all", model, optimizer, loss_of(model.head(model.blocks[1](model.stem(x)))))
+        run.step("stem only", model, optimizer, loss_of(model.stem(x)))
+        run.step("head twice", model, optimizer, loss_of(model.head(model.head(x))))
+        with torch.no_grad():
+            run.rows("evaluation", model.blocks[2](model.stem(x)))
+        run.step("root", model, optimizer, loss_of(model(x)))
+        run.step("blocks", model, optimizer, loss_of(model.blocks[2](x)) + loss_of(model.blocks[0](x)))
+        run.step("root again", model, optimizer, loss_of(model(x)))
+
+    check(scenario, reshard=(None, True, False))
+
+
+def test_two_models_call_each_other() -> None:
+    """Neither is a part of the other: two roots, two runtimes, one graph. As in a GAN, or with a frozen critic."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        generator, critic = run.build(Net, depth=1), run.build(Net, depth=2, seed=2)
+        for model in (generator, critic):
+            wrap(run, model)
+        optimizers = [sgd(generator), sgd(critic)]
+        for step in range(2):
+            made = generator(run.batch(seed=step))
+            run.step("critic", critic, optimizers[1], loss_of(critic(made.detach())) - loss_of(critic(run.batch(seed=9))))
+            critic.requires_grad_(False)
+            run.step("generator", generator, optimizers[0], loss_of(critic(made)))
+            run.grads("frozen critic", critic)
+            critic.requires_grad_(True)
+            loss_of(critic(generator(run.batch(seed=step)))).backward()
+            run.grads("both", critic)
+            run.step("both", generator, optimizers[0])
+            optimizers[1].step()
+            run.params("both", critic)
+            optimizers[1].zero_grad()
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_a_model_called_inside_the_forward_of_another() -> None:
+    """One runtime inside another: the inner one's weights are saved for backward while the outer one's hooks are on."""
+
+    class Hidden:
+        """An output that nobody can look into."""
+
+        __slots__ = ("tensor",)
+
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    class Inner(nn.Module):
+        def __init__(self, opaque: bool) -> None:
+            super().__init__()
+            self.opaque = opaque
+            self.net = Block()
+            self.own = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            y = torch.tanh(self.own(self.net(x)))
+            return Hidden(y) if self.opaque else y
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = [inner]  # in a list: not a submodule
+            self.block, self.last = Block(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = self.inner[0](self.block(x))
+                x = x.tensor if isinstance(x, Hidden) else x
+            return self.last(x)
+
+    def scenario(run: Run, opaque: bool, wrap: Wrap) -> None:
+        inner = run.build(Inner, opaque)
+        outer = run.build(Outer, inner, seed=2)
+        for model in (inner, outer):
+            wrap(run, model)
+        optimizers = sgd(inner), sgd(outer)
+        for step in range(3):
+            loss_of(outer(run.batch(seed=step))).backward()
+            run.step("inner", inner, optimizers[0])
+            run.step("outer", outer, optimizers[1])
+
+    check(scenario, opaque=(False, True), wrap=WRAPS)
+
+
+# ---- what takes part in the graph --------------------------------------------------------------------------------------
+
+
+def test_unused_parameters_keep_no_gradient() -> None:
+    """Modules that are skipped, outputs that are dropped, parameters nobody touches: None, and no rank waits for them."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.maybe, self.dropped, self.never = Block(), Block(), Block(), Block()
+            self.own = nn.Parameter(torch.ones(3))
+            self.run_maybe = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            self.dropped(x)
+            if self.run_maybe:
+                x = self.maybe(x)
+            return x.tanh()
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Skips)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(4):
+            model.run_maybe = step % 3 == 0
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, wrap=WRAPS)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_frozen_blocks_between_and_before_trainable_ones(world_size: int) -> None:
+    """Gradients flow through frozen weights, which are needed after the last trainable gradient has come."""
+
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(WIDTH, WIDTH)
+            self.down = nn.Parameter(torch.randn(2, WIDTH))
+            self.up = nn.Parameter(torch.randn(WIDTH, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.base(x) + x @ self.down.T @ self.up.T)
+
+    class Mix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Adapter(), Block(), Adapter(), Block()])
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.norm(x)
+
+    def scenario(run: Run, frozen: str, wrap: Wrap) -> None:
+        model = run.build(Mix)
+        for name, param in model.named_parameters():
+            param.requires_grad_(not any(part in name for part in frozen.split()))
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    frozen = ("base", "base blocks.0 blocks.2", "blocks.0 blocks.1 blocks.4 norm", "up.weight down.bias norm.bias")
+    check(scenario, world_size, frozen=frozen, wrap=WRAPS)
+
+
+def test_freezing_and_unfreezing_between_steps() -> None:
+    """What is reduced together is planned for what is trainable; the plan must follow, and frozen gradients stay None."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        frozen = ["", "blocks.0", "weight", "", "stem blocks head", "scale", "stem.weight"]
+        for step, part in enumerate(frozen):
+            for name, param in model.named_parameters():
+                param.requires_grad_(not any(p in name for p in part.split()))
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+        model.requires_grad_(False)
+        run.rows("all frozen", model(run.batch(seed=8)))
+        model.blocks[0].requires_grad_(True)
+        run.step("one", model, optimizer, loss_of(model(run.batch(seed=9))))
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_inputs_with_gradient() -> None:
+    """Positional, keyword and nested inputs; the same leaf every step, on which nothing may be left behind."""
+
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Block(), Block()
+
+        def forward(self, x: Tensor, *, more: dict[str, list[Tensor]], unused: Tensor) -> Tensor:
+            return self.a(x) + self.b(more["y"][0])
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Takes)
+        wrap(run, model)
+        optimizer = sgd(model)
+        x, y, z = (run.batch(seed=seed).requires_grad_() for seed in (1, 2, 3))
+        for step in range(3):
+            loss_of(model(x, more={"y": [y]}, unused=z)).backward()
+            run.rows("x.grad", x.grad / run.world_size)
+            run.rows("y.grad", y.grad / run.world_size)
+            run.value("z.grad", z.grad)
+            run.step(f"step {step}", model, optimizer)
+        run.value("hooks left on inputs", [len(t._backward_hooks or ()) for t in (x, y, z)])
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_shared_modules_and_tensors_kept_on_self() -> None:
+    """A module used twice, a loss on a tensor that no module returned: only the graph itself knows who is needed."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.kept: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> None:
+            self.kept.append(self.block(x).sin())
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keeps, self.other, self.frozen = Keeps(), Block(), Block().requires_grad_(False)
+
+        def forward(self, x: Tensor) -> None:
+            self.keeps(x)
+            self.keeps(self.frozen(self.keeps.kept[-1]))
+            self.keeps(self.other(self.keeps.kept[-1]))
+            self.keeps(self.frozen(x))
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Uses)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            model.keeps.kept.clear()
+            run.value("nothing", model(run.batch(seed=step)))
+            run.step(f"step {step}", model, optimizer, sum(loss_of(t) for t in model.keeps.kept[1:]))
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_weights_that_a_function_keeps_to_itself() -> None:
+    """A fused kernel may put a weight on its context without save_for_backward: it must be there when it is used."""
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.x, ctx.weight = x, weight
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            return grad @ ctx.weight, grad.T @ ctx.x
+
+    class FusedLinear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Fused.apply(x, self.weight)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = FusedLinear(), FusedLinear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(self.b(self.a(x).tanh()).tanh())
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Twice)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_a_penalty_on_the_sharded_parameters_in_the_loss() -> None:
+    """Autograd writes into the same `.grad` then, at times a gradient whose local part is an expanded scalar."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=step)))
+            for param in model.parameters():
+                total = 0.1 * param.square().sum() + 0.2 * param.sum()
+                loss = loss + (total.full_tensor() if isinstance(total, DTensor) else total)
+            run.step(f"step {step}", model, optimizer, loss)
+
+    check(scenario, wrap=(whole, blocks))
+
+
+# ---- gradients of gradients, and backward inside forward ---------------------------------------------------------------
+
+
+def test_gradient_penalty() -> None:
+    """Double backward reads the weights again, after the first one is over; so the first can't be the last to free."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            x = run.batch(seed=step).requires_grad_()
+            output = model(x)
+            (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+            run.rows("slope", slope)
+            run.grads("after autograd.grad", model)
+            run.params("after autograd.grad", model)
+            run.step(f"step {step}", model, optimizer, loss_of(output) + slope.square().mean())
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_parameters_are_sharded_and_fresh_after_a_gradient_with_create_graph() -> None:
+    """Nobody comes back for that graph: full copies kept for it would be stale after the next change of the weights."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        params = list(model.parameters())
+        for step in range(3):
+            x = run.batch(seed=step).requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            run.rows("slope", slope)
+            run.value("the same parameters", all(a is b for a, b in zip(model.parameters(), params, strict=True)))
+            run.params(f"step {step}", model)
+            with torch.no_grad():
+                for param in params:
+                    param.mul_(0.7)
+            run.rows("next", model(x))
+
+    check(scenario, wrap=WRAPS)
+
+
+class Potential(nn.Module):
+    """Energies, and forces by autograd.grad inside forward."""
+
+    def __init__(self, create_graph: bool = True) -> None:
+        super().__init__()
+        self.net, self.readout = Net(depth=2), nn.Linear(WIDTH, 1)
+        self.create_graph = create_graph
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.readout(self.net(x).tanh())
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=self.create_graph)
+        return energy, force
+
+
+def potential_leaves(run: Run, model: nn.Module) -> None:
+    leaves(run, model)
+
+
+def test_forces_by_autograd_grad_inside_forward() -> None:
+    """A backward pass begins and ends in the middle of a forward: it must neither free what runs nor end the pass."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Potential)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            energy, force = model(run.batch(seed=step))
+            run.rows("energy", energy)
+            run.rows("force", force)
+            run.params("between", model)
+            run.step(f"step {step}", model, optimizer, loss_of(energy) + loss_of(force))
+            with torch.no_grad():
+                run.rows("evaluated force", model(run.batch(seed=step))[1])
+            run.params("evaluated", model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.9)
+            run.rows("force of new weights", model(run.batch(seed=step))[1])
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_forces_without_a_graph_then_the_energy_trains() -> None:
+    """The inner backward uses the graph up (retain_graph), and the outer one comes to weights freed in between."""
+
+    class Evaluates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Block(), Block()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            y = self.b(self.a(x)) * self.scale
+            (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            return y + self.a(slope)
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Evaluates)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_a_backward_inside_forward_that_gives_parameters_their_gradient() -> None:
+    """Layer-local training: gradients are delivered while the outer forward still computes with the full parameters."""
+
+    class Greedy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x * self.scale)
+                loss_of(x).backward()
+                x = x.detach()
+            return x
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Greedy)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            run.rows("output", model(run.batch(seed=step)))
+            run.step(f"step {step}", model, optimizer)
+
+    check(scenario, wrap=WRAPS)
+
+
+# ---- activation checkpointing ------------------------------------------------------------------------------------------
+
+
+def test_activation_checkpointing_by_function() -> None:
+    """The forward runs again inside backward, in another order, up to the last saved tensor, with hooks of its own."""
+
+    class Checkpointed(nn.Module):
+        """`where`: which calls are checkpointed."""
+
+        def __init__(self, where: str, use_reentrant: bool) -> None:
+            super().__init__()
+            self.stem = Block()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self.where, self.use_reentrant = where, use_reentrant
+
+        def save(self, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+            return checkpoint(function, *args, use_reentrant=self.use_reentrant)
+
+        def all_blocks(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x * self.scale)
+            return x
+
+        def inside(self, block: Block, x: Tensor) -> Tensor:
+            return x + self.save(lambda x: block.down(block.up(x).tanh()), x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            if self.where == "around several":
+                x = self.save(self.all_blocks, x)
+            elif self.where == "around one twice":
+                x = self.save(lambda x: self.blocks[1](self.blocks[0](self.blocks[1](x))), x)
+            elif self.where == "nested":
+                x = self.save(lambda x: self.save(self.all_blocks, x) * self.scale, x)
+            else:
+                for block in self.blocks:
+                    x = self.save(block, x * self.scale) if self.where == "around each" else block(x)
+            return self.blocks[0](x)
+
+    def scenario(run: Run, where: str, use_reentrant: bool, wrap: Wrap) -> None:
+        model = run.build(Checkpointed, where, use_reentrant)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            x = run.batch(seed=step).requires_grad_()
+            output = checkpoint(model, x, use_reentrant=use_reentrant) if "root" in where else model(x)
+            run.step(f"step {step}", model, optimizer, loss_of(output))
+            run.rows("x.grad", x.grad / run.world_size)
+            with torch.no_grad():
+                run.rows("evaluated", model(x))
+
+    where = ("around each", "around several", "around one twice", "nested", "around the root")
+    check(scenario, where=where, use_reentrant=(False, True), wrap=WRAPS)
+
+
+def test_composable_activation_checkpointing() -> None:
+    """Its hooks sit on the very modules that ours sit on, in either order."""
+
+    def scenario(run: Run, where: str, first: bool, wrap: Wrap) -> None:
+        model = run.build(Net)
+        targets = {
+            "blocks": list(model.blocks),
+            "inside": [block.up for block in model.blocks],
+            "root": [model],
+            "some": [model.stem, model.blocks[0].down, model.blocks[1]],
+        }[where]
+        if not first:
+            wrap(run, model)
+        for module in targets:
+            composable_checkpoint(module)
+        if first:
+            wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+            losses = [loss_of(model(run.batch(seed=step + i))) for i in range(2)]
+            run.step(f"two {step}", model, optimizer, sum(losses))
+
+    check(scenario, where=("blocks", "inside", "root", "some"), first=(False, True), wrap=(whole, blocks, leaves))
+
+
+def test_checkpointed_modules_called_twice_with_outputs_that_nobody_can_see() -> None:
+    """Checkpointing keeps recomputed weights itself: freed after one call, they are missing in the backward of the other."""
+
+    class Opaque:
+        __slots__ = ("tensor",)
+
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Opaque:
+            return Opaque(torch.tanh(self.linear(x)))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = Layer(), Layer()
+
+        def twice(self, x: Tensor) -> Tensor:
+            return self.layer(self.other(self.layer(x).tensor).tensor).tensor
+
+        def forward(self, x: Tensor) -> Opaque:
+            return Opaque(checkpoint(self.twice, x, use_reentrant=False))
+
+    def scenario(run: Run, root: bool, wrap: Wrap) -> None:
+        model = run.build(Model)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            x = run.batch(seed=step)
+            output = checkpoint(lambda x: model(x).tensor, x, use_reentrant=False) if root else model(x).tensor
+            run.step(f"step {step}", model, optimizer, loss_of(output))
+
+    check(scenario, root=(False, True), wrap=WRAPS)
+
+
+# ---- no_grad and inference_mode ----------------------------------------------------------------------------------------
+
+
+def test_evaluation_between_training_forward_and_backward() -> None:
+    """An evaluation forward frees and gathers what a waiting backward needs; the first one of all builds the buffers."""
+
+    def scenario(run: Run, mode: Any, first: bool, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        if first:
+            with mode():
+                run.rows("first", model(run.batch(seed=9)))
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=step)))
+            with mode():
+                run.rows("evaluated", model(run.batch(seed=9)))
+            run.params("after evaluation", model)
+            run.step(f"step {step}", model, optimizer, loss)
+            with mode():
+                run.rows("evaluated again", model(run.batch(seed=9)))
+
+    check(scenario, mode=(torch.no_grad, torch.inference_mode), first=(False, True), wrap=WRAPS)
+
+
+def test_no_grad_inside_a_forward() -> None:
+    """A target computed without grad by the module that is then called with grad, inside one forward of the root."""
+
+    class Target(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Block(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.b(self.a(x))
+            with torch.enable_grad():
+                return (self.a(self.b(x)) - target).square()
+
+    def scenario(run: Run, outer_grad: bool, wrap: Wrap) -> None:
+        model = run.build(Target)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            with torch.set_grad_enabled(outer_grad):
+                output = model(run.batch(seed=step))
+            run.step(f"step {step}", model, optimizer, output.mean())
+
+    check(scenario, outer_grad=(False, True), wrap=WRAPS)
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+
+class Fails(nn.Module):
+    """Raises `error` in forward or in backward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.when = ""
+        self.error: type[BaseException] = ValueError
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.when == "forward":
+            raise self.error("on purpose")
+        if self.when == "backward":
+            x.register_hook(self.fail)
+        return self.linear(x.tanh())
+
+    def fail(self, grad: Tensor) -> None:
+        raise self.error("on purpose")
+
+
+class MayFail(nn.Module):
+    """Fails in the middle, two levels deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fails(), nn.Linear(WIDTH, WIDTH))
+        self.last = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_clean_step_after_an_error_in_forward(error: type[BaseException]) -> None:
+    """Modules that were entered must be left, at every level; Ctrl-C in a notebook is an error like any other."""
+
+    def scenario(run: Run, wrap: Wrap, grad: bool) -> None:
+        model = run.build(MayFail)
+        wrap(run, model)
+        optimizer = sgd(model)
+        waiting = loss_of(model(run.batch(seed=5)))
+        for step in range(2):
+            model.middle[1].when, model.middle[1].error = "forward", error
+            with pytest.raises(error, match="on purpose"), torch.set_grad_enabled(grad):
+                model(run.batch(seed=step))
+            model.middle[1].when = ""
+            run.params("after the error", model)
+            loss = loss_of(model(run.batch(seed=step)))
+            run.step(f"step {step}", model, optimizer, loss if step else loss + waiting)
+
+    check(scenario, wrap=WRAPS, grad=(True, False))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_clean_step_after_an_error_in_backward(error: type[BaseException]) -> None:
+    """Half of the gradients have come, reductions are under way: none may turn up in the next step."""
+
+    def scenario(run: Run, wrap: Wrap, zero: str) -> None:
+        model = run.build(MayFail)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            model.middle[1].when, model.middle[1].error = "backward", error
+            loss = loss_of(model(run.batch(seed=7)))
+            model.middle[1].when = ""
+            with pytest.raises(error, match="on purpose"):
+                loss.backward()
+            (model if "model" in zero else optimizer).zero_grad(set_to_none="none" in zero)
+            run.params("after the error", model)
+            for param in model.parameters():
+                assert param.grad is None or full_norm(param.grad) == 0
+                param.grad = None
+            with torch.no_grad():
+                run.rows("evaluated", model(run.batch(seed=8)))
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, wrap=WRAPS, zero=("model none", "model zero", "optimizer none"))
+
+
+def full_norm(tensor: Tensor) -> float:
+    norm = tensor.norm()
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def test_a_clean_step_after_an_error_in_a_hook_of_a_sharded_parameter() -> None:
+    """Such a hook runs where gradients are delivered: the others that are on their way must not stay for the next step."""
+
+    def scenario(run: Run, wrap: Wrap, post: bool, which: str) -> None:
+        model = run.build(MayFail)
+        wrap(run, model)
+        optimizer = sgd(model)
+
+        def fail(_: Tensor) -> None:
+            raise ValueError("on purpose")
+
+        for step in range(2):
+            param = dict(model.named_parameters())[which]
+            handle = param.register_post_accumulate_grad_hook(fail) if post else param.register_hook(fail)
+            with pytest.raises(ValueError, match="on purpose"):
+                loss_of(model(run.batch(seed=7))).backward()
+            handle.remove()
+            optimizer.zero_grad()
+            run.params("after the error", model)
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    which = ("first.up.bias", "middle.1.linear.weight", "last.down.bias")
+    check(scenario, wrap=WRAPS, post=(False, True), which=which)
+
+
+def test_an_error_while_checkpointing_recomputes() -> None:
+    """An error in a forward inside backward; both are left, and the next step is clean."""
+
+    class Recomputes(nn.Module):
+        def __init__(self, use_reentrant: bool) -> None:
+            super().__init__()
+            self.model = MayFail()
+            self.use_reentrant = use_reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.model, x, use_reentrant=self.use_reentrant)
+
+    def scenario(run: Run, wrap: Wrap, use_reentrant: bool) -> None:
+        model = run.build(Recomputes, use_reentrant)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=7).requires_grad_()))
+            model.model.middle[1].when = "forward"
+            with pytest.raises(ValueError, match="on purpose"):
+                loss.backward()
+            model.model.middle[1].when = ""
+            model.zero_grad()
+            run.params("after the error", model)
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step).requires_grad_())))
+
+    check(scenario, wrap=WRAPS, use_reentrant=(False, True))
+
+
+def test_modifying_what_backward_needs_raises() -> None:
+    """Autograd's own check does not see tensors that pass through saved-tensor hooks."""
+
+    class Modifies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.modify = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x).exp()
+            if self.modify:
+                hidden.add_(1)
+            return hidden.mean(1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.block = Modifies(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.block(x))
+
+    def scenario(run: Run, wrap: Wrap, outside: bool) -> None:
+        model = run.build(Outer)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            model.inner.modify = not outside
+            x = run.batch(seed=1)
+            output = model(x)
+            if outside:
+                x.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation|in-place operation"):
+                output.mean().backward()
+            model.inner.modify = False
+            model.zero_grad()
+            run.step(f"step {step}", model, optimizer, model(run.batch(seed=step)).mean())
+
+    check(scenario, wrap=WRAPS, outside=(False, True))
+
+
+def test_backward_after_a_change_of_the_weights_raises() -> None:
+    """Plain torch refuses it. Otherwise some groups would use the old weights, which stayed, and some the new ones."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            late = loss_of(model(run.batch(seed=7)))
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation|in-place operation"):
+                late.backward()
+            model.zero_grad()
+
+    check(scenario, wrap=WRAPS)
+
+
+# ---- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_parameters_set_before_and_after_sharding() -> None:
+    """They belong to the parameter that users see: on the reduced gradient, once per backward, removable."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        calls: list[str] = []
+
+        def on_gradient(name: str, factor: float) -> Callable[[Tensor], Tensor]:
+            def hook(grad: Tensor) -> Tensor:
+                calls.append(name)
+                return grad * factor
+
+            return hook
+
+        early = model.blocks[0].up.weight.register_hook(on_gradient("before", 2.0))
+        model.stem.bias.register_post_accumulate_grad_hook(lambda p: calls.append(f"accumulated {p.grad is not None}"))
+        model.scale.note = "kept"
+        wrap(run, model)
+        optimizer = sgd(model)
+        late = model.head.weight.register_hook(on_gradient("after", 3.0))
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+            run.value("calls", sorted(calls))
+        early.remove()
+        late.remove()
+        run.step("removed", model, optimizer, loss_of(model(run.batch(seed=9))))
+        run.value("calls after", sorted(calls))
+        run.value("attribute", model.scale.note)
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_optimizer_in_backward() -> None:
+    """One optimizer per parameter steps and clears as soon as the gradient is there, while backward goes on."""
+
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.last = Net(depth=2), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.last(self.net(x)))
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Shares)
+        wrap(run, model)
+        optimizers = {param: torch.optim.SGD([param], lr=0.25, momentum=0.5) for param in model.parameters()}
+
+        def step_now(param: Tensor) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step_now)
+        for step in range(3):
+            loss = loss_of(model(run.batch(seed=step)))
+            loss.backward()
+            run.mean("loss", loss)
+            run.grads("cleared", model)
+            run.params(f"step {step}", model)
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_module_hooks_see_what_they_see_on_a_plain_model() -> None:
+    """Full backward hooks put nodes around a module's inputs and outputs; forward hooks may change either."""
+
+    def scenario(run: Run, wrap: Wrap, early: bool) -> None:
+        model = run.build(Net)
+        if not early:
+            wrap(run, model)
+        seen: list[Tensor] = []
+        for block in model.blocks:
+            block.register_full_backward_hook(lambda m, i, o: seen.append(i[0]) or (i[0] * 1.5,))
+            block.register_full_backward_pre_hook(lambda m, o: (o[0] * 0.5,))
+            block.register_forward_hook(lambda m, i, o: o + i[0])
+            block.register_forward_pre_hook(lambda m, i: (i[0] * 2,))
+        if early:
+            wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=step)))
+            run.step(f"step {step}", model, optimizer, loss)
+            for i, grad in enumerate(seen):
+                run.rows(f"seen {i}", grad / run.world_size)
+            seen.clear()
+
+    check(scenario, wrap=WRAPS, early=(False, True))

@@ -1,0 +1,237 @@
+"""Pairwise exchange over gloo: every byte arrives, in whatever order it is waited for, and none is sent twice."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.comm import PairwiseComm
+from helpers import run_ranks
+
+NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
+MOVED = [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
+SUMMED = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+STRESS = 400
+
+
+def values(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """The same on every rank, for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(2, (numel,), generator=generator).bool()
+    if not dtype.is_floating_point:
+        return torch.randint(0, 200, (numel,), generator=generator).to(dtype)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def mean_in_rank_order(parts: list[Tensor]) -> Tensor:
+    """In the dtype of the parts, every step rounded to it. fp16 is divided first: sums of many ranks would overflow."""
+    if parts[0].dtype == torch.float16:
+        total = parts[0] * (1 / len(parts))
+        for part in parts[1:]:
+            total = torch.add(total, part, alpha=1 / len(parts))
+        return total
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total / len(parts)
+
+
+# ---- what each rank checks; `check` returns nothing and raises
+
+
+def all_gather_gathers(comm: PairwiseComm) -> None:
+    """Odd sizes, several tensors of different dtypes in one call."""
+    for numel in NUMELS:
+        inputs = [values(comm.rank * 10 + i, numel + i, dtype) for i, dtype in enumerate(MOVED)]
+        outputs = [torch.zeros(t.numel() * comm.size, dtype=t.dtype) for t in inputs]
+        comm.all_gather(outputs, inputs).wait()
+        for i, (dtype, output) in enumerate(zip(MOVED, outputs, strict=True)):
+            expected = torch.cat([values(rank * 10 + i, numel + i, dtype) for rank in range(comm.size)])
+            assert torch.equal(output, expected), (numel, dtype)
+
+
+def all_gather_in_place(comm: PairwiseComm) -> None:
+    """The input is its own slot of the output, as after a cast; views into one larger buffer."""
+    for numel in NUMELS:
+        buffer = torch.full((numel * comm.size + 7,), -1.0)
+        output = buffer[3:-4]
+        own = output[comm.rank * numel : (comm.rank + 1) * numel]
+        own.copy_(values(comm.rank, numel, torch.float32))
+        comm.all_gather([output], [own]).wait()
+        assert torch.equal(output, torch.cat([values(r, numel, torch.float32) for r in range(comm.size)]))
+        assert buffer[:3].eq(-1).all()
+        assert buffer[-4:].eq(-1).all()
+
+
+def all_gather_leaves_its_input(comm: PairwiseComm) -> None:
+    own = values(comm.rank, 33, torch.float32)
+    output = torch.zeros(33 * comm.size)
+    comm.all_gather([output], [own]).wait()
+    assert torch.equal(own, values(comm.rank, 33, torch.float32))
+
+
+def reduce_scatter_averages_bitwise(comm: PairwiseComm) -> None:
+    """The same order of summation on every rank, so that no rank's shard depends on who computed it."""
+    for numel in NUMELS:
+        whole = [
+            [values(rank * 10 + i, numel * comm.size, dtype) for i, dtype in enumerate(SUMMED)]
+            for rank in range(comm.size)
+        ]
+        inputs = [tensor.clone() for tensor in whole[comm.rank]]
+        outputs = [torch.zeros(numel, dtype=dtype) for dtype in SUMMED]
+        comm.reduce_scatter(outputs, inputs).wait()
+        for i, (dtype, output) in enumerate(zip(SUMMED, outputs, strict=True)):
+            parts = [tensors[i].view(comm.size, numel)[comm.rank] for tensors in whole]
+            assert torch.equal(output, mean_in_rank_order(parts)), (numel, dtype)
+            assert torch.equal(inputs[i], whole[comm.rank][i]), "inputs must not change"
+
+
+def float16_means_do_not_overflow(comm: PairwiseComm) -> None:
+    """4 times 30000 is not a float16; their mean is."""
+    output = torch.zeros(8, dtype=torch.float16)
+    comm.reduce_scatter([output], [torch.full((8 * comm.size,), 30000.0, dtype=torch.float16)]).wait()
+    assert output.isfinite().all()
+    torch.testing.assert_close(output, torch.full_like(output, 30000.0), rtol=2e-3, atol=0)
+
+
+def nothing_to_do(comm: PairwiseComm) -> None:
+    """A group may have nothing to send, on all ranks alike."""
+    comm.all_gather([], []).wait()
+    comm.reduce_scatter([], []).wait()
+
+
+def waiting_twice_is_harmless(comm: PairwiseComm) -> None:
+    """Abandoned after an error, then waited for once more."""
+    output = torch.zeros(4)
+    work = comm.reduce_scatter([output], [torch.ones(4 * comm.size)])
+    work.wait()
+    work.wait()
+    assert torch.equal(output, torch.ones(4))
+    gathered = torch.zeros(4 * comm.size)
+    work = comm.all_gather([gathered], [output])
+    work.wait()
+    work.wait()
+    assert torch.equal(gathered, torch.ones(4 * comm.size))
+
+
+def many_in_flight(comm: PairwiseComm) -> None:
+    """Hundreds of interleaved messages of different sizes, waited for in another order on every rank.
+
+    Messages of two ranks are matched by their order alone: a single one out of place shifts all that follow.
+    """
+    plan = random.Random(7)
+    own_order = random.Random(comm.rank)
+    waiting: list[tuple[Any, Callable[[], Tensor], Tensor]] = []
+    for number in range(STRESS):
+        dtype = plan.choice(SUMMED)
+        numel = plan.choice(NUMELS[:-1])
+        if plan.random() < 0.5:
+            output = torch.zeros(numel * comm.size, dtype=dtype)
+            work = comm.all_gather([output], [values(number * 8 + comm.rank, numel, dtype)])
+            expected = torch.cat([values(number * 8 + r, numel, dtype) for r in range(comm.size)])
+        else:
+            output = torch.zeros(numel, dtype=dtype)
+            whole = [values(number * 8 + r, numel * comm.size, dtype) for r in range(comm.size)]
+            work = comm.reduce_scatter([output], [whole[comm.rank]])
+            expected = mean_in_rank_order([tensor.view(comm.size, numel)[comm.rank] for tensor in whole])
+        waiting.append((work, output, expected))
+        while len(waiting) > 60 or (waiting and own_order.random() < 0.3):
+            assert_done(*waiting.pop(own_order.randrange(len(waiting))))
+    own_order.shuffle(waiting)
+    for each in waiting:
+        assert_done(*each)
+
+
+def assert_done(work: Any, output: Tensor, expected: Tensor) -> None:
+    work.wait()
+    assert torch.equal(output, expected)
+
+
+def beside_the_users_messages(comm: PairwiseComm) -> None:
+    """A user's own sends and collectives on the same group, between ours, meet only each other."""
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    gathered, received = torch.zeros(5 * comm.size), torch.zeros(5)
+    work = comm.all_gather([gathered], [torch.full((5,), float(comm.rank))])
+    if comm.size > 1:
+        requests = [dist.isend(torch.full((5,), 100.0 + comm.rank), to), dist.irecv(received, source)]
+        total = torch.ones(5)
+        dist.all_reduce(total)
+        for request in requests:
+            request.wait()
+        assert received.eq(100.0 + source).all()
+        assert total.eq(comm.size).all()
+    work.wait()
+    assert torch.equal(gathered, torch.arange(comm.size).repeat_interleave(5).float())
+
+
+CHECKS = [
+    all_gather_gathers,
+    all_gather_in_place,
+    all_gather_leaves_its_input,
+    reduce_scatter_averages_bitwise,
+    float16_means_do_not_overflow,
+    nothing_to_do,
+    waiting_twice_is_harmless,
+    beside_the_users_messages,
+    many_in_flight,
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_pairwise_exchange(world_size: int) -> None:
+    def body(rank: int, _: int) -> list[str]:
+        failed = []
+        for check in CHECKS:
+            try:
+                check(PairwiseComm(dist.group.WORLD))
+            except Exception as error:
+                failed.append(f"{check.__name__}: {type(error).__name__}: {error}")
+            dist.barrier()
+        return failed
+
+    failed = run_ranks(world_size, body)
+    assert not any(failed), "\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts)
+
+
+class CountingGroup:
+    """A process group that counts what is sent and received."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.sent = self.received = 0
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def send(self, tensors: list[Tensor], *args: Any) -> Any:
+        self.sent += sum(tensor.nbytes for tensor in tensors)
+        return self._group.send(tensors, *args)
+
+    def recv(self, tensors: list[Tensor], *args: Any) -> Any:
+        self.received += sum(tensor.nbytes for tensor in tensors)
+        return self._group.recv(tensors, *args)
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_ranks_send_what_they_must(world_size: int) -> None:
+    """(N - 1) / N of the full parameter or gradient; gloo's own reduce-scatter, an all-reduce inside, sends twice that."""
+
+    def body(rank: int, _: int) -> tuple[int, int, int, int]:
+        group = CountingGroup(dist.group.WORLD)
+        comm = PairwiseComm(group)  # type: ignore[arg-type]
+        full, shards = [torch.zeros(3000), torch.zeros(99)], [torch.zeros(1000), torch.zeros(33)]
+        comm.reduce_scatter(shards, full).wait()
+        reduced = group.sent, group.received
+        comm.all_gather(full, shards).wait()
+        return *reduced, group.sent - reduced[0], group.received - reduced[1]
+
+    nbytes = 3099 * 4 * (world_size - 1) // world_size
+    assert run_ranks(world_size, body) == [(nbytes,) * 4] * world_size
