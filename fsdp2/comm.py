@@ -120,7 +120,8 @@ class _AllWork:
         self._works = works
 
     def wait(self) -> None:
-        for work in self._works:
+        works, self._works = self._works, ()  # gloo hangs if one is waited for twice
+        for work in works:
             work.wait()
 
 
@@ -133,20 +134,23 @@ class _MeanWork(_AllWork):
 
     def wait(self) -> None:
         super().wait()
-        for output, parts in zip(self._outputs, self._parts, strict=True):
+        waiting, self._parts = self._parts, []
+        for output, parts in zip(self._outputs, waiting):  # noqa: B905  the second wait finds no parts
             _mean(parts, output)
 
 
 def _mean(parts: list[Tensor], output: Tensor) -> None:
-    if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-        torch.mul(parts[0], 1 / len(parts), out=output)
-        for part in parts[1:]:
-            output.add_(part, alpha=1 / len(parts))
-        return
-    torch.add(parts[0], parts[1], out=output)
+    # The sum of many ranks' float16 gradients could pass 65504.
+    total = torch.empty_like(output, dtype=torch.float32) if output.dtype == torch.float16 else output
+    if len(parts) == 1:
+        total.copy_(parts[0])
+    else:
+        torch.add(parts[0], parts[1], out=total)
     for part in parts[2:]:
-        output.add_(part)
-    output.div_(len(parts))
+        total.add_(part)
+    total.div_(len(parts))
+    if total is not output:
+        output.copy_(total)
 
 
 def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from statistics import median_low
 
 import torch
@@ -44,6 +45,11 @@ class FSDPState:
         self.last_in_pass = False
         # Gathered and registered for the backward that runs.
         self.backward_ready = False
+        # Of the sharded parameters, when they were last gathered on purpose.
+        self.version = 0
+
+    def __repr__(self) -> str:
+        return self.group.name
 
     def keeps_after_forward(self) -> bool:
         """Whether the full parameters stay for backward: by default those that it needs at once, of root and last."""
@@ -54,7 +60,7 @@ class FSDPState:
     def release(self) -> None:
         """Reshard, unless a forward of the group runs (a backward may run inside it)."""
         if not self.running:
-            self.group.reshard()
+            self.group.reshard(free=not self.context.graph_reads_weights)
             self.backward_ready = self.kept = False
 
 
@@ -86,8 +92,11 @@ class Context:
         self._prefetched: set[FSDPState] = set()
         self.in_backward = False
         self._end: Callable[[], _BackwardEnd | None] = _nothing
-        # Whether the running backward builds a graph itself, which will read the weights once more.
-        self._create_graph = False
+        # A backward with create_graph has saved weights where our hooks don't see it: until another backward has
+        # ended, which may read them, their storage is refilled but not freed.
+        self.graph_reads_weights = False
+        self._builds_graph = False
+        self._task = -1
         self._take_over()
 
     def _take_over(self) -> None:
@@ -106,10 +115,9 @@ class Context:
             self._begin_pass()
         self.running.append((state, module))
         state.running += 1
-        if torch.is_grad_enabled():
-            if len(self.running) == 1:
-                self._saved_tensors.activate()
-            self._saved_tensors.owners[state.group.storage_id] = state
+        if len(self.running) == 1:
+            self._saved_tensors.activate()
+        self._saved_tensors.owners[state.group.storage_id] = state
 
     def leave(self) -> None:
         """The innermost forward ends, or has failed."""
@@ -135,8 +143,6 @@ class Context:
         self._prefetch(self._forward.ahead())
 
     def _begin_pass(self) -> None:
-        if self.in_backward and not self.end_is_queued():
-            self.recover()
         self.pass_has_grad = torch.is_grad_enabled()
         self._prefetch_bytes = median_low(state.group.nbytes for state in self.states)
         self._forward = Cursor(self._order)
@@ -148,17 +154,25 @@ class Context:
 
     # ---- backward
 
-    def enter_backward(self) -> None:
-        """Something of a backward pass happens. The first time in each, arrange for its end to be noticed."""
-        if self.end_is_queued() or torch_compat.graph_task() == -1:
-            return
-        if self.in_backward:
-            self.recover()
+    def enter_backward(self, recomputes: bool = False) -> None:
+        """Something of a backward pass happens. The first time in each, arrange for its end to be noticed.
+
+        `recomputes`: it is a forward that runs again, with grad enabled, whether or not the backward builds a graph.
+        """
+        if torch_compat.graph_task() == -1:
+            return  # somebody looks at saved tensors outside backward
+        if not self.end_is_queued():
+            self._begin_backward()
+        if torch.is_grad_enabled() and not recomputes:
+            self._builds_graph = self.graph_reads_weights = True
+
+    def _begin_backward(self) -> None:
         self.in_backward = True
+        self._builds_graph = False
+        self._task = torch_compat.graph_task()
         end = _BackwardEnd(self)
         self._end = weakref.ref(end)
         torch_compat.on_backward_end(end.run)
-        self._create_graph = torch.is_grad_enabled()
         self._backward = Cursor(list(reversed(self._ran)))
         for state in self.states:
             state.group.gradients.begin_backward()
@@ -168,40 +182,40 @@ class Context:
         self._backward.visit(state)
         self._prefetch(self._backward.ahead())
 
-    def release(self, state: FSDPState) -> None:
-        """Backward is done with `state`, as far as is known; if not, it is gathered again."""
-        if not self._create_graph:
-            state.release()
-
     def end_backward(self) -> None:
         """All gradients are computed: reduce what is left, free what is left, deliver everything."""
-        self.in_backward = False
-        self._end = _nothing
         for state in reversed(self.states):
             state.group.gradients.end_backward()
+        self.graph_reads_weights &= self._builds_graph
         for state in self.states:
-            self.release(state)
-            state.backward_ready = False
+            state.release()
         self._drop_prefetched()
         self._reductions.finish_all()
         for state in self.states:
             state.group.gradients.mark_waiting()
-        if not self._create_graph:
+        if not self.graph_reads_weights:
             self._ran.clear()
+        self.in_backward = False
+        self._end = _nothing
 
     def recover(self) -> None:
         """A backward pass died with an exception: drop what it left half done."""
-        self.in_backward = self._create_graph = False
+        self.in_backward = self.graph_reads_weights = False
+        self._end = _nothing
         self._reductions.abandon_all()
         for state in self.states:
             state.group.gradients.discard()
-            state.release()
+            with suppress(RuntimeError):  # a peer is gone: then nothing writes to the parameters any more
+                state.release()
         self._prefetched.clear()
         self._ran.clear()
 
+    def in_inner_backward(self) -> bool:
+        """Whether a backward runs inside the one that began: reentrant checkpointing, of one of several regions."""
+        return torch_compat.graph_task() != self._task
+
     def end_is_queued(self) -> bool:
         """Whether a backward pass runs that will call end_backward."""
-        # Autograd drops its callbacks when a backward pass fails; then nobody holds the object any more.
         return self._end() is not None
 
     # ---- prefetch
@@ -227,13 +241,23 @@ def _bytes_to_gather(state: FSDPState) -> int:
 
 
 class _BackwardEnd:
-    """Runs once, when the backward pass that holds it has computed all gradients."""
+    """Held by a backward pass: `run` when it has computed all gradients, dropped without that when it fails."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self._context: Context | None = context
 
     def run(self) -> None:
-        self._context.end_backward()
+        context, self._context = self._context, None
+        assert context is not None, "run once"
+        try:
+            context.end_backward()
+        except BaseException:  # a user's hook on a parameter raised, or a peer is gone
+            context.recover()
+            raise
+
+    def __del__(self) -> None:
+        if self._context is not None:
+            self._context.recover()
 
 
 def _nothing() -> None:

@@ -15,7 +15,7 @@ from . import hooks
 from .comm import make_comm
 from .context import FSDPState
 from .mesh import ShardMesh, default_mesh
-from .module import sharded_class
+from .module import public_methods, sharded_class
 from .param import FSDPParam, Slot
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
@@ -72,7 +72,9 @@ def fully_shard(
     managed = dict(_managed_modules(roots))
     slots = _collect_slots(managed)
     for name, parameter_slots in slots.items():
-        _check_parameter(name, parameter_slots[0])
+        _check_parameter(name, parameter_slots)
+    for root in roots:
+        _check_names(root)
     shard_mesh = ShardMesh(mesh if mesh is not None else default_mesh())
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
@@ -125,13 +127,14 @@ def _refuse_undeclared(
         raise NotImplementedError("offload_policy: CPU offloading is not supported yet. Leave it out.")
     if not isinstance(offload_policy, OffloadPolicy) and type(offload_policy).__name__ != "OffloadPolicy":
         raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
-    unsupported = {
-        "shard_placement_fn": shard_placement_fn,
-        "ignored_params": ignored_params or None,
-        "dp_mesh_dims": dp_mesh_dims,
-    }
-    for name, value in unsupported.items():
-        if value is not None:
+    if not isinstance(ignored_params, (set, frozenset, type(None))):
+        raise TypeError(f"ignored_params: expected a set of parameters or None, got {type(ignored_params).__name__}")
+    for name, given in (
+        ("shard_placement_fn", shard_placement_fn is not None),
+        ("ignored_params", bool(ignored_params)),
+        ("dp_mesh_dims", dp_mesh_dims is not None),
+    ):
+        if given:
             raise NotImplementedError(f"{name} is not supported yet. Leave it out.")
 
 
@@ -140,16 +143,18 @@ def _check_policy(policy: Any) -> MixedPrecisionPolicy:
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if not all(hasattr(policy, name) for name in names):
+    if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
     return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in names})
 
 
-def _check_parameter(name: str, slot: Slot) -> None:
-    parameter = slot.get()
-    what = f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
+def _check_parameter(name: str, slots: list[Slot]) -> None:
+    parameter = slots[0].get()
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{name} is uninitialised. Run the lazy module once before fully_shard.")
+    what = f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
+    if parameter.layout is not torch.strided:
+        raise NotImplementedError(f"{what} has the sparse layout {parameter.layout}; expected a dense tensor.")
     if isinstance(parameter, DTensor):
         raise NotImplementedError(f"{what} is a DTensor already. Tensor-parallel parameters are not supported yet.")
     if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
@@ -166,8 +171,18 @@ def _check_parameter(name: str, slot: Slot) -> None:
             f"{name} is the same parameter as {owner}, which another fully_shard call has sharded. Tied parameters "
             "must be in one group: pass the modules that hold them as one list, fully_shard([a, b])."
         )
-    if isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse:
+    if any(isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse for slot in slots):
         raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
+
+
+def _check_names(root: nn.Module) -> None:
+    """What the class gains must not hide what the module has."""
+    own = {*root._modules, *root._parameters, *root._buffers, *vars(root)}
+    clash = sorted(name for name in public_methods() if name in own or hasattr(type(root), name))
+    if clash:
+        raise TypeError(
+            f"{type(root).__name__} has {', '.join(clash)} of its own, which are methods of FSDPModule. Rename them."
+        )
 
 
 # ---- what belongs to the call

@@ -102,9 +102,9 @@ class PendingGather:
 
     def abandon(self) -> None:
         """Wait until the buffers are no longer written to, so that they can be freed."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
 
 
 def start(plan: GatherPlan, comm: Comm) -> PendingGather:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -70,7 +71,8 @@ class ReductionQueue:
     def abandon_all(self) -> None:
         """After an error: wait until no buffer is in use, and drop the results."""
         while self._running:
-            self._running.popleft()[1].abandon()
+            with suppress(RuntimeError):  # a peer is gone: then nothing writes to the buffers any more
+                self._running.popleft()[1].abandon()
 
     def _finish_oldest(self) -> None:
         owner, pending = self._running.popleft()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import torch_compat
 from .context import Context, FSDPState
-from .tree import cast_floating, tensors_in
+from .tree import cast_floating, map_tensors, tensors_in
 
 _STATE = "_fsdp2_state"
 
@@ -63,16 +63,18 @@ def before_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], k
     context.enter(state, module, in_backward)
     if in_backward:
         # Activation checkpointing runs the forward once more; gradients follow at once.
-        use_in_backward(state)
+        before_backward(state, recomputes=True)
         unshard(state)
     else:
         unshard(state)
+        state.version = state.group.version()
         context.prefetch_forward(state)
     if state.policy.cast_forward_inputs and state.policy.param_dtype is not None:
         args = cast_floating(args, state.policy.param_dtype)
         kwargs = cast_floating(kwargs, state.policy.param_dtype)
     if torch.is_grad_enabled():
-        _call_after_backward(state, [tensor for tensor in tensors_in(args, kwargs) if tensor.requires_grad])
+        inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.requires_grad]
+        _call_after_backward(state, inputs, in_backward)
     return args, kwargs
 
 
@@ -81,25 +83,37 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     if not context.is_innermost(module):
         return None  # somebody's pre-hook raised before ours ran
     if torch_compat.graph_task() == -1:
-        differentiable, escapes = _look_at_outputs(state, output)
+        outputs = tensors_in(output)
+        if torch.is_grad_enabled() and not any(tensor.grad_fn for tensor in outputs):
+            outputs += [value for value in vars(module).values() if isinstance(value, Tensor)]  # perhaps kept there
+        if any(_is_weight(state, tensor) for tensor in outputs):
+            # The memory of a returned weight will be freed or refilled: hand out a copy, through which gradients flow.
+            output = map_tensors(output, lambda tensor: tensor.clone() if _is_weight(state, tensor) else tensor)
+            outputs = tensors_in(output)
+        differentiable = _hook_outputs(state, outputs)
         # Reentrant checkpointing runs the forward without grad, and once more in backward.
         if differentiable or (context.pass_has_grad and not torch.is_grad_enabled()):
             context.ran(state)
-        _settle(state, module, keep=escapes or (differentiable and state.keeps_after_forward()))
+        _settle(state, module, keep=differentiable and state.keeps_after_forward())
     context.leave()
     return output if state.policy.output_dtype is None else cast_floating(output, state.policy.output_dtype)
 
 
-def _look_at_outputs(state: FSDPState, output: Any) -> tuple[bool, bool]:
-    """Leave a hint for backward on each output; say whether backward may come, and whether a weight is returned."""
-    differentiable = escapes = False
-    for tensor in tensors_in(output):
-        if tensor.layout is torch.strided and torch_compat.storage_id(tensor) == state.group.storage_id:
-            escapes = True
-        if tensor.requires_grad and torch.is_grad_enabled():
-            differentiable = True
-            tensor.register_hook(_output_hook(state))
-    return differentiable, escapes
+def interrupted(module: nn.Module) -> None:
+    """A forward of `module` was left by an exception for which nn.Module runs no hooks: KeyboardInterrupt and such."""
+    after_forward(module.__dict__[_STATE], module, None)
+
+
+def _is_weight(state: FSDPState, tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and torch_compat.storage_id(tensor) == state.group.storage_id
+
+
+def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
+    """Leave a hint for backward on each output; say whether backward may come."""
+    differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
+    for tensor in differentiable:
+        tensor.register_hook(_output_hook(state))
+    return bool(differentiable)
 
 
 def _settle(state: FSDPState, module: nn.Module, keep: bool) -> None:
@@ -128,11 +142,12 @@ def use_in_backward(state: FSDPState) -> None:
         before_backward(state)
 
 
-def before_backward(state: FSDPState) -> None:
-    """Backward has reached `state`, or a weight of it is needed."""
-    state.context.enter_backward()
+def before_backward(state: FSDPState, recomputes: bool = False) -> None:
+    """Backward has reached `state`, or a weight of it is needed, or checkpointing runs its forward again."""
+    state.context.enter_backward(recomputes)
     if not state.backward_ready:
         state.backward_ready = True
+        state.version = state.group.version()
         unshard(state)
         state.context.prefetch_backward(state)
 
@@ -140,16 +155,17 @@ def before_backward(state: FSDPState) -> None:
 def on_gradient(state: FSDPState, i: int) -> None:
     """The full gradient of parameter i is complete."""
     state.context.enter_backward()
-    # Frozen weights may be needed after the last gradient of the others; after_backward frees those.
-    if state.group.gradients.arrive(i) and not state.group.has_frozen:
-        state.context.release(state)
+    complete = state.group.gradients.arrive(i)
+    # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed regions.
+    if complete and not state.group.has_frozen and not state.context.in_inner_backward():
+        state.release()
 
 
 def after_backward(state: FSDPState) -> None:
     """The gradients of all inputs of one forward are computed."""
     if state.context.in_backward:
         state.group.gradients.flush()
-        state.context.release(state)
+        state.release()
 
 
 def _output_hook(state: FSDPState) -> Callable[[Tensor], None]:
@@ -159,24 +175,39 @@ def _output_hook(state: FSDPState) -> Callable[[Tensor], None]:
     return gradient_of_output
 
 
-def _call_after_backward(state: FSDPState, inputs: list[Tensor]) -> None:
-    """Have after_backward called when all `inputs` have their gradient; if one never gets it, end_backward serves."""
-    if not inputs:
-        return
+def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bool) -> None:
+    """Have after_backward called when all `inputs` have their gradient; if one never gets it, end_backward serves.
+
+    Leaves are left out: users may pass the same ones again and again, and hooks would pile up on them. Only reentrant
+    checkpointing makes leaves of its own, in backward.
+    """
+    inner = [tensor for tensor in inputs if tensor.grad_fn is not None]
+    if inner:
+        _hook_inner(state, inner)
+    elif in_backward:
+        for tensor in inputs[:1]:
+            _hook_leaf(state, tensor)
+
+
+def _hook_inner(state: FSDPState, inputs: list[Tensor]) -> None:
     total = missing = len(inputs)
-    # Autograd accumulates into leaves before it computes anything else, so a leaf has its gradient too early. Reentrant
-    # checkpointing makes leaves of its inputs, and runs a backward of its own over them, whose end is the right moment.
-    any_leaf = any(tensor.is_leaf for tensor in inputs)
 
     def gradient_of_input(_: Tensor) -> None:
         nonlocal missing
         missing -= 1
         if missing == 0:
             missing = total
-            if any_leaf:
-                torch_compat.on_backward_end(lambda: after_backward(state))
-            else:
-                after_backward(state)
+            after_backward(state)
 
     for tensor in inputs:
         tensor.register_hook(gradient_of_input)
+
+
+def _hook_leaf(state: FSDPState, leaf: Tensor) -> None:
+    """Autograd accumulates into leaves before all else, hence too early: wait for the end of that (inner) backward."""
+
+    def gradient_of_leaf(_: Tensor) -> None:
+        handle.remove()
+        torch_compat.on_backward_end(lambda: after_backward(state))
+
+    handle = leaf.register_hook(gradient_of_leaf)

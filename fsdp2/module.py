@@ -39,6 +39,7 @@ class FSDPModule:
         Args:
             async_op: return at once, with a handle whose `wait` finishes the work.
         """
+        _check_bool("async_op", async_op)
         state = _state(self)
         state.group.start_unshard()
         handle = UnshardHandle(state)
@@ -77,6 +78,11 @@ class FSDPModule:
             state.reshard_after_forward = reshard_after_forward
 
 
+def public_methods() -> list[str]:
+    """Names that fully_shard adds to a module."""
+    return [name for name in vars(FSDPModule) if not name.startswith("_")]
+
+
 def _state(module: Any) -> FSDPState:
     state = hooks.state_of(module)
     if state is None:
@@ -85,6 +91,7 @@ def _state(module: Any) -> FSDPState:
 
 
 def _states(module: Any, recurse: bool) -> Iterator[FSDPState]:
+    _check_bool("recurse", recurse)
     return hooks.states_below(module) if recurse else iter([_state(module)])
 
 
@@ -106,6 +113,15 @@ def sharded_class(cls: Any) -> Any:
         plain: nn.Module = cls(*args, **kwargs)
         return plain
 
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return cls.__call__(self, *args, **kwargs)
+        except Exception:
+            raise  # nn.Module has run our hook
+        except BaseException:
+            hooks.interrupted(self)
+            raise
+
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
         group = _state(self).group
@@ -120,11 +136,9 @@ def sharded_class(cls: Any) -> Any:
             "a second one and load this one's state dict."
         )
 
-    clash = sorted(name for name in vars(FSDPModule) if not name.startswith("_") and hasattr(cls, name))
-    if clash:
-        raise TypeError(f"{cls.__name__} defines {', '.join(clash)}, which fully_shard adds to the module: rename them")
     body = {
         "__new__": new,
+        "__call__": call,
         "_apply": apply,
         "__deepcopy__": deepcopy,
         "__module__": cls.__module__,

@@ -59,15 +59,14 @@ class FSDPParam:
         self.register(self.sharded)
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
-        stride = torch.empty(self.shape, device="meta").stride()
         self.dtensor_spec = torch_compat.dtensor_spec(
-            self._mesh.mesh, self._mesh.placements, self.shape, stride, local.dtype
+            self._mesh.mesh, self._mesh.placements, self.shape, _contiguous_stride(self.shape), local.dtype
         )
         sharded = nn.Parameter(torch_compat.dtensor(local, self.dtensor_spec), original.requires_grad)
         # nn.Parameter wraps a detached copy of the local tensor object; put ours back, to know it again.
         torch_compat.set_local(sharded, local)
         # Of every gradient's local tensor, too.
-        self._local_geometry = (local.shape, local.stride())
+        self._local_geometry = (local.shape, _contiguous_stride(local.shape))
         sharded.__dict__.update(vars(original))
         torch_compat.take_hooks(original, sharded)
         return sharded
@@ -114,9 +113,9 @@ class FSDPParam:
             )
         self.sharded = found
         self.dtensor_spec = torch_compat.dtensor_spec(
-            self._mesh.mesh, self._mesh.placements, self.shape, found.stride(), found.dtype
+            self._mesh.mesh, self._mesh.placements, self.shape, _contiguous_stride(self.shape), found.dtype
         )
-        self._local_geometry = (self.local.shape, self.local.stride())
+        self._local_geometry = (self.local.shape, _contiguous_stride(self.local.shape))
         self.register(found)
 
     def accumulate(self, flat: Tensor, offset: int) -> None:
@@ -135,6 +134,10 @@ class FSDPParam:
             torch_compat.local_of(self.sharded.grad).add_(torch_compat.local_of(gradient))
         if post_accumulate_hooks:
             _call(post_accumulate_hooks, self.sharded)
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def _call(hooks: dict[int, Callable[[Any], Any]], value: Any) -> Any:

@@ -116,16 +116,21 @@ class FSDPParamGroup:
             self.installed = False
             self._register(0)
 
-    def reshard(self) -> None:
-        """Free the full parameters' data; register the sharded ones."""
+    def reshard(self, free: bool = True) -> None:
+        """Register the sharded parameters, forget the full ones' data, and free it.
+
+        `free=False` leaves the bytes where they are, for a graph that reads them without our notice.
+        """
         self.uninstall()
-        if self.state is SHARDED:
-            return
-        if isinstance(self.state, PendingGather):
-            self.state.abandon()
-        self.state = SHARDED
-        if self._layout is not None and not self._layout.aliased:
+        state, self.state = self.state, SHARDED
+        if isinstance(state, PendingGather):
+            state.abandon()
+        if free and self._layout is not None and not self._layout.aliased:
             self._full_storage.resize_(0)
+
+    def version(self) -> int:
+        """Grows when a sharded parameter is modified in place; torch's foreach and fused optimizers don't count."""
+        return sum(param.sharded._version for param in self.params) + (self._shards._version if self._layout else 0)
 
     def _register(self, face: int) -> None:
         for slots, name, faces in self._dict_slots:

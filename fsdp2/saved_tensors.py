@@ -7,15 +7,22 @@ unpacks it here first, whether the module returned its tensors, kept them on `se
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import torch_compat
 
-# What stands for a saved tensor: (the tensor, its version then, None), or for a weight (the tensor, -1, its owner).
-_Saved = tuple[Tensor, int, Any]
+# What stands for a saved tensor: (the tensor, its version or its owner's, the owner if it is a weight).
+_Saved = tuple[Tensor, int, "Owner | None"]
+
+
+class Owner(Protocol):
+    """Whoever can gather weights."""
+
+    # Version of the weights: in forward when they are packed, in backward when they are ready to be read.
+    version: int
 
 
 class SavedTensors:
@@ -25,9 +32,11 @@ class SavedTensors:
     """
 
     def __init__(self, before_use: Callable[[Any], None]) -> None:
-        self.owners: dict[int, Any] = {}
+        self.owners: dict[int, Owner] = {}
         self._before_use = before_use
         self._hooks: saved_tensors_hooks | None = None
+        # Of a sharded model inside whose forward this one is called.
+        self._outer: SavedTensors | None = None
 
     def activate(self) -> None:
         """Put the hooks in force, unless others are.
@@ -35,7 +44,11 @@ class SavedTensors:
         Activation checkpointing brings its own hooks and saves nothing: it runs the forward again, with our module
         hooks, inside backward. Hooks of ours on top of its own would make it save what it is there to drop.
         """
-        if self._hooks is None and not torch_compat.saved_tensor_hooks_active():
+        if self._hooks is not None:
+            return
+        active = torch_compat.active_pack_hook()
+        self._outer = getattr(active, "__self__", None)
+        if active is None or isinstance(self._outer, SavedTensors):
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
@@ -44,24 +57,31 @@ class SavedTensors:
             self._hooks.__exit__()
             self._hooks = None
 
+    def _owner_of(self, tensor: Tensor) -> Owner | None:
+        try:
+            storage = torch_compat.storage_id(tensor)
+        except (NotImplementedError, RuntimeError):  # sparse tensors, functorch wrappers: not views of a weight
+            return None
+        owner = self.owners.get(storage)
+        return self._outer._owner_of(tensor) if owner is None and self._outer is not None else owner
+
     def _pack(self, tensor: Tensor) -> _Saved:
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.grad_fn is None else tensor.detach()
-        try:
-            owner = self.owners.get(torch_compat.storage_id(tensor))
-        except (NotImplementedError, RuntimeError):  # sparse tensors, functorch wrappers: not views of a weight
-            owner = None
-        return (kept, kept._version, None) if owner is None else (kept, -1, owner)
+        owner = self._owner_of(tensor)
+        return kept, kept._version if owner is None else owner.version, owner
 
     def _unpack(self, saved: _Saved) -> Tensor:
         tensor, version, owner = saved
         if owner is not None:
             self._before_use(owner)
-        elif tensor._version != version:
-            # Autograd checks this itself, but not for tensors that pass through hooks.
+        # Autograd checks versions itself, but not of tensors that pass through hooks.
+        now = tensor._version if owner is None else owner.version
+        if now != version:
+            what = "tensor" if owner is None else f"parameter ({owner}), or one of its group,"
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place "
-                f"operation: it is at version {tensor._version}, expected {version}. Use "
-                "torch.autograd.set_detect_anomaly(True) to find the operation."
+                f"a {what} of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place "
+                f"operation: it is at version {now}, expected {version}. Use "
+                "torch.autograd.set_detect_anomaly(True) to find the operation that needs it."
             )
         return tensor

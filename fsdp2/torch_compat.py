@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 __all__ = [
     "ZERO_OPS",
     "DTensorSpec",
+    "active_pack_hook",
     "backend_name",
     "copy_all",
     "dtensor",
@@ -26,7 +27,6 @@ __all__ = [
     "graph_task",
     "local_of",
     "on_backward_end",
-    "saved_tensor_hooks_active",
     "set_local",
     "single_tensor_collectives",
     "storage_id",
@@ -102,9 +102,10 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def saved_tensor_hooks_active() -> bool:
-    """Whether somebody's saved-tensor hooks (activation checkpointing, say) are in force on this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+def active_pack_hook() -> Callable[[Tensor], Any] | None:
+    """The pack function of the saved-tensor hooks in force on this thread: ours, activation checkpointing's, ..."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks else None
 
 
 def take_hooks(source: Tensor, target: Tensor) -> None:

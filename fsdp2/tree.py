@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import operator
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ _ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, 
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Every tensor in nested containers, dataclasses and plain objects (those with a `__dict__`), each once."""
+    """Every tensor in nested containers, dataclasses and plain objects (in `__dict__` or `__slots__`), each once."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     waiting = [*reversed(values)]
@@ -37,37 +37,46 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if _is_dataclass(value):
         return list(_fields(value).values())
-    return list(vars(value).values()) if hasattr(value, "__dict__") and not callable(value) else []
+    if callable(value):
+        return []
+    declared = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots if hasattr(value, name))]
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors cast to `dtype`.
+    """`value` with its floating-point tensors cast to `dtype`; see `map_tensors`."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
-    Looks into tuples, lists, dicts, UserDicts and dataclasses. Those that hold such a tensor are copied, keeping their
-    type and attributes and without running their constructor; everything else is returned as it is.
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `change` applied to its tensors.
+
+    Looks into tuples, lists, dicts, UserDicts and dataclasses. Those that hold a tensor that changes are copied,
+    keeping their type and attributes and without running their constructor; all else is returned as it is.
     """
-    return _cast(value, dtype, {})
+    return _map(value, change, {})
 
 
-def _cast(value: Any, dtype: torch.dtype, done: dict[int, Any]) -> Any:
+def _map(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return change(value)
     if isinstance(value, _ATOMS) or id(value) in done:
         return done.get(id(value), value)
     done[id(value)] = value  # while it is worked on: a structure may contain itself
     if isinstance(value, (tuple, list)):
-        items = [_cast(item, dtype, done) for item in value]
+        items = [_map(item, change, done) for item in value]
         unchanged = all(new is old for new, old in zip(items, value, strict=True))
         done[id(value)] = value if unchanged else _like(value, items)
     elif isinstance(value, (dict, UserDict)):
-        done[id(value)] = _replace(value, dict(value), operator.setitem, dtype, done)
+        done[id(value)] = _replace(value, dict(value), operator.setitem, change, done)
     elif _is_dataclass(value):
-        done[id(value)] = _replace(value, _fields(value), object.__setattr__, dtype, done)
+        done[id(value)] = _replace(value, _fields(value), object.__setattr__, change, done)
     return done[id(value)]
 
 
-def _replace(value: Any, items: dict[Any, Any], assign: Any, dtype: torch.dtype, done: dict[int, Any]) -> Any:
-    new = {key: _cast(item, dtype, done) for key, item in items.items()}
+def _replace(value: Any, items: dict[Any, Any], assign: Any, change: Any, done: dict[int, Any]) -> Any:
+    new = {key: _map(item, change, done) for key, item in items.items()}
     changed = {key: item for key, item in new.items() if item is not items[key]}
     if changed:
         value = copy.copy(value)

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp2 import fully_shard
+
 # Before anything runs: once OpenMP has started its threads in the parent, a forked rank hangs in its first kernel.
 torch.set_num_threads(1)
 
@@ -22,3 +24,12 @@ def _no_leaked_process_group() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("this test left its default process group initialised")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm() -> None:
+    """The first DeviceMesh imports 300 modules: here once, rather than in every forked rank."""
+    from helpers import fake_world
+
+    with fake_world(1):
+        fully_shard(torch.nn.Linear(1, 1))

@@ -82,9 +82,9 @@ def record(model: nn.Module) -> list[str]:
 def _recorded_reshard(group: FSDPParamGroup, lines: list[str]) -> Any:
     reshard = group.reshard
 
-    def recorded() -> None:
+    def recorded(free: bool = True) -> None:
         if group.state is not SHARDED:
             lines.append(f"free   {group.name}")
-        reshard()
+        reshard(free)
 
     return recorded

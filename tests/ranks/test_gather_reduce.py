@@ -1,0 +1,165 @@
+"""gather.start and reduce.start over gloo, on plain tensors with a layout: no parameter, no module, no hook."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2 import gather, reduce
+from fsdp2.comm import PairwiseComm
+from fsdp2.gather import GatherPlan
+from fsdp2.layout import ParamSpec, bucket_layout, gather_layout, split_buckets
+from fsdp2.pack import view_bytes
+from helpers import own_rows, run_ranks
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+ALL_PACKED, ALL_DIRECT = 1 << 40, 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A group: (shape, stored dtype, compute dtype) of each parameter."""
+
+    name: str
+    params: tuple[tuple[tuple[int, ...], torch.dtype, torch.dtype], ...]
+    direct_min_bytes: int = ALL_PACKED
+    reduce_dtype: torch.dtype = F32
+
+    def specs(self, world_size: int) -> tuple[ParamSpec, ...]:
+        return tuple(ParamSpec(*param, world_size) for param in self.params)
+
+    def whole(self, i: int, dtype: torch.dtype, seed: int) -> Tensor:
+        """Values of parameter i (or of a rank's gradient of it), the same on every rank for the same seed."""
+        generator = torch.Generator().manual_seed(seed * 100 + i)
+        shape = self.params[i][0]
+        if not dtype.is_floating_point:
+            return torch.randint(0, 2, shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
+
+
+def same(dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], torch.dtype, torch.dtype], ...]:
+    return tuple((shape, dtype, dtype) for shape in shapes)
+
+
+def cast(*shapes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], torch.dtype, torch.dtype], ...]:
+    return tuple((shape, F32, BF16) for shape in shapes)
+
+
+EVEN = ((12, 4), (24,), (12, 2, 8))
+UNEVEN = ((7, 5), (3,), (1, 9), (5, 3, 2), (2,), (13, 4))
+CASES = [
+    Case("even, packed", same(F32, *EVEN)),
+    Case("even, direct", same(F32, *EVEN), ALL_DIRECT),
+    Case("even, some direct", same(F32, *EVEN), 300),
+    Case("uneven, packed", same(F32, *UNEVEN)),
+    Case("uneven, direct where it is aligned", same(F32, *UNEVEN, (7, 4), (2, 16)), ALL_DIRECT),
+    Case("no rows, no columns", same(F32, (0, 3), (4, 0), (5,))),
+    Case("only empty ones", same(F32, (0, 3))),
+    Case("cast", cast(*EVEN, *UNEVEN), 300, BF16),
+    Case("cast, reduced in fp32", cast(*EVEN, *UNEVEN), 300),
+    Case("cast, all direct", cast((16, 8), (8, 8)), ALL_DIRECT, BF16),
+    Case("some cast", (*cast((6, 4), (5,)), *same(F32, (7, 3), (8, 8))), 200),
+    Case("stored and computed in bf16, reduced in fp32", same(BF16, *EVEN, *UNEVEN), 200),
+    Case("fp16", same(F16, *EVEN, *UNEVEN), 200, F16),
+    Case("fp64", same(F64, *UNEVEN), 200, F64),
+    Case("mixed dtypes", (*same(BF16, (3,), (5, 5)), *same(F64, (3, 3)), *same(F32, (5,)), *same(torch.uint8, (7,)))),
+    Case("bool and int64", (*same(torch.bool, (5,), (3, 3)), *same(torch.int64, (3,)), *same(F32, (7, 2)))),
+]
+
+
+def random_cases() -> Iterator[Case]:
+    rng = random.Random(3)
+    for number in range(25):
+        params = tuple(
+            (
+                tuple(rng.choice((1, 2, 3, 5, 8, 12, 17)) for _ in range(rng.randint(1, 3))),
+                *rng.choice(((F32, F32), (F32, BF16), (BF16, BF16), (F64, F32), (BF16, F32))),
+            )
+            for _ in range(rng.randint(1, 9))
+        )
+        yield Case(f"random {number}", params, rng.choice((0, 256, 1024)), rng.choice((F32, BF16, F64)))
+
+
+class Comm(PairwiseComm):
+    def __init__(self, direct_min_bytes: int) -> None:
+        super().__init__(dist.group.WORLD)
+        self.direct_min_bytes = direct_min_bytes
+
+
+def check_gather(case: Case, rank: int, world_size: int) -> None:
+    """Twice with one plan, as in training: new values, and a full buffer that holds the old ones."""
+    specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
+    layout = gather_layout(specs, world_size, case.direct_min_bytes)
+    shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
+    full = shards if layout.aliased else torch.full((layout.full_nbytes,), 255, dtype=torch.uint8)
+    plan = GatherPlan(layout, rank, shards, full)
+    for seed in (1, 2):
+        for i, spec in enumerate(specs):
+            rows = own_rows(case.whole(i, spec.storage_dtype, seed), rank, world_size)
+            view_bytes(shards, layout.shard_offsets[i], rows.numel(), spec.storage_dtype).copy_(rows.reshape(-1))
+        at_rest = shards.clone()
+        gather.start(plan, comm).finish()
+        assert torch.equal(shards, at_rest), "the shards at rest must not change"
+        for i, spec in enumerate(specs):
+            expected = case.whole(i, spec.storage_dtype, seed).to(spec.compute_dtype)
+            got = view_bytes(full, layout.full_offsets[i], expected.numel(), spec.compute_dtype).view(spec.shape)
+            assert torch.equal(got, expected), f"parameter {i}: {spec}"
+
+
+def expected_mean(case: Case, i: int, spec: ParamSpec, reduce_dtype: torch.dtype) -> Tensor:
+    """Cast to the reduce dtype, added in rank order, divided: each step rounded as the ranks round it."""
+    parts = [case.whole(i, spec.compute_dtype, rank).to(reduce_dtype) for rank in range(spec.world_size)]
+    if reduce_dtype == F16 and len(parts) > 1:
+        total = parts[0] * (1 / len(parts))
+        for part in parts[1:]:
+            total = torch.add(total, part, alpha=1 / len(parts))
+    else:
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        total /= len(parts)
+    return total.to(spec.storage_dtype)
+
+
+def check_reduce(case: Case, rank: int, world_size: int) -> None:
+    """All buckets of the group are in flight at the same time, and finished out of order."""
+    specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
+    trainable = [i for i, spec in enumerate(specs) if spec.compute_dtype.is_floating_point]
+    buckets = split_buckets(specs, [case.reduce_dtype] * len(specs), reversed(trainable), 4, 64)
+    pending = []
+    for bucket in buckets:
+        gradients = {i: case.whole(i, specs[i].compute_dtype, rank) for i in bucket}
+        layout = bucket_layout(specs, bucket, case.reduce_dtype, case.direct_min_bytes)
+        pending.append((bucket, reduce.start(gradients, layout, specs, comm)))
+    for bucket, each in reversed(pending):
+        shards = each.finish()
+        assert set(shards) == set(bucket)
+        for i, (flat, offset) in shards.items():
+            whole = expected_mean(case, i, specs[i], case.reduce_dtype)
+            expected = own_rows(whole, rank, world_size) if whole.shape[0] else whole
+            assert flat.dtype == specs[i].storage_dtype
+            stride = torch.empty(expected.shape, device="meta").stride()
+            assert torch.equal(flat.as_strided(expected.shape, stride, offset), expected), f"gradient {i}: {specs[i]}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gather_and_reduce_move_every_element(world_size: int) -> None:
+    """Bitwise: against the whole tensors, their chunks, and means that are added up in rank order."""
+
+    def body(rank: int, _: int) -> list[str]:
+        failed = []
+        for case in (*CASES, *random_cases()):
+            for check in (check_gather, check_reduce):
+                try:
+                    check(case, rank, world_size)
+                except Exception as error:
+                    failed.append(f"{check.__name__} [{case.name}]: {type(error).__name__}: {error}")
+                dist.barrier()
+        return failed
+
+    failed = run_ranks(world_size, body, timeout=60)
+    assert not any(failed), "\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts)

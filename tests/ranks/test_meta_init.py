@@ -1,0 +1,237 @@
+"""A model built on the meta device, sharded there, and only then given memory and values."""
+
+import copy
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fsdp2 import fully_shard
+from helpers import assert_same, assert_same_names, assert_shard_of, own_rows, run_ranks, shard_batch
+from models import Experts, OddMLP, TinyGPT, TinyLSTM, TinyModel, mean_loss
+
+ROWS = 12
+
+
+class Buffered(TinyModel):
+    """A parameter, a buffer that is saved and one that is not; all are filled by `reset_parameters` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(7, 5))
+        self.register_buffer("scale", torch.empty(5))
+        self.register_buffer("shift", torch.empty(7), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.fill_(0.125)
+            self.scale.copy_(torch.arange(5))
+            self.shift.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale) @ self.weight.T + self.shift
+
+
+def whole(model: nn.Module) -> None:
+    fully_shard(model)
+
+
+def leaves(model: nn.Module) -> None:
+    for module in reversed(list(model.modules())):
+        if module is model or module._parameters:
+            fully_shard(module)
+
+
+def on_meta(build: Callable[[], TinyModel], wrap: Callable[[nn.Module], None]) -> TinyModel:
+    with torch.device("meta"):
+        model = build()
+    wrap(model)
+    assert all(p.is_meta for p in model.parameters())
+    return model
+
+
+def distributed(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a plain model as its sharded twin would have it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        name: distribute_tensor(value, mesh, [Shard(0)]) if name in parameters else value.clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def trains_like(sharded: TinyModel, plain: TinyModel) -> None:
+    """Bitwise on 1 rank, else within rounding. The optimizer is built from what is registered now."""
+    tolerance = (0.0, 0.0) if dist.get_world_size() == 1 else (2e-5, 1e-6)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3) for model in (plain, sharded)]
+    for step in range(2):
+        batch = plain.example(rows=ROWS, seed=step)
+        mean_loss(plain(batch)).backward()
+        mean_loss(sharded(shard_batch(batch, dist.get_rank(), dist.get_world_size()))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        expected, actual = dict(plain.named_parameters()), dict(sharded.named_parameters())
+        assert_same_names(actual, expected)
+        for name, p in expected.items():
+            assert_shard_of(actual[name], p, *tolerance, f"step {step}, {name}")
+
+
+BUILDS: list[Callable[[], TinyModel]] = [OddMLP, TinyGPT, lambda: TinyGPT(tied=True), TinyLSTM, Experts, Buffered]
+
+
+def loaded_by_assignment() -> None:
+    for build in BUILDS[:-1]:
+        for wrap in (whole, leaves) if build is not BUILDS[2] else (whole,):
+            plain = build()
+            sharded = on_meta(build, wrap)
+            sharded.load_state_dict(distributed(plain), assign=True)
+            trains_like(sharded, plain)
+
+
+def loaded_by_assignment_of_whole_tensors() -> None:
+    """A full state dict, the same on every rank: each keeps its rows. The optimizer is built before the first forward."""
+    plain = OddMLP()
+    sharded = on_meta(OddMLP, leaves)
+    sharded.load_state_dict({name: value.clone() for name, value in plain.state_dict().items()}, assign=True)
+    trains_like(sharded, plain)
+
+
+def given_memory_then_loaded() -> None:
+    for build in BUILDS:
+        plain = build()
+        sharded = on_meta(build, whole)
+        sharded.to_empty(device="cpu")
+        if build is Buffered:
+            sharded.shift.fill_(0.5)  # in no state dict
+        sharded.load_state_dict(distributed(plain))
+        trains_like(sharded, plain)
+
+
+def given_memory_then_initialised() -> None:
+    """By the modules' own code, which sees DTensors; and into the very tensors that the next gather reads."""
+    plain = Buffered()
+    sharded = on_meta(Buffered, whole)
+    sharded.to_empty(device="cpu")
+    sharded.reset_parameters()
+    assert_same(sharded.scale, plain.scale, 0, 0, "scale")
+    trains_like(sharded, plain)
+
+
+def given_memory_group_by_group() -> None:
+    """As trainers do that fill one block at a time; the optimizer exists already."""
+    plain = TinyGPT()
+    sharded = on_meta(TinyGPT, leaves)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    for name, module in sharded.named_modules():
+        if module._parameters:
+            module.to_empty(device="cpu", recurse=False)
+            with torch.no_grad():
+                for attribute, p in module._parameters.items():
+                    if p is not None:
+                        value = getattr(plain.get_submodule(name), attribute)
+                        p.copy_(distribute_tensor(value.detach(), p.device_mesh, [Shard(0)]))
+    registered = dict.fromkeys(sharded.parameters())
+    assert all(p in registered for p in optimizer.param_groups[0]["params"])
+    trains_like(sharded, plain)
+
+
+def given_memory_again() -> None:
+    """`to_empty` of a model that has trained already."""
+    plain = OddMLP()
+    sharded = copy.deepcopy(plain)
+    whole(sharded)
+    mean_loss(sharded(sharded.example(rows=2, seed=0))).backward()
+    sharded.zero_grad()
+    sharded.to_empty(device="cpu")
+    sharded.load_state_dict(distributed(plain))
+    trains_like(sharded, plain)
+
+
+def still_on_meta_at_the_first_forward() -> None:
+    """Every parameter that is still there is named; when they have values, the same model works."""
+    plain = TinyGPT()
+    sharded = on_meta(TinyGPT, lambda model: [fully_shard(model.blocks[1]), fully_shard(model)])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"meta.*embed\.weight, blocks\.0\.norm1\.weight.*to_empty") as error:
+            sharded(plain.example(rows=2, seed=0))
+    assert "blocks.1" not in str(error.value), "another group's"
+    sharded.to_empty(device="cpu")
+    sharded.load_state_dict(distributed(plain))
+    trains_like(sharded, plain)
+
+
+def one_parameter_still_on_meta() -> None:
+    plain = OddMLP()
+    sharded = on_meta(OddMLP, whole)
+    state = distributed(plain)
+    missing = {"narrow.bias": state.pop("narrow.bias")}
+    sharded.load_state_dict(state, assign=True, strict=False)
+    with pytest.raises(RuntimeError, match=r"cpu.* at narrow\.bias\."):
+        sharded(plain.example(rows=2, seed=0))
+    sharded.load_state_dict(missing, assign=True, strict=False)
+    trains_like(sharded, plain)
+
+
+def metadata_is_right_on_meta_and_after() -> None:
+    """Global shape and stride, placement, and a local shape as torch.chunk gives it; empty on some ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for build in BUILDS:
+        plain = build()
+        sharded = on_meta(build, whole)
+        for stage in ("meta", "empty", "loaded", "forward"):
+            if stage == "empty":
+                sharded.to_empty(device="cpu")
+            elif stage == "loaded":
+                sharded.load_state_dict(distributed(plain))
+            elif stage == "forward":
+                sharded(plain.example(rows=2, seed=0))
+            assert_same_names(sharded.state_dict(), plain.state_dict())
+            for name, p in plain.named_parameters():
+                ours = sharded.get_parameter(name)
+                assert isinstance(ours, nn.Parameter)
+                assert isinstance(ours, DTensor)
+                assert (ours.shape, ours.stride(), ours.dtype) == (p.shape, p.stride(), p.dtype), (stage, name)
+                assert ours.placements == (Shard(0),)
+                local = ours.to_local()
+                assert local.shape == own_rows(p, rank, world_size).shape, (stage, name)
+                assert local.is_contiguous()
+                assert ours.requires_grad
+                assert ours.is_leaf
+
+
+CHECKS = [
+    loaded_by_assignment,
+    loaded_by_assignment_of_whole_tensors,
+    given_memory_then_loaded,
+    given_memory_then_initialised,
+    given_memory_group_by_group,
+    given_memory_again,
+    still_on_meta_at_the_first_forward,
+    one_parameter_still_on_meta,
+    metadata_is_right_on_meta_and_after,
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_meta_init(world_size: int) -> None:
+    def body(rank: int, _: int) -> list[str]:
+        failed = []
+        for check in CHECKS:
+            print(f"rank {rank}: {check.__name__}", file=sys.stderr, flush=True)  # for the report of a hang
+            torch.manual_seed(0)
+            try:
+                check()
+            except (Exception, pytest.fail.Exception) as error:
+                failed.append(f"{check.__name__}: {type(error).__name__}: {error}")
+            dist.barrier()
+        return failed
+
+    failed = run_ranks(world_size, body, timeout=30)
+    assert not any(failed), "\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts)

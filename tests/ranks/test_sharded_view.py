@@ -1,0 +1,460 @@
+"""Outside forward and backward everybody sees the sharded parameters, always the same objects; full copies are never stale."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import FSDPModule
+from helpers import full
+from test_autograd import WRAPS, Fails, MayFail, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
+
+
+def train(run: Run, model: nn.Module, seed: int) -> Tensor:
+    loss = loss_of(model(run.batch(seed=seed)))
+    loss.backward()
+    return loss
+
+
+def evaluate(run: Run, model: nn.Module, seed: int, mode: Any = torch.no_grad) -> Tensor:
+    with mode():
+        return model(run.batch(seed=seed))
+
+
+# ---- who sees what -----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_the_same_sharded_objects_after_anything() -> None:
+    """An optimizer, an EMA or a checkpoint made at any point holds what is trained; a full copy would be lost."""
+
+    def forward_only(run: Run, model: nn.Module) -> None:
+        model(run.batch(seed=1))
+
+    def failing_forward(run: Run, model: nn.Module) -> None:
+        with pytest.raises(RuntimeError):
+            model(run.batch(3, seed=1))
+
+    def child(run: Run, model: nn.Module) -> None:
+        if isinstance(model.blocks[0], FSDPModule) or not run.sharded:
+            evaluate(run, model.blocks[0], 1)
+
+    def unused_backward(run: Run, model: nn.Module) -> None:
+        model(run.batch(seed=2))
+        (loss_of(model(run.batch(seed=1))) * 0).backward()
+
+    def gradient_of_inputs(run: Run, model: nn.Module) -> None:
+        x = run.batch(seed=1).requires_grad_()
+        torch.autograd.grad(loss_of(model(x)), x)
+
+    def gradient_with_graph(run: Run, model: nn.Module) -> None:
+        x = run.batch(seed=1).requires_grad_()
+        torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+
+    def retained(run: Run, model: nn.Module) -> None:
+        loss = loss_of(model(run.batch(seed=1)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def checkpointed(run: Run, model: nn.Module) -> None:
+        for reentrant in (True, False):
+            loss_of(checkpoint(model, run.batch(seed=1).requires_grad_(), use_reentrant=reentrant)).backward()
+
+    def unsynchronised(run: Run, model: nn.Module) -> None:
+        run.set_sync(model, False)
+        train(run, model, 1)
+        run.set_sync(model, True)
+
+    def unsharded_by_hand(run: Run, model: nn.Module) -> None:
+        if isinstance(model, FSDPModule):
+            model.unshard()
+            model.reshard()
+            model.unshard(async_op=True)
+            model.reshard()
+            model.unshard(async_op=True).wait()
+            evaluate(run, model, 1)
+            model.reshard()
+
+    events = (
+        forward_only,
+        lambda run, model: train(run, model, 1),
+        lambda run, model: evaluate(run, model, 1),
+        lambda run, model: evaluate(run, model, 1, torch.inference_mode),
+        failing_forward,
+        child,
+        unused_backward,
+        gradient_of_inputs,
+        gradient_with_graph,
+        retained,
+        checkpointed,
+        unsynchronised,
+        unsharded_by_hand,
+    )
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        params = dict(model.named_parameters())
+        for number, event in enumerate(events):
+            event(run, model)
+            now = dict(model.named_parameters())
+            assert [*now] == [*params]
+            changed = [name for name in now if now[name] is not params[name]]
+            run.value(f"{number} {event.__name__}: replaced", changed)
+            run.params(f"{number} {event.__name__}", model)
+            if run.sharded:
+                assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        run.grads("in the end", model)
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_an_optimizer_built_at_any_time_trains() -> None:
+    """After a forward, between forward and backward, after evaluation: it is given what is updated later."""
+
+    def scenario(run: Run, when: str, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        if when == "after evaluation":
+            evaluate(run, model, 9)
+        output = model(run.batch(seed=0))
+        if when == "after backward":
+            loss_of(output).backward()
+        optimizer = sgd(model)
+        if when != "after backward":
+            loss_of(output).backward()
+        run.step("first", model, optimizer)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, when=("after evaluation", "between", "after backward"), wrap=WRAPS)
+
+
+def test_inside_a_forward_modules_see_full_parameters() -> None:
+    """Their shapes, their values and `requires_grad` are those of the plain model; hooks of users see them as well."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(7, 3))
+            self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+            self.seen: list[Any] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            for p in self.parameters():
+                self.seen.append((type(p).__name__, tuple(p.shape), p.requires_grad, p.is_leaf, p.is_contiguous()))
+                self.seen.append(p.detach().clone())
+            return x @ self.weight * self.frozen.sum()
+
+    def scenario(run: Run) -> None:
+        model = run.build(Looks)
+        run.shard(model)
+        model.register_forward_pre_hook(lambda module, args: module.seen.append(tuple(module.weight.shape)))
+        for step in range(2):
+            evaluate(run, model, step) if step else loss_of(model(run.batch(7, seed=step))).backward()
+            for i, seen in enumerate(model.seen):
+                run.value(f"seen {i}", seen)
+            model.seen.clear()
+            if step == 0:
+                model.zero_grad()
+
+    def with_batches_of_seven(run: Run) -> None:
+        batch = run.batch
+        run.batch = lambda *shape, seed: batch(7, seed=seed)  # type: ignore[method-assign]
+        scenario(run)
+
+    check(with_batches_of_seven)
+
+
+# ---- stale weights -----------------------------------------------------------------------------------------------------
+
+FACTOR = 0.9
+
+
+def by_optimizer(**options: bool) -> Callable[..., None]:
+    def change(model: nn.Module, other: nn.Module) -> None:
+        for param, source in zip(model.parameters(), other.parameters(), strict=True):
+            param.grad = source.detach().clone()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3, **options)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    change.__name__ = f"adamw {options}"
+    return change
+
+
+def by_data(model: nn.Module, other: nn.Module) -> None:
+    for param, source in zip(model.parameters(), other.parameters(), strict=True):
+        param.data.mul_(FACTOR).add_(source.data, alpha=1 - FACTOR)
+
+
+@torch.no_grad()
+def by_lerp(model: nn.Module, other: nn.Module) -> None:
+    torch._foreach_lerp_(list(model.parameters()), list(other.parameters()), 1 - FACTOR)
+
+
+@torch.no_grad()
+def by_foreach_mul(model: nn.Module, other: nn.Module) -> None:
+    torch._foreach_mul_([p.detach() for p in model.parameters()], FACTOR)
+
+
+@torch.no_grad()
+def by_copy(model: nn.Module, other: nn.Module) -> None:
+    for param, source in zip(model.parameters(), other.parameters(), strict=True):
+        param.copy_(source)
+
+
+@torch.no_grad()
+def by_local(model: nn.Module, other: nn.Module) -> None:
+    for param in model.parameters():
+        (param.to_local() if isinstance(param, DTensor) else param).mul_(FACTOR)
+
+
+def by_new_parameter(model: nn.Module, other: nn.Module) -> None:
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            setattr(module, name, nn.Parameter(param.detach() * FACTOR))
+
+
+def by_loading(model: nn.Module, other: nn.Module) -> None:
+    model.load_state_dict({name: value * FACTOR for name, value in other.state_dict().items()})
+
+
+def by_loading_assign(model: nn.Module, other: nn.Module) -> None:
+    model.load_state_dict({name: value * FACTOR for name, value in other.state_dict().items()}, assign=True)
+
+
+@torch.inference_mode()
+def in_inference_mode(model: nn.Module, other: nn.Module) -> None:
+    for param in model.parameters():
+        param.mul_(FACTOR)
+
+
+CHANGES = (
+    by_optimizer(foreach=True),
+    by_optimizer(foreach=False),
+    by_optimizer(fused=True),
+    by_data,
+    by_lerp,
+    by_foreach_mul,
+    by_copy,
+    by_local,
+    by_new_parameter,
+    by_loading,
+    by_loading_assign,
+    in_inference_mode,
+)
+
+
+def test_every_change_of_the_weights_shows_in_the_next_forward() -> None:
+    """A teacher that follows in place and is evaluated: full copies kept from the last forward would be stale."""
+
+    def scenario(run: Run, change: Callable[..., None], wrap: Wrap) -> None:
+        model, other = run.build(Net), run.build(Net, seed=2)
+        wrap(run, model)
+        wrap(run, other)
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            run.rows("before", evaluate(run, model, 1, mode))
+            change(model, other)
+            run.rows("after", evaluate(run, model, 1, mode))
+        train(run, model, 2)
+        change(model, other)
+        run.rows("after training", evaluate(run, model, 1))
+        change(model, other)
+        run.params("in the end", model)
+        model.zero_grad()
+        run.step("trained", model, sgd(model), loss_of(model(run.batch(seed=3))))
+
+    check(scenario, change=CHANGES, wrap=(whole, kept, leaves))
+
+
+def test_a_teacher_that_follows_the_student() -> None:
+    """Exponential averages of sharded weights, evaluated in every step, before and after the student's own step."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        student, teacher = run.build(Net), run.build(Net)
+        teacher.requires_grad_(False)
+        wrap(run, student)
+        wrap(run, teacher)
+        optimizer = torch.optim.AdamW(student.parameters(), lr=0.01, eps=1e-3, foreach=True)
+        for step in range(4):
+            x = run.batch(seed=step)
+            with torch.no_grad():
+                target = teacher(x)
+            run.rows("target", target)
+            loss = (student(x) - target).square().mean() + loss_of(student(x))
+            run.rows("target again", evaluate(run, teacher, step))
+            run.step(f"student {step}", student, optimizer, loss)
+            with torch.no_grad():
+                torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
+            run.params(f"teacher {step}", teacher)
+            run.rows("student evaluated", evaluate(run, student, step))
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_steps_between_evaluations_and_forwards_without_backward() -> None:
+    """A forward with grad whose backward never comes leaves full copies; the next forward must not use them."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        train(run, model, 0)
+        for step in range(3):
+            run.rows("with grad, no backward", model(run.batch(seed=1)))
+            optimizer.step()
+            run.rows("evaluated", evaluate(run, model, 1))
+            optimizer.step()
+            run.rows("evaluated again", evaluate(run, model, 1))
+            if wrap is not whole:  # a child that is not sharded itself can't be called alone
+                run.rows("child", evaluate(run, model.blocks[0], 1))
+                optimizer.step()
+                run.rows("child again", evaluate(run, model.blocks[0], 1))
+            optimizer.zero_grad()
+            loss = loss_of(model(run.batch(seed=step)))
+            run.rows("between", evaluate(run, model, 1))
+            loss.backward()
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_a_change_of_the_weights_between_forward_and_backward_of_another() -> None:
+    """Two models: stepping one of them between the forward and the backward of the other changes nothing there."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        models = run.build(Net), run.build(Net, seed=2)
+        for model in models:
+            wrap(run, model)
+        optimizers = [sgd(model) for model in models]
+        waiting = loss_of(models[0](run.batch(seed=0)))
+        for step in range(3):
+            first, second = models[step % 2], models[1 - step % 2]
+            following = loss_of(second(run.batch(seed=step)))
+            run.step(f"step {step}", first, optimizers[step % 2], waiting)
+            run.rows("evaluated", evaluate(run, first, 1))
+            waiting = following
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_reshard_after_forward_changed_between_steps() -> None:
+    """What a group leaves behind may change from one forward to the next."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step, reshard in enumerate((False, True, False, False, True)):
+            loss = loss_of(model(run.batch(seed=step)))
+            if isinstance(model, FSDPModule):
+                model.set_reshard_after_forward(reshard, recurse=step != 2)
+            run.rows("evaluated", evaluate(run, model, 1))
+            run.step(f"step {step}", model, optimizer, loss + loss_of(model(run.batch(seed=step + 9))))
+
+    check(scenario, wrap=WRAPS)
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_what_users_put_on_parameters_before_sharding_is_kept() -> None:
+    """Attributes, `requires_grad`, hooks; on the object that `parameters()` gives, through steps and evaluation."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        calls: list[str] = []
+        for name, param in model.named_parameters():
+            param.label = f"label of {name}"
+            if "blocks.1" in name:
+                param.requires_grad_(False)
+            else:
+                param.register_hook(lambda grad, name=name: calls.append(f"hook {name} {tuple(grad.shape)}"))
+                param.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(f"{name} {p.label}"))
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+            evaluate(run, model, 1)
+            run.value("calls", sorted(calls))
+            calls.clear()
+            run.value("labels", [p.label for p in model.parameters()])
+            run.value("trainable", [p.requires_grad for p in model.parameters()])
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_buffers_and_modes_are_left_alone() -> None:
+    """Buffers that forward changes, train and eval mode, plain attributes: a class swap must not disturb them."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+            self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+            self.register_buffer("hidden", torch.ones(5, dtype=torch.float64), persistent=False)
+            self.note = ["kept"]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            if self.training:
+                x = x * self.hidden
+            return self.linear(x) * self.count
+
+    def scenario(run: Run) -> None:
+        model = run.build(lambda: nn.Sequential(Counts(), Counts()))
+        for child in model:
+            run.shard(child)
+        run.shard(model)
+        optimizer = sgd(model)
+        for step in range(2):
+            run.step(f"step {step}", model.train(), optimizer, loss_of(model(run.batch(seed=step))))
+            run.rows("evaluated", evaluate(run, model.eval(), 1))
+            run.value("buffers", {name: b.item() for name, b in model.named_buffers() if b.numel() == 1})
+            run.value("state", sorted(model.state_dict()))
+            run.value("note", model[0].note)
+
+    check(scenario)
+
+
+def test_state_dict_and_loading_at_any_point() -> None:
+    """Between forward and backward, after evaluation, after an error: it is the sharded values, and loading them works."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(MayFail)
+        wrap(run, model)
+        optimizer = sgd(model)
+        saved: dict[str, Any] = {}
+
+        def save(name: str) -> None:
+            saved[name] = {key: value.detach().clone() for key, value in model.state_dict().items()}
+            for key, value in saved[name].items():
+                run._show("shard", f"{name}: {key}", value)
+
+        save("first")
+        loss = loss_of(model(run.batch(seed=0)))
+        save("between")
+        run.step("step", model, optimizer, loss)
+        evaluate(run, model, 1)
+        save("after evaluation")
+        model.middle[1].when = "forward"
+        with pytest.raises(ValueError, match="on purpose"):
+            model(run.batch(seed=1))
+        save("after an error in forward")
+        model.middle[1].when = "backward"
+        loss = loss_of(model(run.batch(seed=1)))
+        model.middle[1].when = ""
+        with pytest.raises(ValueError, match="on purpose"):
+            loss.backward()
+        save("after an error in backward")
+        model.zero_grad()
+        model.load_state_dict(saved["first"])
+        run.rows("loaded", evaluate(run, model, 1))
+        run.step("loaded", model, optimizer, loss_of(model(run.batch(seed=2))))
+
+    check(scenario, wrap=WRAPS)

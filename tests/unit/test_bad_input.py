@@ -1,0 +1,426 @@
+"""What `fully_shard` and the methods it adds refuse, by name and before anything has changed; and what they accept."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from helpers import fake_world
+
+T = TypeVar("T")
+
+
+class Block(nn.Module):
+    """A model with a nested parameter, `inner.weight`, that a case may replace by something odd; and a buffer."""
+
+    def __init__(self, weight: Any = None) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        if weight is not None:
+            del self.inner.weight
+            self.inner.weight = weight
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+class NoForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+
+class Unshard(Block):
+    def unshard(self) -> None:
+        """A user's own method."""
+
+
+class UnshardModule(Block):
+    """A submodule of that name: nn.Module finds those only after all class attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reshard = nn.Linear(4, 4)
+
+
+class InitSubclass(Block):
+    """Subclasses must say something that ours can't know."""
+
+    def __init_subclass__(cls, *, tag: str = "", **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not tag:
+            raise TypeError(f"{cls.__name__}: tag is missing")
+
+
+class Scale(nn.Parameter):
+    """A user's subclass of Parameter."""
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape, dtype=dtype))
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    fully_shard(module)
+    return module
+
+
+def embedding(**options: Any) -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, 4, sparse=True, **options))
+
+
+def sparse_embedding_tied_to_a_head() -> nn.Module:
+    """The sparse module is not the first that holds the parameter."""
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Embedding(8, 4, sparse=True))
+    model[1].weight = model[0].weight
+    return model
+
+
+def tied_across_groups() -> nn.Module:
+    first, second = Block(), Block()
+    second.inner.weight = first.inner.weight
+    fully_shard(first)
+    return second
+
+
+def mesh_2d() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+@dataclasses.dataclass
+class Case:
+    """One refused call. `build` makes the module (or list); `options` are callables, as some need the process group."""
+
+    error: type[Exception]
+    match: str
+    build: Callable[[], Any] = Block
+    options: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+
+
+def option(name: str, value: Callable[[], Any], error: type[Exception], match: str | None = None) -> Case:
+    return Case(error, match or name, options={name: value})
+
+
+def weight(value: Callable[[], Any], error: type[Exception], match: str) -> Case:
+    return Case(error, rf"^inner\.weight.*{match}", lambda: Block(value()))
+
+
+CASES = {
+    # the module
+    "no module": Case(TypeError, "module: expected an nn.Module.*NoneType", lambda: None),
+    "a parameter": Case(TypeError, "module: expected an nn.Module.*Parameter", lambda: parameter(4)),
+    "a class": Case(TypeError, "module: expected an nn.Module.*type", lambda: Block),
+    "a dict": Case(TypeError, "module: expected an nn.Module.*dict", lambda: {"a": Block()}),
+    "a generator": Case(TypeError, "module: expected .*generator", lambda: (Block() for _ in range(2))),
+    "an empty list": Case(ValueError, "module: .*empty", list),
+    "a list with something else": Case(TypeError, "module: expected .*str", lambda: [Block(), "block"]),
+    "one twice in a list": Case(ValueError, "module: .*twice", lambda: [Block()] * 2),
+    "a module twice": Case(ValueError, "Block.*already", lambda: sharded(Block())),
+    "a sharded one in a list": Case(ValueError, "Block.*already", lambda: [Block(), sharded(Block())]),
+    "ModuleList": Case(ValueError, "ModuleList has no forward", lambda: nn.ModuleList([Block()])),
+    "ModuleDict": Case(ValueError, "ModuleDict has no forward", lambda: nn.ModuleDict({"a": Block()})),
+    "a container in a list": Case(ValueError, "NoForward has no forward", lambda: [Block(), NoForward()]),
+    "own unshard": Case(TypeError, "Unshard.*defines unshard", Unshard),
+    "a class that refuses subclasses": Case(TypeError, "InitSubclass", InitSubclass),
+    "submodule reshard": Case(TypeError, "UnshardModule.*reshard", UnshardModule),
+    # parameters
+    "scalar": weight(lambda: nn.Parameter(torch.tensor(1.0)), ValueError, "scalar"),
+    "complex": weight(lambda: parameter(4, 4, dtype=torch.complex64), NotImplementedError, "complex"),
+    "non-contiguous": weight(lambda: nn.Parameter(torch.ones(4, 6).T), NotImplementedError, r"strides \(1, 6\)"),
+    "sparse layout": weight(lambda: nn.Parameter(torch.eye(4).to_sparse()), NotImplementedError, "sparse"),
+    "DTensor": weight(
+        lambda: nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Shard(0)])),
+        NotImplementedError,
+        "DTensor",
+    ),
+    "tensor subclass": weight(
+        lambda: nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4))), NotImplementedError, "TwoTensor"
+    ),
+    "parameter subclass": weight(lambda: Scale(torch.ones(4, 4)), NotImplementedError, "Scale"),
+    "uninitialised": weight(nn.UninitializedParameter, ValueError, "uninitialised"),
+    "lazy module": Case(ValueError, r"^0\.weight.*uninitialised", lambda: nn.Sequential(nn.LazyLinear(3))),
+    "in a list": Case(ValueError, r"^\[1\]\.inner\.weight", lambda: [Block(), Block(nn.Parameter(torch.tensor(1.0)))]),
+    "tied across groups": Case(ValueError, r"inner\.weight is the same .*inner\.weight.*list", tied_across_groups),
+    "sparse embedding": Case(NotImplementedError, r"^0\.weight.*sparse", embedding),
+    "sparse embedding bag": Case(
+        NotImplementedError, r"^0\.weight.*sparse", lambda: nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
+    ),
+    "sparse embedding, tied": Case(NotImplementedError, "weight.*sparse", sparse_embedding_tied_to_a_head),
+    # mesh
+    "mesh: a size": option("mesh", lambda: 4, TypeError, "mesh: expected a DeviceMesh.*int"),
+    "mesh: a group": option("mesh", lambda: dist.group.WORLD, TypeError, "mesh: expected a DeviceMesh.*ProcessGroup"),
+    "mesh: 2-D": option("mesh", mesh_2d, NotImplementedError, r"mesh: expected one axis, got 2 .*\(2, 2\)"),
+    # reshard_after_forward
+    "reshard: 2": option("reshard_after_forward", lambda: 2, NotImplementedError, "reshard_after_forward=2"),
+    "reshard: 0": option("reshard_after_forward", lambda: 0, NotImplementedError, "reshard_after_forward=0"),
+    "reshard: text": option("reshard_after_forward", lambda: "yes", TypeError, "reshard_after_forward.*'yes'"),
+    "reshard: float": option("reshard_after_forward", lambda: 1.0, TypeError, r"reshard_after_forward.*1\.0"),
+    # policies
+    "mp_policy: None": option("mp_policy", lambda: None, TypeError),
+    "mp_policy: a dtype": option("mp_policy", lambda: torch.bfloat16, TypeError, "mp_policy.*torch.bfloat16"),
+    "mp_policy: a dict": option("mp_policy", lambda: {"param_dtype": torch.bfloat16}, TypeError),
+    "mp_policy: a class": option("mp_policy", lambda: MixedPrecisionPolicy, TypeError),
+    "offload_policy: None": option("offload_policy", lambda: None, TypeError),
+    "offload_policy: a flag": option("offload_policy", lambda: True, TypeError, "offload_policy.*True"),
+    "offload_policy: a class": option("offload_policy", lambda: OffloadPolicy, TypeError),
+    "offload_policy: CPU": option("offload_policy", CPUOffloadPolicy, NotImplementedError),
+    # declared, not there yet
+    "shard_placement_fn": option("shard_placement_fn", lambda: lambda p: Shard(0), NotImplementedError),
+    "ignored_params": option("ignored_params", lambda: {parameter(4)}, NotImplementedError),
+    "ignored_params: a parameter": option("ignored_params", lambda: parameter(4), TypeError),
+    "dp_mesh_dims": option("dp_mesh_dims", lambda: ("replicate", "shard"), NotImplementedError),
+}
+
+
+def snapshot(root: Any) -> list[Any]:
+    """Everything of the modules that a call might change, compared by identity."""
+    modules = root if isinstance(root, list) else [root]
+    found: list[Any] = []
+    for module in [m for outer in modules if isinstance(outer, nn.Module) for m in outer.modules()]:
+        found += [type(module), sorted(vars(module))]
+        for kind in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
+            found.append({name: id(value) for name, value in getattr(module, kind).items()})
+        for p in module._parameters.values():
+            if p is not None and not isinstance(p, nn.UninitializedParameter):
+                found.append((p.requires_grad, tuple(p.shape), p.dtype, sorted(vars(p))))
+                found.append((p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_refused_and_nothing_has_changed(case: Case) -> None:
+    """A call that fails half-way leaves a model that trains wrongly, or that can't be sharded a second time."""
+    with fake_world(4):
+        module = case.build()
+        options = {name: value() for name, value in case.options.items()}
+        before = snapshot(module)
+        with pytest.raises(case.error, match=case.match):
+            fully_shard(module, **options)
+        assert snapshot(module) == before
+
+
+def test_a_refused_model_can_be_sharded_afterwards() -> None:
+    with fake_world(4):
+        model = Block(nn.Parameter(torch.tensor(1.0)))
+        with pytest.raises(ValueError, match=r"inner\.weight"):
+            fully_shard(model)
+        model.inner.weight = parameter(4, 4)
+        fully_shard(model)
+        model(torch.ones(2, 4)).sum().backward()
+        assert isinstance(model.inner.weight.grad, DTensor)
+
+
+def test_a_rank_outside_the_mesh_is_refused() -> None:
+    with fake_world(4, rank=3):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        mesh = DeviceMesh("cpu", [0, 1])
+        model = Block()
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="mesh: rank 3 is not part of"):
+            fully_shard(model, mesh=mesh)
+        assert snapshot(model) == before
+
+
+def test_positional_options_are_refused() -> None:
+    with fake_world(2), pytest.raises(TypeError, match="positional"):
+        fully_shard(Block(), init_device_mesh("cpu", (2,)))  # type: ignore[misc]
+
+
+# ---- the methods
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda m: m.unshard(async_op="yes"), "async_op: expected a bool, got 'yes'"),
+        (lambda m: m.set_requires_gradient_sync(1), "requires_gradient_sync: expected a bool, got 1"),
+        (lambda m: m.set_requires_gradient_sync(None), "requires_gradient_sync: expected a bool, got None"),
+        (lambda m: m.set_requires_gradient_sync(True, recurse="no"), "recurse: expected a bool, got 'no'"),
+        (lambda m: m.set_reshard_after_forward("no"), "reshard_after_forward: expected a bool, got 'no'"),
+        (lambda m: m.set_reshard_after_forward(None), "reshard_after_forward: expected a bool, got None"),
+        (lambda m: m.set_reshard_after_forward(True, recurse=0), "recurse: expected a bool, got 0"),
+    ],
+)
+def test_methods_refuse_wrong_types(call: Callable[[Any], Any], match: str) -> None:
+    """`set_requires_gradient_sync(some_tensor)` would train on, unsynchronised or not, by its truth value."""
+    with fake_world(2):
+        model = sharded(Block())
+        with pytest.raises(TypeError, match=match):
+            call(model)
+        model(torch.ones(2, 4)).sum().backward()
+        assert isinstance(model.inner.weight.grad, DTensor)
+
+
+def test_methods_need_a_sharded_module() -> None:
+    """A class of the user's that inherits from FSDPModule is not sharded by that."""
+
+    class Mine(Block, FSDPModule):
+        pass
+
+    for call in (Mine.unshard, Mine.reshard):
+        with pytest.raises(RuntimeError, match="Mine: expected a module that fully_shard was applied to"):
+            call(Mine())
+
+
+# ---- what is accepted
+
+
+class Abstract(nn.Module, abc.ABC):
+    @abc.abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+class Concrete(Abstract):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class GenericBlock(Block, Generic[T]):
+    pass
+
+
+class SlotsBlock(Block):
+    __slots__ = ("cache",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = 3
+
+
+class Mixin:
+    mixed_in = True
+
+
+class MixedBlock(Mixin, Block):
+    pass
+
+
+class Meta(type):
+    """A metaclass that keeps a registry."""
+
+    registry: list[str] = []  # noqa: RUF012
+
+    def __init__(cls, name: str, bases: tuple, body: dict) -> None:
+        super().__init__(name, bases, body)
+        Meta.registry.append(name)
+
+
+class MetaBlock(Block, metaclass=Meta):
+    pass
+
+
+class Counting(Block):
+    """Counts calls of its constructor."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).built += 1
+
+
+class OwnSetattr(Block):
+    """Refuses unknown attributes, as some configuration-checked modules do."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("training", "inner", "scale") and not name.startswith("_"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
+ACCEPTED = [
+    Block,
+    Concrete,
+    GenericBlock,
+    GenericBlock[int],
+    SlotsBlock,
+    MixedBlock,
+    MetaBlock,
+    Counting,
+    OwnSetattr,
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+    lambda: nn.LSTM(4, 4),
+    lambda: nn.MultiheadAttention(4, 2),
+]
+
+
+@pytest.mark.parametrize("build", ACCEPTED, ids=lambda build: getattr(build, "__name__", str(build)))
+def test_class_swap(build: Callable[[], nn.Module]) -> None:
+    """Whatever its class: afterwards it is of that class and of FSDPModule, with the same FQNs."""
+    with fake_world(2):
+        model = build()
+        cls, names = type(model), list(model.state_dict())
+        assert fully_shard(model) is model
+        assert isinstance(model, cls)
+        assert isinstance(model, FSDPModule)
+        assert type(model).__name__ == f"FSDP{cls.__name__}"
+        assert type(model).__module__ == cls.__module__
+        assert list(model.state_dict()) == names
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        inputs = (torch.ones(2, 2, 4),) * (3 if cls is nn.MultiheadAttention else 1)
+        output = model(*inputs)
+        (output[0] if isinstance(output, tuple) else output).sum().backward()
+        assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+def test_one_class_for_all_modules_of_a_class() -> None:
+    with fake_world(2):
+        first, second = sharded(Block()), sharded(Block())
+        assert type(first) is type(second)
+        assert type(first) is not Block
+
+
+def test_instance_attributes_are_kept() -> None:
+    with fake_world(2):
+        model = SlotsBlock()
+        model.note = "kept"
+        fully_shard(model)
+        assert (model.cache, model.note) == (3, "kept")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ignored_params": set()},
+        {"ignored_params": None, "shard_placement_fn": None, "dp_mesh_dims": None},
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": None},
+        {"offload_policy": OffloadPolicy()},
+    ],
+    ids=str,
+)
+def test_defaults_may_be_spelled_out(options: dict[str, Any]) -> None:
+    with fake_world(2):
+        fully_shard(Block(), **options)
+
+
+def test_a_parent_and_its_child_in_one_list() -> None:
+    """As with torch: the child's parameters belong to the parent's group."""
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard([model, model[0]])
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+def test_a_module_without_parameters() -> None:
+    with fake_world(2):
+        model = sharded(nn.Sequential(nn.ReLU(), nn.Flatten()))
+        x = torch.ones(2, 4, requires_grad=True)
+        model(x).sum().backward()
+        assert torch.equal(x.grad, torch.ones(2, 4))
