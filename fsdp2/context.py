@@ -59,9 +59,9 @@ class FSDPState:
 
     def release(self) -> None:
         """Reshard, unless a forward of the group runs (a backward may run inside it)."""
+        self.backward_ready = self.kept = False
         if not self.running:
             self.group.reshard(free=not self.context.graph_reads_weights)
-            self.backward_ready = self.kept = False
 
 
 class Context:
@@ -116,8 +116,9 @@ class Context:
         self.running.append((state, module))
         state.running += 1
         if len(self.running) == 1:
+            # Storages are known by their addresses, which others may have taken since the last pass.
+            self._saved_tensors.owners.clear()
             self._saved_tensors.activate()
-        self._saved_tensors.owners[state.group.storage_id] = state
 
     def leave(self) -> None:
         """The innermost forward ends, or has failed."""
@@ -221,8 +222,9 @@ class Context:
     # ---- prefetch
 
     def used(self, state: FSDPState) -> None:
-        """`state` is unsharded on purpose now, not only in advance."""
+        """`state` is unsharded on purpose now, not only in advance: what is saved of its weights is known as such."""
         self._prefetched.discard(state)
+        self._saved_tensors.owners[state.group.storage_id] = state
 
     def _prefetch(self, expected: Iterable[FSDPState]) -> None:
         for state in within_budget(expected, _bytes_to_gather, self._prefetch_bytes):

@@ -95,9 +95,9 @@ class FSDPParam:
         """Take what is registered now as the sharded face: users may replace it by assignment or loading.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: it is gone, has another shape or distribution, or stands in some of several slots only.
         """
-        found = self.slots[0].get()
+        found = self._find()
         if tuple(found.shape) != self.shape:
             raise ValueError(
                 f"{self.name}: expected a parameter of global shape {self.shape}, got {tuple(found.shape)}. A sharded "
@@ -105,6 +105,10 @@ class FSDPParam:
             )
         if not isinstance(found, DTensor):
             self._shard(found)
+            # An optimizer may hold the object that was assigned: make that the sharded face.
+            torch.utils.swap_tensors(found, self.sharded)
+            self.sharded = found
+            self.register(found)
             return
         if found.placements != self._mesh.placements or found.device_mesh != self._mesh.mesh:
             raise ValueError(
@@ -117,6 +121,20 @@ class FSDPParam:
         )
         self._local_geometry = (self.local.shape, _contiguous_stride(self.local.shape))
         self.register(found)
+
+    def _find(self) -> nn.Parameter:
+        """What is registered now, in all slots alike."""
+        found = [slot.module._parameters.get(slot.name) for slot in self.slots]
+        for slot, each in zip(self.slots, found, strict=True):
+            if each is None or (each is not self.sharded and self.sharded in set(found)):
+                what = "is gone" if each is None else "was replaced, though it is tied to another that was not"
+                raise ValueError(
+                    f"{self.name} (registered as {slot.name} of {type(slot.module).__name__}) {what}. fully_shard "
+                    "manages it: apply fully_shard after such a change, or make it everywhere the parameter is used."
+                )
+        # Loading with assign=True gives each slot of a tied parameter an object of its own.
+        assert found[0] is not None
+        return found[0]
 
     def accumulate(self, flat: Tensor, offset: int) -> None:
         """Add this rank's gradient shard, which begins at `offset` of `flat`, to the sharded face's `.grad`.

@@ -148,15 +148,13 @@ class FSDPParamGroup:
     def _notice_replacements(self, may_be_meta: bool = False) -> None:
         replaced = stale = False
         for slots, name, local, param in self._watched:
-            registered = slots[name]
+            registered = slots.get(name)
             if registered is not param.sharded or torch_compat.local_of(registered) is not local:
                 replaced = True
             elif registered.requires_grad is not param.full_requires_grad:
                 stale = True
         if replaced or self._layout is None:
-            for param in self.params:
-                param.readopt()
-            self._adopt()
+            self._readopt()
         elif stale:
             self._follow_requires_grad()
         if self._layout is None and not may_be_meta:
@@ -166,15 +164,26 @@ class FSDPParamGroup:
                 f"before its first forward: model.to_empty(device={self.mesh.device.type!r}), then initialise or load."
             )
 
+    def _readopt(self) -> None:
+        for param in self.params:
+            param.readopt()
+        owners: dict[nn.Parameter, FSDPParam] = {}
+        for param in self.params:
+            other = owners.setdefault(param.sharded, param)
+            if other is not param:
+                raise ValueError(
+                    f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
+                    "Tie parameters before fully_shard."
+                )
+        self._adopt()
+
     def _adopt(self) -> None:
         """(Re)build buffers, plan and full parameters from the present local tensors, if all are on the device."""
-        self._watched: list[tuple[dict[str, Any], str, Tensor, FSDPParam]] = [
-            (p.slots[0].module._parameters, p.slots[0].name, p.local, p) for p in self.params
-        ]
         self._dict_slots: list[Any] = []
         self._setattr_slots: list[Any] = []
         if any(param.local.device != self.mesh.device for param in self.params):
             self._layout = None
+            self._watch()
             return
         specs = tuple(p.spec_for(p.local.dtype, self._policy.compute_dtype(p.local.dtype)) for p in self.params)
         # Also when the first forward runs in inference mode: what is built here must serve training.
@@ -183,9 +192,7 @@ class FSDPParamGroup:
                 self._layout = gather_layout(specs, self.mesh.size, self._comm.direct_min_bytes)
                 self._allocate(self._layout)
             self._move_into_shards(self._layout)
-        self._watched = [
-            (*watched[:2], param.local, param) for watched, param in zip(self._watched, self.params, strict=True)
-        ]
+        self._watch()
         self._follow_requires_grad()
         self._prepare_slots()
 
@@ -208,11 +215,22 @@ class FSDPParamGroup:
             self._full_storage.resize_(0)
 
     def _move_into_shards(self, layout: GatherLayout) -> None:
+        moves = []
         for param, spec, offset in zip(self.params, layout.specs, layout.shard_offsets, strict=True):
             own = view_bytes(self._shards, offset, param.local.numel(), spec.storage_dtype).view(param.local.shape)
             if param.local.data_ptr() != own.data_ptr() or param.local.numel() == 0:
-                own.copy_(param.local)
-                param.local = own
+                # Users may exchange two parameters, each of which then lies where the other is to go.
+                inside = torch_compat.storage_id(param.local) == torch_compat.storage_id(self._shards)
+                moves.append((param, own, param.local.clone() if inside else param.local))
+        for param, own, local in moves:
+            own.copy_(local)
+            param.local = own
+
+    def _watch(self) -> None:
+        """Remember what is registered where, to notice what is put there instead."""
+        self._watched: list[tuple[dict[str, Any], str, Tensor, FSDPParam]] = [
+            (slot.module._parameters, slot.name, param.local, param) for param in self.params for slot in param.slots
+        ]
 
     def _follow_requires_grad(self) -> None:
         for param in self.params:

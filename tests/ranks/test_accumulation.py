@@ -146,10 +146,12 @@ def test_gradients_that_wait_are_visible_and_refuse_other_uses() -> None:
         backward(run, model, seed=1, use="lh", sync=False)
         run.value("present", {name: p.grad is not None for name, p in model.named_parameters()})
         if run.sharded:
-            for use in (optimizer.step, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+            waiting = model.head.weight.grad
+            clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
+            for use in (optimizer.step, clip, waiting.to_local, waiting.full_tensor, waiting.clone, waiting.norm):
                 with pytest.raises(RuntimeError, match="not synchronised"):
                     use()
-            repr(model.head.weight.grad)
+            repr(waiting)
         run.params("unchanged", model)
         backward(run, model, seed=2, sync=True)
         run.step("then", model, optimizer)

@@ -162,4 +162,5 @@ def test_gather_and_reduce_move_every_element(world_size: int) -> None:
         return failed
 
     failed = run_ranks(world_size, body, timeout=60)
-    assert not any(failed), "\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts)
+    if any(failed):
+        pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)

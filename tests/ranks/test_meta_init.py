@@ -159,7 +159,7 @@ def still_on_meta_at_the_first_forward() -> None:
     plain = TinyGPT()
     sharded = on_meta(TinyGPT, lambda model: [fully_shard(model.blocks[1]), fully_shard(model)])
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"meta.*embed\.weight, blocks\.0\.norm1\.weight.*to_empty") as error:
+        with pytest.raises(RuntimeError, match=r"embed\.weight, blocks\.0\.norm1\.weight.*to_empty") as error:
             sharded(plain.example(rows=2, seed=0))
     assert "blocks.1" not in str(error.value), "another group's"
     sharded.to_empty(device="cpu")
@@ -219,7 +219,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_meta_init(world_size: int) -> None:
     def body(rank: int, _: int) -> list[str]:
         failed = []
@@ -234,4 +234,5 @@ def test_meta_init(world_size: int) -> None:
         return failed
 
     failed = run_ranks(world_size, body, timeout=30)
-    assert not any(failed), "\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts)
+    if any(failed):
+        pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)

@@ -109,6 +109,7 @@ def test_parameters_are_the_same_sharded_objects_after_anything() -> None:
             run.params(f"{number} {event.__name__}", model)
             if run.sharded:
                 assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        train(run, model, 2)
         run.grads("in the end", model)
 
     check(scenario, wrap=WRAPS)
