@@ -140,17 +140,20 @@ class _MeanWork(_AllWork):
 
 
 def _mean(parts: list[Tensor], output: Tensor) -> None:
-    # The sum of many ranks' float16 gradients could pass 65504.
-    total = torch.empty_like(output, dtype=torch.float32) if output.dtype == torch.float16 else output
-    if len(parts) == 1:
-        total.copy_(parts[0])
+    if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        output.copy_(total.div_(len(parts)))
+        return
+    first, *rest = parts
+    if rest:
+        torch.add(first, rest[0], out=output)
     else:
-        torch.add(parts[0], parts[1], out=total)
-    for part in parts[2:]:
-        total.add_(part)
-    total.div_(len(parts))
-    if total is not output:
-        output.copy_(total)
+        output.copy_(first)
+    for part in rest[1:]:
+        output.add_(part)
+    output.div_(len(parts))
 
 
 def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:

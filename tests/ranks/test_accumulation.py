@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_autograd import WIDTH, WRAPS, Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy
-from test_autograd import WIDTH, WRAPS, Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
 
 
 class Towers(nn.Module):
@@ -221,7 +221,11 @@ def test_several_forwards_and_backwards_without_synchronisation() -> None:
                 loss = loss_of(model(x, "lrh")) + loss_of(model(model(x, "l"), "rh"))
             else:
                 reentrant = mode == "reentrant"
-                loss = loss_of(checkpoint(model, checkpoint(model, x, "lr", use_reentrant=reentrant), "lrh", use_reentrant=reentrant))
+                loss = loss_of(
+                    checkpoint(
+                        model, checkpoint(model, x, "lr", use_reentrant=reentrant), "lrh", use_reentrant=reentrant
+                    )
+                )
             if step:
                 loss.backward()
                 loss = loss_of(model(x, "h"))

@@ -8,20 +8,21 @@ not rounding.
 
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, fully_shard
-from helpers import assert_same, assert_same_names, assert_shard_of, fake_world, run_ranks, shard_batch
+from helpers import assert_same, assert_shard_of, fake_world, run_ranks, shard_batch
 
 ROWS = 6  # divides by 2 and 3 ranks
 WIDTH = 5
@@ -139,9 +140,7 @@ class Run:
 Scenario = Callable[..., None]
 
 
-def check(
-    scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] = TOLERANCE, **choices: Any
-) -> None:
+def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] = TOLERANCE, **choices: Any) -> None:
     """Run a scenario with every combination of `choices`, plain and then sharded, in one launch."""
     cases = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
     expected = []
@@ -446,7 +445,9 @@ def test_two_models_call_each_other() -> None:
         optimizers = [sgd(generator), sgd(critic)]
         for step in range(2):
             made = generator(run.batch(seed=step))
-            run.step("critic", critic, optimizers[1], loss_of(critic(made.detach())) - loss_of(critic(run.batch(seed=9))))
+            run.step(
+                "critic", critic, optimizers[1], loss_of(critic(made.detach())) - loss_of(critic(run.batch(seed=9)))
+            )
             critic.requires_grad_(False)
             run.step("generator", generator, optimizers[0], loss_of(critic(made)))
             run.grads("frozen critic", critic)
@@ -575,7 +576,7 @@ def test_frozen_blocks_between_and_before_trainable_ones(world_size: int) -> Non
             run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
     frozen = ("base", "base blocks.0 blocks.2", "blocks.0 blocks.1 blocks.4 norm", "up.weight down.bias norm.bias")
-    check(scenario, world_size, frozen=frozen, wrap=WRAPS)
+    check(scenario, world_size, frozen=frozen, wrap=WRAPS if world_size == 2 else (leaves,))
 
 
 def test_freezing_and_unfreezing_between_steps() -> None:
@@ -594,6 +595,23 @@ def test_freezing_and_unfreezing_between_steps() -> None:
         run.rows("all frozen", model(run.batch(seed=8)))
         model.blocks[0].requires_grad_(True)
         run.step("one", model, optimizer, loss_of(model(run.batch(seed=9))))
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_freezing_between_forward_and_backward() -> None:
+    """Autograd skips a leaf that needs no gradient any more; the gradient of a full parameter must not take its place."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=step)))
+            model.stem.weight.requires_grad_(False)
+            model.blocks[1].requires_grad_(False)
+            run.step(f"step {step}", model, optimizer, loss)
+            model.requires_grad_(True)
 
     check(scenario, wrap=WRAPS)
 
@@ -928,11 +946,10 @@ def test_composable_activation_checkpointing() -> None:
             wrap(run, model)
         optimizer = sgd(model)
         for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-            losses = [loss_of(model(run.batch(seed=step + i))) for i in range(2)]
-            run.step(f"two {step}", model, optimizer, sum(losses))
+            losses = [loss_of(model(run.batch(seed=step + i))) for i in range(1 + step)]
+            run.step(f"step {step}", model, optimizer, sum(losses))
 
-    check(scenario, where=("blocks", "inside", "root", "some"), first=(False, True), wrap=(whole, blocks, leaves))
+    check(scenario, where=("blocks", "inside", "root", "some"), first=(False, True), wrap=(blocks, leaves))
 
 
 def test_checkpointed_modules_called_twice_with_outputs_that_nobody_can_see() -> None:
@@ -997,7 +1014,7 @@ def test_evaluation_between_training_forward_and_backward() -> None:
             with mode():
                 run.rows("evaluated again", model(run.batch(seed=9)))
 
-    check(scenario, mode=(torch.no_grad, torch.inference_mode), first=(False, True), wrap=WRAPS)
+    check(scenario, mode=(torch.no_grad, torch.inference_mode), first=(False, True), wrap=(whole, kept, leaves))
 
 
 def test_no_grad_inside_a_forward() -> None:
@@ -1098,7 +1115,7 @@ def test_a_clean_step_after_an_error_in_backward(error: type[BaseException]) -> 
             model.middle[1].when = ""
             with pytest.raises(error, match="on purpose"):
                 loss.backward()
-            (model if "model" in zero else optimizer).zero_grad(set_to_none="none" in zero)
+            model.zero_grad(set_to_none="none" in zero)
             run.params("after the error", model)
             for param in model.parameters():
                 assert param.grad is None or full_norm(param.grad) == 0
@@ -1107,7 +1124,7 @@ def test_a_clean_step_after_an_error_in_backward(error: type[BaseException]) -> 
                 run.rows("evaluated", model(run.batch(seed=8)))
             run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
-    check(scenario, wrap=WRAPS, zero=("model none", "model zero", "optimizer none"))
+    check(scenario, wrap=WRAPS, zero=("model none", "model zero"))
 
 
 def full_norm(tensor: Tensor) -> float:
@@ -1137,7 +1154,7 @@ def test_a_clean_step_after_an_error_in_a_hook_of_a_sharded_parameter() -> None:
             run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
     which = ("first.up.bias", "middle.1.linear.weight", "last.down.bias")
-    check(scenario, wrap=WRAPS, post=(False, True), which=which)
+    check(scenario, wrap=(whole, leaves), post=(False, True), which=which)
 
 
 def test_an_error_while_checkpointing_recomputes() -> None:
@@ -1228,6 +1245,52 @@ def test_backward_after_a_change_of_the_weights_raises() -> None:
     check(scenario, wrap=WRAPS)
 
 
+def test_a_change_of_weights_that_backward_does_not_need_is_allowed() -> None:
+    """Autograd's check is per tensor: a bias may change between forward and backward, whoever shares a group with it."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=step)))
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    if "bias" in name:
+                        param.mul_(0.5)
+            run.step(f"step {step}", model, optimizer, loss)
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_saved_tensor_hooks_of_users() -> None:
+    """`save_on_cpu` and the like are on top of the stack: what they save of a weight is theirs to keep, or to lose."""
+
+    def scenario(run: Run, inside: bool, copies: bool, wrap: Wrap) -> None:
+        model = run.build(Net)
+        if inside:
+            for block in model.blocks:
+                block.forward = with_hooks(block.forward, copies)
+        wrap(run, model)
+        optimizer = sgd(model)
+        call = model if inside else with_hooks(model, copies)
+        for step in range(2):
+            losses = [loss_of(call(run.batch(seed=step + i))) for i in range(2)]
+            run.step(f"step {step}", model, optimizer, losses[0] + losses[1])
+
+    def with_hooks(function: Callable[..., Any], copies: bool) -> Callable[..., Any]:
+        def pack(tensor: Tensor) -> Tensor:
+            return tensor.clone() if copies else tensor
+
+        def call(*args: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return function(*args)
+
+        return call
+
+    check(scenario, inside=(False, True), copies=(True, False), wrap=WRAPS)
+
+
 # ---- hooks -------------------------------------------------------------------------------------------------------------
 
 
@@ -1295,6 +1358,42 @@ def test_optimizer_in_backward() -> None:
     check(scenario, wrap=WRAPS)
 
 
+def test_optimizer_in_backward_with_checkpointing() -> None:
+    """A weight changes as soon as its gradient is there; what is recomputed afterwards must not be refused, nor stale."""
+
+    class Saves(nn.Module):
+        def __init__(self, use_reentrant: bool) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+            self.head = nn.Linear(WIDTH, WIDTH)
+            self.use_reentrant = use_reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+            return self.head(x)
+
+    def scenario(run: Run, use_reentrant: bool, wrap: Wrap) -> None:
+        model = run.build(Saves, use_reentrant)
+        wrap(run, model)
+        optimizers = {param: torch.optim.SGD([param], lr=0.25, momentum=0.5) for param in model.parameters()}
+
+        def step_now(param: Tensor) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step_now)
+        for step in range(3):
+            loss = loss_of(model(run.batch(seed=step).requires_grad_()))
+            loss.backward()
+            run.mean("loss", loss)
+            run.grads("cleared", model)
+            run.params(f"step {step}", model)
+
+    check(scenario, use_reentrant=(False, True), wrap=WRAPS)
+
+
 def test_module_hooks_see_what_they_see_on_a_plain_model() -> None:
     """Full backward hooks put nodes around a module's inputs and outputs; forward hooks may change either."""
 
@@ -1319,3 +1418,86 @@ def test_module_hooks_see_what_they_see_on_a_plain_model() -> None:
             seen.clear()
 
     check(scenario, wrap=WRAPS, early=(False, True))
+
+
+# ---- other parts of torch ----------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_computed_from_parameters() -> None:
+    """Parametrizations and norms make the weight anew in each forward, from full parameters, as a graph."""
+
+    def scenario(run: Run, how: str, wrap: Wrap) -> None:
+        model = run.build(nn.Sequential, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        torch.manual_seed(2)
+        for module in (model[0], model[2]):
+            nn.init.normal_(module.weight)
+            apply = {
+                "weight_norm": nn.utils.parametrizations.weight_norm,
+                "spectral_norm": nn.utils.parametrizations.spectral_norm,
+                "spectral_norm by hooks": nn.utils.spectral_norm,
+            }[how]
+            apply(module)
+        model.double()
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, how=("weight_norm", "spectral_norm", "spectral_norm by hooks"), wrap=(whole, blocks))
+
+
+def test_autocast() -> None:
+    """It caches the low-precision copies of weights, by object: also for as long as one context lasts over steps."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net).float()
+        wrap(run, model)
+        optimizer = sgd(model)
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))  # the same rows on every rank
+        for step in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model(x).float()) + loss_of(model(2 * x).float())
+                with torch.no_grad():
+                    run.value("evaluated", model(x))
+            run.step(f"step {step}", model, optimizer, loss)
+
+    check(scenario, tolerance={"rtol": 1e-5, "atol": 1e-6}, wrap=WRAPS)
+
+
+def test_forward_and_backward_on_other_threads() -> None:
+    """Saved-tensor hooks and graph tasks belong to a thread; a trainer may run each half of a step on its own."""
+
+    def on_a_thread(function: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function).result()
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            x = run.batch(seed=step)
+            loss = on_a_thread(lambda x=x: loss_of(model(x)))
+            on_a_thread(loss.backward)
+            run.step(f"step {step}", model, optimizer)
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_forward_mode_differentiation() -> None:
+    """Dual numbers run through the same forward; jvp with a graph is a double backward of another shape."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            x = run.batch(seed=step)
+            with forward_ad.dual_level():
+                output = model(forward_ad.make_dual(x, torch.ones_like(x)))
+                run.rows("tangent", forward_ad.unpack_dual(output).tangent)
+            _, slope = torch.autograd.functional.jvp(model, (x,), (torch.ones_like(x),), create_graph=True)
+            run.rows("slope", slope)
+            run.step(f"step {step}", model, optimizer, loss_of(model(x)) + slope.square().mean())
+
+    check(scenario, wrap=WRAPS)

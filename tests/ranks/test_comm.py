@@ -29,16 +29,11 @@ def values(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def mean_in_rank_order(parts: list[Tensor]) -> Tensor:
-    """In the dtype of the parts, every step rounded to it. fp16 is divided first: sums of many ranks would overflow."""
-    if parts[0].dtype == torch.float16:
-        total = parts[0] * (1 / len(parts))
-        for part in parts[1:]:
-            total = torch.add(total, part, alpha=1 / len(parts))
-        return total
-    total = parts[0].clone()
+    """In the dtype of the parts, every step rounded to it; fp16 in fp32, because sums of many ranks would overflow."""
+    total = parts[0].float() if parts[0].dtype == torch.float16 else parts[0].clone()
     for part in parts[1:]:
         total += part
-    return total / len(parts)
+    return (total / len(parts)).to(parts[0].dtype)
 
 
 # ---- what each rank checks; `check` returns nothing and raises

@@ -111,17 +111,12 @@ def check_gather(case: Case, rank: int, world_size: int) -> None:
 
 
 def expected_mean(case: Case, i: int, spec: ParamSpec, reduce_dtype: torch.dtype) -> Tensor:
-    """Cast to the reduce dtype, added in rank order, divided: each step rounded as the ranks round it."""
+    """Cast to the reduce dtype, added in rank order, divided: each step rounded to it (fp16: only the result)."""
     parts = [case.whole(i, spec.compute_dtype, rank).to(reduce_dtype) for rank in range(spec.world_size)]
-    if reduce_dtype == F16 and len(parts) > 1:
-        total = parts[0] * (1 / len(parts))
-        for part in parts[1:]:
-            total = torch.add(total, part, alpha=1 / len(parts))
-    else:
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        total /= len(parts)
+    total = parts[0].float() if reduce_dtype == F16 else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    total = (total / len(parts)).to(reduce_dtype)
     return total.to(spec.storage_dtype)
 
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from test_autograd import WIDTH, WRAPS, Block, Run, Wrap, blocks, check, leaves, loss_of, sgd, whole
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy
 from models import TinyLSTM
-from test_autograd import WIDTH, WRAPS, Block, Run, Wrap, blocks, check, leaves, loss_of, sgd, whole
 
 # ---- kinds of containers -----------------------------------------------------------------------------------------------
 
@@ -279,10 +279,10 @@ class GivesWeight(nn.Module):
     def forward(self) -> Any:
         if self.how == "view":
             return self.weight[1:, :2]
-        return {"weight": self.weight} if self.how == "in a dict" else self.weight
+        return MAKE[self.how](self.weight, [self.weight]) if self.how in MAKE else self.weight
 
 
-@pytest.mark.parametrize("how", ["itself", "view", "in a dict"])
+@pytest.mark.parametrize("how", ["itself", "view", "ModelOutput", "custom object", "slots object"])
 def test_a_weight_as_output_is_used_outside(how: str) -> None:
     """The caller computes with it after the module's forward has ended: nothing may be freed under it, nor be lost."""
 
@@ -293,7 +293,7 @@ def test_a_weight_as_output_is_used_outside(how: str) -> None:
 
         def forward(self, x: Tensor) -> tuple[Tensor, Any]:
             weight = self.gives()
-            plain = weight["weight"] if isinstance(weight, dict) else weight
+            plain = weight if isinstance(weight, Tensor) else parts(weight)[0]
             return self.block(x) @ plain.T if how != "view" else self.block(x)[:, :2] @ plain.T, weight
 
     def scenario(run: Run, wrap: Wrap) -> None:
@@ -303,28 +303,36 @@ def test_a_weight_as_output_is_used_outside(how: str) -> None:
         for step in range(3):
             x = run.batch(seed=step)
             output, weight = model(x)
-            plain = weight["weight"] if isinstance(weight, dict) else weight
+            plain = weight if isinstance(weight, Tensor) else parts(weight)[0]
             run.value("weight", plain.detach().clone())
             loss = loss_of(output) + plain.square().sum()
             loss = loss + loss_of(x[:, : plain.shape[1]] @ plain.T)
             run.step(f"step {step}", model, optimizer, loss)
             with torch.no_grad():
                 output, weight = model(x)
-                plain = weight["weight"] if isinstance(weight, dict) else weight
+                plain = weight if isinstance(weight, Tensor) else parts(weight)[0]
                 run.rows("used without grad", x[:, : plain.shape[1]] @ plain.T)
 
     check(scenario, wrap=WRAPS)
 
 
-def test_a_weight_as_output_can_be_read_after_backward_and_step() -> None:
-    """A dangling tensor would show freed memory. (In plain torch it is the parameter itself, so it shows the new values.)"""
+@pytest.mark.parametrize("how", ["itself", "view", "ModelOutput", "custom object", "slots object"])
+def test_a_weight_as_output_can_be_read_after_backward(how: str) -> None:
+    """A dangling tensor would show freed memory, or end the process."""
 
     def scenario(run: Run) -> None:
-        model = run.build(GivesWeight, "itself")
+        model = run.build(GivesWeight, how)
         run.shard(model)
-        weight = model()
-        weight.square().sum().backward()
-        run.value("after backward", weight.detach().clone())
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                output = model()
+            weight = output if isinstance(output, Tensor) else parts(output)[0]
+            if grad:
+                weight.square().sum().backward()
+            else:
+                with torch.no_grad():
+                    model()
+            run.value("after", weight.detach().clone())
 
     check(scenario)
 

@@ -1,19 +1,16 @@
 """Outside forward and backward everybody sees the sharded parameters, always the same objects; full copies are never stale."""
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from test_autograd import WRAPS, MayFail, Net, Run, Wrap, check, kept, leaves, loss_of, sgd, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule
-from helpers import full
-from test_autograd import WRAPS, Fails, MayFail, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
 
 
 def train(run: Run, model: nn.Module, seed: int) -> Tensor:
