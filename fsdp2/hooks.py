@@ -45,6 +45,9 @@ def install(state: FSDPState) -> None:
         module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         # Also when forward raises: what before_forward entered must be left.
         module.register_forward_hook(_after_forward, always_call=True)
+        # State dicts hold the sharded parameters, also between unshard() and reshard().
+        module.register_state_dict_pre_hook(_before_state_dict)
+        module.register_load_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_post_hook(_after_load)
     state.group.on_gradient = partial(on_gradient, state)
     Context(state, (inner for module in state.modules for inner in states_below(module)), use_in_backward)
@@ -58,8 +61,12 @@ def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any
     return after_forward(module.__dict__[_STATE], module, output)
 
 
+def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    module.__dict__[_STATE].release()
+
+
 def _after_load(module: nn.Module, _: Any) -> None:
-    module.__dict__[_STATE].group.adopt_replacements()
+    module.__dict__[_STATE].group.adopt_replacements(accept_whole=True)
 
 
 def before_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ Shape legend:  W ranks,  S elements of one padded shard,  P elements of one rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -19,11 +20,26 @@ def view_bytes(buffer: Tensor, offset: int, numel: int, dtype: torch.dtype) -> T
     return buffer[offset : offset + numel * dtype.itemsize].view(dtype)
 
 
+def alias(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Like `view_bytes`, but with a storage of its own that shares `buffer`'s memory.
+
+    A DTensor whose local tensor begins inside a storage can't be deep-copied, staged or saved on its own.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device=buffer.device)
+    storage = buffer.untyped_storage()[offset : offset + nbytes]
+    return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape, contiguous_stride(shape))
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
 def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor over `buffer`'s storage with a version counter of its own: to autograd, refilling is no change."""
     leaf = torch.empty(0, dtype=dtype, device=buffer.device)
-    stride = torch.empty(shape, device="meta").stride()
-    return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, stride)
+    return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
 
 
 def pack_gradients(

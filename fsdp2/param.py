@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from . import torch_compat
 from .layout import ParamSpec
 from .mesh import ShardMesh
+from .pack import contiguous_stride
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class FSDPParam:
     """
 
     def __init__(self, slots: list[Slot], name: str, mesh: ShardMesh) -> None:
-        self.slots, self.name, self._mesh = slots, name, mesh
+        self.slots, self._mesh = slots, mesh
+        # FQNs of the slots. Errors call the parameter by the first.
+        self.names = [name] * len(slots)
         self.shape = tuple(slots[0].get().shape)
         self.full: nn.Parameter | None = None
         # What `full.requires_grad` was last set to: users freeze and unfreeze the sharded face.
@@ -60,16 +63,20 @@ class FSDPParam:
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self.dtensor_spec = torch_compat.dtensor_spec(
-            self._mesh.mesh, self._mesh.placements, self.shape, _contiguous_stride(self.shape), local.dtype
+            self._mesh.mesh, self._mesh.placements, self.shape, contiguous_stride(self.shape), local.dtype
         )
         sharded = nn.Parameter(torch_compat.dtensor(local, self.dtensor_spec), original.requires_grad)
         # nn.Parameter wraps a detached copy of the local tensor object; put ours back, to know it again.
         torch_compat.set_local(sharded, local)
         # Of every gradient's local tensor, too.
-        self._local_geometry = (local.shape, _contiguous_stride(local.shape))
+        self._local_geometry = (local.shape, contiguous_stride(local.shape))
         sharded.__dict__.update(vars(original))
         torch_compat.take_hooks(original, sharded)
         return sharded
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     def spec_for(self, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> ParamSpec:
         return ParamSpec(self.shape, dtype, compute_dtype or dtype, self._mesh.size)
@@ -91,8 +98,10 @@ class FSDPParam:
             else:
                 setattr(slot.module, slot.name, face)
 
-    def readopt(self) -> None:
+    def readopt(self, accept_whole: bool) -> None:
         """Take what is registered now as the sharded face: users may replace it by assignment or loading.
+
+        `accept_whole`: also a plain tensor of the whole parameter, to be sharded.
 
         Raises:
             ValueError: it is gone, has another shape or distribution, or stands in some of several slots only.
@@ -104,33 +113,38 @@ class FSDPParam:
                 "parameter can be replaced only by one of the same shape; for another shape apply fully_shard anew."
             )
         if not isinstance(found, DTensor):
+            if not accept_whole:
+                raise ValueError(
+                    f"{self.name}: expected a DTensor, got a plain {type(found).__name__}. An optimizer that holds it "
+                    "would never see it change. Load whole tensors with load_state_dict(..., assign=True), or "
+                    "distribute it like the parameter it replaces."
+                )
             self._shard(found)
-            # An optimizer may hold the object that was assigned: make that the sharded face.
-            torch.utils.swap_tensors(found, self.sharded)
-            self.sharded = found
-            self.register(found)
             return
         if found.placements != self._mesh.placements or found.device_mesh != self._mesh.mesh:
             raise ValueError(
                 f"{self.name}: expected a DTensor with placements {self._mesh.placements} on {self._mesh.mesh}, got "
                 f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."
             )
+        if found.stride() != contiguous_stride(self.shape):
+            # Shards are always contiguous; the object must say so, and stay the one that users hold.
+            torch.utils.swap_tensors(found, self._wrap(torch_compat.local_of(found).contiguous(), found))
         self.sharded = found
         self.dtensor_spec = torch_compat.dtensor_spec(
-            self._mesh.mesh, self._mesh.placements, self.shape, _contiguous_stride(self.shape), found.dtype
+            self._mesh.mesh, self._mesh.placements, self.shape, contiguous_stride(self.shape), found.dtype
         )
-        self._local_geometry = (self.local.shape, _contiguous_stride(self.local.shape))
+        self._local_geometry = (self.local.shape, contiguous_stride(self.local.shape))
         self.register(found)
 
     def _find(self) -> nn.Parameter:
         """What is registered now, in all slots alike."""
         found = [slot.module._parameters.get(slot.name) for slot in self.slots]
-        for slot, each in zip(self.slots, found, strict=True):
+        for name, each in zip(self.names, found, strict=True):
             if each is None or (each is not self.sharded and self.sharded in set(found)):
-                what = "is gone" if each is None else "was replaced, though it is tied to another that was not"
+                what = "is gone" if each is None else f"was replaced, but not {self.name}, to which it was tied"
                 raise ValueError(
-                    f"{self.name} (registered as {slot.name} of {type(slot.module).__name__}) {what}. fully_shard "
-                    "manages it: apply fully_shard after such a change, or make it everywhere the parameter is used."
+                    f"{name} {what}. fully_shard manages this parameter: make such a change before fully_shard, or "
+                    "everywhere the parameter is used."
                 )
         # Loading with assign=True gives each slot of a tied parameter an object of its own.
         assert found[0] is not None
@@ -152,10 +166,6 @@ class FSDPParam:
             torch_compat.local_of(self.sharded.grad).add_(torch_compat.local_of(gradient))
         if post_accumulate_hooks:
             _call(post_accumulate_hooks, self.sharded)
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _call(hooks: dict[int, Callable[[Any], Any]], value: Any) -> Any:

@@ -15,7 +15,7 @@ from .gather import GatherPlan, PendingGather
 from .gradients import GroupGradients
 from .layout import GatherLayout, gather_layout
 from .mesh import ShardMesh
-from .pack import leaf_over, view_bytes
+from .pack import alias, leaf_over
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 
@@ -75,9 +75,10 @@ class FSDPParamGroup:
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Name the group and its parameters after the FQNs of their modules."""
         for param in self.params:
-            prefix = names.get(param.slots[0].module)
-            if prefix is not None:
-                param.name = f"{prefix}.{param.slots[0].name}" if prefix else param.slots[0].name
+            for i, slot in enumerate(param.slots):
+                prefix = names.get(slot.module)
+                if prefix is not None:
+                    param.names[i] = f"{prefix}.{slot.name}" if prefix else slot.name
         self.name = names.get(self.modules[0], "") or "root"
 
     # ---- sharded -> unsharded -> sharded
@@ -130,7 +131,7 @@ class FSDPParamGroup:
 
     def version(self) -> int:
         """Grows when a sharded parameter is modified in place; torch's foreach and fused optimizers don't count."""
-        return sum(param.sharded._version for param in self.params) + (self._shards._version if self._layout else 0)
+        return sum(param.sharded._version + param.local._version for param in self.params)
 
     def _register(self, face: int) -> None:
         for slots, name, faces in self._dict_slots:
@@ -140,12 +141,12 @@ class FSDPParamGroup:
 
     # ---- construction, and again whenever a user replaces a parameter or its local tensor
 
-    def adopt_replacements(self) -> None:
+    def adopt_replacements(self, accept_whole: bool = False) -> None:
         """Take over what a user put in place of our parameters or their local tensors (`.to`, loading, assignment)."""
         self.reshard()
-        self._notice_replacements(may_be_meta=True)
+        self._notice_replacements(accept_whole, may_be_meta=True)
 
-    def _notice_replacements(self, may_be_meta: bool = False) -> None:
+    def _notice_replacements(self, accept_whole: bool = False, may_be_meta: bool = False) -> None:
         replaced = stale = False
         for slots, name, local, param in self._watched:
             registered = slots.get(name)
@@ -154,7 +155,7 @@ class FSDPParamGroup:
             elif registered.requires_grad is not param.full_requires_grad:
                 stale = True
         if replaced or self._layout is None:
-            self._readopt()
+            self._readopt(accept_whole)
         elif stale:
             self._follow_requires_grad()
         if self._layout is None and not may_be_meta:
@@ -164,9 +165,9 @@ class FSDPParamGroup:
                 f"before its first forward: model.to_empty(device={self.mesh.device.type!r}), then initialise or load."
             )
 
-    def _readopt(self) -> None:
+    def _readopt(self, accept_whole: bool) -> None:
         for param in self.params:
-            param.readopt()
+            param.readopt(accept_whole)
         owners: dict[nn.Parameter, FSDPParam] = {}
         for param in self.params:
             other = owners.setdefault(param.sharded, param)
@@ -217,10 +218,11 @@ class FSDPParamGroup:
     def _move_into_shards(self, layout: GatherLayout) -> None:
         moves = []
         for param, spec, offset in zip(self.params, layout.specs, layout.shard_offsets, strict=True):
-            own = view_bytes(self._shards, offset, param.local.numel(), spec.storage_dtype).view(param.local.shape)
+            own = alias(self._shards, offset, tuple(param.local.shape), spec.storage_dtype)
             if param.local.data_ptr() != own.data_ptr() or param.local.numel() == 0:
                 # Users may exchange two parameters, each of which then lies where the other is to go.
-                inside = torch_compat.storage_id(param.local) == torch_compat.storage_id(self._shards)
+                distance = param.local.data_ptr() - self._shards.data_ptr()
+                inside = 0 <= distance < layout.shard_nbytes
                 moves.append((param, own, param.local.clone() if inside else param.local))
         for param, own, local in moves:
             own.copy_(local)

@@ -1,4 +1,4 @@
-"""Gradients of several backwards add up as on a plain model: synchronised each time or at the end, cleared at any point."""
+"""Gradients of several backwards add up as on a plain model: synchronised each time or at the end, cleared anywhere."""
 
 import itertools
 from typing import Any
@@ -119,7 +119,7 @@ def test_zero_grad_to_zero_and_no_further_backward() -> None:
 
 
 def test_zero_grad_to_zero_then_unused() -> None:
-    """`set_to_none=False` leaves zeros where a later backward brings nothing, not None; where nothing was, None stays."""
+    """`set_to_none=False` leaves zeros where a later backward brings nothing; where nothing was, None stays."""
 
     def scenario(run: Run, sync: bool, wrap: Wrap) -> None:
         model = run.build(Towers)

@@ -1,4 +1,4 @@
-"""What a module returns, keeps and takes: any type, tensors hidden anywhere, views changed in place, weights themselves."""
+"""What a module returns, keeps and takes: any type, hidden tensors, views changed in place, weights themselves."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp2 import MixedPrecisionPolicy
 from models import TinyLSTM
 
-# ---- kinds of containers -----------------------------------------------------------------------------------------------
+# ---- kinds of containers ---------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -408,7 +408,7 @@ def test_outputs_without_gradient() -> None:
     check(scenario, wrap=WRAPS)
 
 
-# ---- dtypes ------------------------------------------------------------------------------------------------------------
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -459,7 +459,7 @@ def test_inputs_and_outputs_are_cast_and_keep_their_types(dtype: torch.dtype) ->
 
 
 def test_low_precision_gradients_are_those_of_a_low_precision_copy() -> None:
-    """Computed in bf16 between ranks in fp32: on one rank's worth of equal rows, the plain bf16 model says every bit."""
+    """Computed in bf16 between ranks in fp32: with equal rows on every rank, a plain bf16 model says every bit."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -501,6 +501,7 @@ def test_lstm() -> None:
                 run.rows("evaluated", model(run.batch(*model.row_shape, seed=9)))
             losses = [loss_of(model(run.batch(*model.row_shape, seed=10 * step + i))) for i in range(2)]
             run.step(f"step {step}", model, optimizer, sum(losses))
-            run.value("flat weights", [w is p for w, p in zip(model.lstm._flat_weights, model.lstm.parameters())])
+            listed = zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True)
+            run.value("flat weights", [weight is param for weight, param in listed])
 
     check(scenario, wrap=WRAPS)

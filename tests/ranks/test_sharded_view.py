@@ -1,4 +1,4 @@
-"""Outside forward and backward everybody sees the sharded parameters, always the same objects; full copies are never stale."""
+"""Outside forward and backward users see the sharded parameters, always the same objects; no full copy is stale."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def evaluate(run: Run, model: nn.Module, seed: int, mode: Any = torch.no_grad) -
         return model(run.batch(seed=seed))
 
 
-# ---- who sees what -----------------------------------------------------------------------------------------------------
+# ---- who sees what ---------------------------------------------------------------------------------------------------
 
 
 def test_parameters_are_the_same_sharded_objects_after_anything() -> None:
@@ -169,7 +169,7 @@ def test_inside_a_forward_modules_see_full_parameters() -> None:
     check(with_batches_of_seven)
 
 
-# ---- stale weights -----------------------------------------------------------------------------------------------------
+# ---- stale weights ---------------------------------------------------------------------------------------------------
 
 FACTOR = 0.9
 
@@ -358,7 +358,7 @@ def test_reshard_after_forward_changed_between_steps() -> None:
     check(scenario, wrap=WRAPS)
 
 
-# ---- what is kept ------------------------------------------------------------------------------------------------------
+# ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
 def test_what_users_put_on_parameters_before_sharding_is_kept() -> None:
@@ -421,7 +421,7 @@ def test_buffers_and_modes_are_left_alone() -> None:
 
 
 def test_state_dict_and_loading_at_any_point() -> None:
-    """Between forward and backward, after evaluation, after an error: it is the sharded values, and loading them works."""
+    """Between forward and backward, after evaluation or an error: it is the sharded values, and they load."""
 
     def scenario(run: Run, wrap: Wrap) -> None:
         model = run.build(MayFail)
