@@ -52,6 +52,8 @@ class CoalescedComm:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._all_gather_one, self._reduce_scatter_one = torch_compat.single_tensor_collectives(group)
+        self._average = dist.ReduceScatterOptions()
+        self._average.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if len(outputs) == 1:
@@ -59,11 +61,9 @@ class CoalescedComm:
         return self._group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
         if len(outputs) == 1:
-            return self._reduce_scatter_one(outputs[0], inputs[0], options)
-        return self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
+            return self._reduce_scatter_one(outputs[0], inputs[0], self._average)
+        return self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), self._average)
 
 
 class PairwiseComm:

@@ -160,9 +160,9 @@ class Context:
 
         `recomputes`: it is a forward that runs again, with grad enabled, whether or not the backward builds a graph.
         """
-        if torch_compat.graph_task() == -1:
-            return  # somebody looks at saved tensors outside backward
         if not self.end_is_queued():
+            if torch_compat.graph_task() == -1:
+                return  # somebody looks at saved tensors outside backward
             self._begin_backward()
         if torch.is_grad_enabled() and not recomputes:
             self._builds_graph = self.graph_reads_weights = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from .mesh import ShardMesh
 from .pack import alias, leaf_over
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
+
+_version_of = attrgetter("_version")
 
 
 class _Settled:
@@ -131,7 +134,7 @@ class FSDPParamGroup:
 
     def version(self) -> int:
         """Grows when a sharded parameter is modified in place; torch's foreach and fused optimizers don't count."""
-        return sum(param.sharded._version + param.local._version for param in self.params)
+        return sum(map(_version_of, self._versioned))
 
     def _register(self, face: int) -> None:
         for slots, name, faces in self._dict_slots:
@@ -233,6 +236,8 @@ class FSDPParamGroup:
         self._watched: list[tuple[dict[str, Any], str, Tensor, FSDPParam]] = [
             (slot.module._parameters, slot.name, param.local, param) for param in self.params for slot in param.slots
         ]
+        # Operations on the DTensor count there, operations on what to_local() returns count at the local tensor.
+        self._versioned = [tensor for param in self.params for tensor in (param.sharded, param.local)]
 
     def _follow_requires_grad(self) -> None:
         for param in self.params:

@@ -57,18 +57,17 @@ class SavedTensors:
             self._hooks.__exit__()
             self._hooks = None
 
-    def _owner_of(self, tensor: Tensor) -> Owner | None:
-        try:
-            storage = torch_compat.storage_id(tensor)
-        except (NotImplementedError, RuntimeError):  # sparse tensors, functorch wrappers: not views of a weight
-            return None
+    def _owner_of(self, storage: int) -> Owner | None:
         owner = self.owners.get(storage)
-        return self._outer._owner_of(tensor) if owner is None and self._outer is not None else owner
+        return self._outer._owner_of(storage) if owner is None and self._outer is not None else owner
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.grad_fn is None else tensor.detach()
-        owner = self._owner_of(tensor)
+        try:
+            owner = self._owner_of(torch_compat.storage_id(kept))
+        except (NotImplementedError, RuntimeError):  # sparse tensors, functorch wrappers: not views of a weight
+            owner = None
         return kept, kept._version if owner is None else owner.version, owner
 
     def _unpack(self, saved: _Saved) -> Tensor:

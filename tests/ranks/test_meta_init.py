@@ -96,7 +96,7 @@ def loaded_by_assignment() -> None:
 
 
 def loaded_by_assignment_of_whole_tensors() -> None:
-    """A full state dict, the same on every rank: each keeps its rows. The optimizer is built before the first forward."""
+    """A full state dict on every rank: each keeps its rows. The optimizer is built before the first forward."""
     plain = OddMLP()
     sharded = on_meta(OddMLP, leaves)
     sharded.load_state_dict({name: value.clone() for name, value in plain.state_dict().items()}, assign=True)

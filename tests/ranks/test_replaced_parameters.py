@@ -220,7 +220,7 @@ def replaced_by_a_dtensor_that_is_not_contiguous() -> None:
 
 
 def loaded_by_assignment_of_whole_tensors() -> None:
-    """A full state dict; the optimizer is built before the next forward, from parameters that must be the final ones."""
+    """A full state dict; the optimizer is built before the next forward: the parameters must be the final ones."""
     for before in (0, 2):
         twins = Twins(TinyGPT(tied=True), leaves_of_gpt)
         twins.train(before)
@@ -334,7 +334,7 @@ def another_shape_is_refused() -> None:
 
 
 def a_plain_parameter_is_refused() -> None:
-    """It would have to become another object at the next forward, and an optimizer that holds it would train nothing."""
+    """It would have to become another object at the next forward; an optimizer that holds it would train nothing."""
     twins = Twins(OddMLP())
     original = twins.sharded.wide.weight
     for shape in (original.shape, (7, 6)):

@@ -56,7 +56,7 @@ def assert_disjoint(regions: Sequence[tuple[int, int]], end: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_rows_are_those_of_torch_chunk(world_size: int) -> None:
-    """DTensor, checkpoints and optimizers expect torch.chunk's cut, which leaves the last ranks with less or nothing."""
+    """DTensor, checkpoints and optimizers expect torch.chunk's cut, which leaves the last ranks less, or nothing."""
     for rows in range(20):
         spec = ParamSpec((rows, 3), F32, F32, world_size)
         whole = torch.arange(rows * 3).view(rows, 3)
