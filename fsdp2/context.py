@@ -57,11 +57,23 @@ class FSDPState:
             return self.context.root is self or self.last_in_pass
         return not self.reshard_after_forward
 
+    def settle(self, keep: bool) -> None:
+        """Forward is over: register the sharded parameters; free the full ones' data, or keep it for backward."""
+        self.finished.clear()
+        if keep:
+            self.group.uninstall()
+        else:
+            self._reshard()
+        self.kept = keep
+
     def release(self) -> None:
         """Reshard, unless a forward of the group runs (a backward may run inside it)."""
         self.backward_ready = self.kept = False
         if not self.running:
-            self.group.reshard(free=not self.context.graph_reads_weights)
+            self._reshard()
+
+    def _reshard(self) -> None:
+        self.group.reshard(free=not self.context.graph_reads_weights)
 
 
 class Context:
@@ -90,6 +102,8 @@ class Context:
         self._ran: deque[FSDPState] = deque(maxlen=_MAX_HISTORY)
         self._backward = Cursor[FSDPState](())
         self._prefetched: set[FSDPState] = set()
+        # Lists of modules of which not all have run yet in this pass, and whether to keep their parameters then.
+        self.unfinished: dict[FSDPState, bool] = {}
         self.in_backward = False
         self._end: Callable[[], _BackwardEnd | None] = _nothing
         # A backward with create_graph has saved weights where our hooks don't see it: until another backward has
@@ -126,6 +140,9 @@ class Context:
         if not self.running:
             self._saved_tensors.deactivate()
             self._order = self._order_now
+            for state, keep in self.unfinished.items():
+                state.settle(keep)
+            self.unfinished.clear()
             if not self.in_backward:
                 self._drop_prefetched()
 

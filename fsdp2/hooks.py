@@ -117,7 +117,7 @@ def interrupted(module: nn.Module) -> None:
 
 
 def _is_weight(state: FSDPState, tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and torch_compat.storage_id(tensor) == state.group.storage_id
+    return torch_compat.storage_id(tensor) == state.group.storage_id
 
 
 def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
@@ -129,16 +129,15 @@ def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
 
 
 def _settle(state: FSDPState, module: nn.Module, keep: bool) -> None:
-    """Free the full parameters after forward, or keep them for backward; users see the sharded ones either way."""
+    """Settle the group, unless its parameters are still in use, or will be: a list of modules shares one group."""
+    if state.running > 1:
+        return
     state.finished.add(module)
-    if state.running > 1 or (len(state.context.running) > 1 and not state.finished.issuperset(state.modules)):
-        return  # the same parameters are still in use, or will be: a list of modules shares one group
-    state.finished.clear()
-    if keep:
-        state.group.uninstall()
-        state.kept = True
+    if len(state.context.running) > 1 and not state.finished.issuperset(state.modules):
+        state.context.unfinished[state] = keep
     else:
-        state.group.reshard()
+        state.context.unfinished.pop(state, None)
+        state.settle(keep)
 
 
 def unshard(state: FSDPState) -> None:

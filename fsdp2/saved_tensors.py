@@ -64,10 +64,7 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> _Saved:
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.grad_fn is None else tensor.detach()
-        try:
-            owner = self._owner_of(torch_compat.storage_id(kept))
-        except (NotImplementedError, RuntimeError):  # sparse tensors, functorch wrappers: not views of a weight
-            owner = None
+        owner = self._owner_of(torch_compat.storage_id(kept))
         return kept, kept._version if owner is None else owner.version, owner
 
     def _unpack(self, saved: _Saved) -> Tensor:

@@ -88,8 +88,14 @@ def single_tensor_collectives(group: dist.ProcessGroup) -> tuple[Callable[..., A
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identity of the storage behind a tensor, also while it is freed (then `data_ptr` is 0 for all)."""
-    return tensor.untyped_storage()._cdata
+    """Identity of the storage behind a tensor, also while it is freed (then `data_ptr` is 0 for all).
+
+    -1 for what has no storage, hence is no view of anything: sparse tensors, functorch's wrappers.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return -1
 
 
 def graph_task() -> int:

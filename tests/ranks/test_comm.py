@@ -225,7 +225,7 @@ class CountingGroup:
 
 @pytest.mark.parametrize("world_size", [3])
 def test_ranks_send_what_they_must(world_size: int) -> None:
-    """(N - 1) / N of the full parameter or gradient; gloo's own reduce-scatter is an all-reduce and sends twice that."""
+    """(N - 1) / N of the full parameter or gradient; gloo's own reduce-scatter is an all-reduce: twice that."""
 
     def body(rank: int, _: int) -> tuple[int, int, int, int]:
         group = CountingGroup(dist.group.WORLD)
