@@ -46,7 +46,7 @@ class FSDPState:
         # Gathered and registered for the backward that runs.
         self.backward_ready = False
         # Of the sharded parameters, when they were last gathered on purpose.
-        self.version = 0
+        self.versions: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return self.group.name

@@ -73,6 +73,7 @@ def fully_shard(
     slots = _collect_slots(managed)
     for name, parameter_slots in slots.items():
         _check_parameter(name, parameter_slots)
+    _check_memory(slots)
     for root in roots:
         _check_names(root)
     shard_mesh = ShardMesh(mesh if mesh is not None else default_mesh())
@@ -173,6 +174,19 @@ def _check_parameter(name: str, slots: list[Slot]) -> None:
         )
     if any(isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse for slot in slots):
         raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
+    if any(getattr(slot.module, "max_norm", None) is not None for slot in slots):
+        raise NotImplementedError(f"{what} max_norm writes to the weight in forward; that would be lost. Leave it out.")
+
+
+def _check_memory(slots: dict[str, list[Slot]]) -> None:
+    """Two parameters over the same memory, not being one object, would be two after sharding."""
+    owners: dict[int, str] = {}
+    for name, (slot, *_) in slots.items():
+        parameter = slot.get()
+        if parameter.numel() and parameter.device.type != "meta":
+            other = owners.setdefault(parameter.data_ptr(), name)
+            if other != name:
+                raise ValueError(f"{name} and {other} share memory. Tie them as one nn.Parameter, or copy one of them.")
 
 
 def _check_names(root: nn.Module) -> None:

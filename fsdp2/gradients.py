@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,26 +26,42 @@ MIN_BUCKET_BYTES = 1024 * 1024
 class UnsyncedGrad(DTensor):
     """Stands in `.grad` while gradients wait, unreduced, for a backward pass that synchronises.
 
-    It makes the waiting gradients visible to `zero_grad`, in both of its ways, and refuses every other use: the value
-    isn't known before it is reduced.
+    It makes the waiting gradients visible to `zero_grad`, in both of its ways: set to zero, it becomes a plain DTensor
+    of zeros. It refuses every other use, since the value isn't known before it is reduced.
     """
 
-    cleared = False
+    # What had been reduced before, if anything.
     reduced: Tensor | None = None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func not in torch_compat.ZERO_OPS:
-            raise RuntimeError(
-                f"{func}: this gradient is not synchronised between ranks yet. Call set_requires_gradient_sync(True) "
-                "before the last backward of an accumulation, and use .grad (clip, step, ...) after it."
-            )
-        for gradient in [args[0]] if isinstance(args[0], Tensor) else args[0]:
+            _refuse(str(func))
+        several = not isinstance(args[0], Tensor)
+        for gradient in args[0] if several else [args[0]]:
             if isinstance(gradient, UnsyncedGrad):
-                gradient.cleared = True
+                zeros = torch.zeros_like(torch_compat.local_of(gradient), memory_format=torch.contiguous_format)
+                torch_compat.set_local(gradient, zeros)
+                gradient.__class__ = DTensor  # type: ignore[assignment]
             else:
                 torch_compat.local_of(gradient).zero_()
-        return args[0]
+        return None if several else args[0]
+
+    def to_local(self, **_: Any) -> Any:
+        _refuse("to_local")
+
+    def full_tensor(self, **_: Any) -> Any:
+        _refuse("full_tensor")
+
+    def redistribute(self, *_: Any, **__: Any) -> Any:
+        _refuse("redistribute")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"{what}: this gradient is not synchronised between ranks yet. Call set_requires_gradient_sync(True) before "
+        "the last backward of an accumulation, and use .grad (clip, step, ...) after it."
+    )
 
 
 class ReductionQueue:
@@ -114,12 +130,15 @@ class GroupGradients:
     def arrive(self, i: int) -> bool:
         """The full gradient of parameter i is complete. Return whether those of all trainable parameters are."""
         self._seen.add(i)
-        self._arrived.add(i)
-        bucket = self._bucket_of[i]
-        if not self.synchronise:
+        param, bucket = self._params[i], self._bucket_of[i]
+        if not param.sharded.requires_grad:
+            param.full.grad = None  # frozen since the forward
+        elif not self.synchronise:
             self._keep(i)
-        elif self._arrived.issuperset(bucket):
-            self._reduce(bucket)
+        else:
+            self._arrived.add(i)
+            if self._arrived.issuperset(bucket):
+                self._reduce(bucket)
         complete = len(self._seen) == len(self._bucket_of)
         if complete:
             self._seen.clear()
@@ -129,21 +148,19 @@ class GroupGradients:
         """Reduce what has arrived, also if the rest of its bucket has not."""
         if not self._arrived:
             return
-        for bucket in dict.fromkeys(self._bucket_of[i] for i in sorted(self._arrived, reverse=True)):
+        # What waits may have been frozen, and be in no bucket since.
+        for bucket in dict.fromkeys(self._bucket_of.get(i, (i,)) for i in sorted(self._arrived, reverse=True)):
             self._reduce(tuple(i for i in bucket if i in self._arrived))
 
     def begin_backward(self) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
         self._seen.clear()
         for i in list(self._waiting):
-            param, marker = self._params[i], self._params[i].sharded.grad
-            if not isinstance(marker, UnsyncedGrad):
-                del self._waiting[i]
-            elif marker.cleared:
-                del self._waiting[i]
-                param.sharded.grad = torch_compat.dtensor(torch.zeros_like(param.local), param.dtensor_spec)
+            marker = self._params[i].sharded.grad
+            if isinstance(marker, UnsyncedGrad):
+                self._params[i].sharded.grad = marker.reduced
             else:
-                param.sharded.grad = marker.reduced
+                del self._waiting[i]
 
     def end_backward(self) -> None:
         """Reduce what is left; then let `.grad` show what must wait."""
@@ -164,8 +181,7 @@ class GroupGradients:
     def discard(self) -> None:
         """After an error: drop the gradients of the backward pass that failed, keep those of earlier ones."""
         for param in self._params:
-            if param.full is not None:
-                param.full.grad = None
+            param.full.grad = None
         self._arrived.clear()
         self._seen.clear()
         self.mark_waiting()
@@ -183,7 +199,6 @@ class GroupGradients:
     def _take(self, i: int) -> Tensor:
         """The full gradient of parameter i, with those that waited for it; nobody else holds it then."""
         full = self._params[i].full
-        assert full is not None
         self._arrived.discard(i)
         gradient, full.grad = full.grad, None
         waited = self._waiting.pop(i, None)

@@ -79,7 +79,7 @@ def before_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], k
         unshard(state)
     else:
         unshard(state)
-        state.version = state.group.version()
+        state.versions = state.group.versions()
         context.prefetch_forward(state)
     if state.policy.cast_forward_inputs and state.policy.param_dtype is not None:
         args = cast_floating(args, state.policy.param_dtype)
@@ -94,21 +94,32 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     context = state.context
     if not context.is_innermost(module):
         return None  # somebody's pre-hook raised before ours ran
-    if torch_compat.graph_task() == -1:
-        outputs = tensors_in(output)
-        if torch.is_grad_enabled() and not any(tensor.grad_fn for tensor in outputs):
-            outputs += [value for value in vars(module).values() if isinstance(value, Tensor)]  # perhaps kept there
-        if any(_is_weight(state, tensor) for tensor in outputs):
-            # The memory of a returned weight will be freed or refilled: hand out a copy, through which gradients flow.
-            output = map_tensors(output, lambda tensor: tensor.clone() if _is_weight(state, tensor) else tensor)
-            outputs = tensors_in(output)
-        differentiable = _hook_outputs(state, outputs)
-        # Reentrant checkpointing runs the forward without grad, and once more in backward.
-        if differentiable or (context.pass_has_grad and not torch.is_grad_enabled()):
-            context.ran(state)
-        _settle(state, module, keep=differentiable and state.keeps_after_forward())
+    in_backward = torch_compat.graph_task() != -1
+    if not in_backward:
+        output = _without_weights(state, output)
+        _finish_forward(state, module, output)
     context.leave()
+    if not in_backward:
+        state.group.check_written()
     return output if state.policy.output_dtype is None else cast_floating(output, state.policy.output_dtype)
+
+
+def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> None:
+    outputs = tensors_in(output)
+    if torch.is_grad_enabled() and not any(tensor.grad_fn for tensor in outputs):
+        outputs += [value for value in vars(module).values() if isinstance(value, Tensor)]  # perhaps kept there
+    differentiable = _hook_outputs(state, outputs)
+    # Reentrant checkpointing runs the forward without grad, and once more in backward.
+    if differentiable or (state.context.pass_has_grad and not torch.is_grad_enabled()):
+        state.context.ran(state)
+    _settle(state, module, keep=differentiable and state.keeps_after_forward())
+
+
+def _without_weights(state: FSDPState, output: Any) -> Any:
+    """`output` with copies, through which gradients flow, of weights in it, whose memory will be freed or refilled."""
+    if not any(_is_weight(state, tensor) for tensor in tensors_in(output)):
+        return output
+    return map_tensors(output, lambda tensor: tensor.clone() if _is_weight(state, tensor) else tensor, everywhere=True)
 
 
 def interrupted(module: nn.Module) -> None:
@@ -158,7 +169,7 @@ def before_backward(state: FSDPState, recomputes: bool = False) -> None:
     state.context.enter_backward(recomputes)
     if not state.backward_ready:
         state.backward_ready = True
-        state.version = state.group.version()
+        state.versions = state.group.versions()
         unshard(state)
         state.context.prefetch_backward(state)
 

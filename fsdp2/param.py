@@ -45,7 +45,7 @@ class FSDPParam:
         # FQNs of the slots. Errors call the parameter by the first.
         self.names = [name] * len(slots)
         self.shape = tuple(slots[0].get().shape)
-        self.full: nn.Parameter | None = None
+        self.full = nn.Parameter(torch.empty(0))  # until the group has its storage
         # What `full.requires_grad` was last set to: users freeze and unfreeze the sharded face.
         self.full_requires_grad = False
         self._shard(slots[0].get())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -60,6 +61,7 @@ class FSDPParamGroup:
         self.state: _Settled | PendingGather = SHARDED
         self.installed = False
         self.gradients = GroupGradients(self.params, comm)
+        self._full_versions: tuple[int, ...] = ()
         # Called with the index of a parameter whose full gradient is complete; set by the runtime.
         self.on_gradient: Callable[[int], None] | None = None
         # Identity of the storage that all full parameters share.
@@ -132,9 +134,29 @@ class FSDPParamGroup:
         if free and self._layout is not None and not self._layout.aliased:
             self._full_storage.resize_(0)
 
-    def version(self) -> int:
-        """Grows when a sharded parameter is modified in place; torch's foreach and fused optimizers don't count."""
-        return sum(map(_version_of, self._versioned))
+    def versions(self) -> tuple[int, ...]:
+        """Two per sharded parameter, one of which grows with each in-place operation on it.
+
+        The foreach and fused kernels of torch's optimizers don't count.
+        """
+        return tuple(map(_version_of, self._versioned))
+
+    def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+        """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
+        assert self._layout is not None, "a full parameter was saved"
+        i = bisect_right(self._layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
+        return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
+
+    def check_written(self) -> None:
+        """Raise RuntimeError if a full parameter was written to since the last call: sharding again would undo it."""
+        before, versions = self._full_versions, tuple(map(_version_of, self._fulls))
+        changed = [p.name for p, old, new in zip(self.params, before, versions, strict=True) if old != new]
+        self._full_versions = versions
+        if changed:
+            raise RuntimeError(
+                f"{', '.join(changed)} was modified in place during forward. The change is lost when the parameter is "
+                "sharded again: modify the sharded parameter between steps, or keep such a value in a buffer."
+            )
 
     def _register(self, face: int) -> None:
         for slots, name, faces in self._dict_slots:
@@ -162,9 +184,9 @@ class FSDPParamGroup:
         elif stale:
             self._follow_requires_grad()
         if self._layout is None and not may_be_meta:
-            names = [param.name for param in self.params if param.local.device != self.mesh.device]
+            names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != self.mesh.device]
             raise RuntimeError(
-                f"expected parameters on {self.mesh.device}, got others at {', '.join(names)}. Materialise the model "
+                f"expected parameters on {self.mesh.device}, got {', '.join(names)}. Materialise the model "
                 f"before its first forward: model.to_empty(device={self.mesh.device.type!r}), then initialise or load."
             )
 
@@ -237,11 +259,12 @@ class FSDPParamGroup:
             (slot.module._parameters, slot.name, param.local, param) for param in self.params for slot in param.slots
         ]
         # Operations on the DTensor count there, operations on what to_local() returns count at the local tensor.
+        self._fulls = [param.full for param in self.params]
+        self._full_versions = tuple(map(_version_of, self._fulls))
         self._versioned = [tensor for param in self.params for tensor in (param.sharded, param.local)]
 
     def _follow_requires_grad(self) -> None:
         for param in self.params:
-            assert param.full is not None, "built before"
             param.full_requires_grad = param.sharded.requires_grad
             param.full.requires_grad_(param.full_requires_grad)
         specs = self._layout.specs if self._layout else ()

@@ -40,8 +40,10 @@ class MixedPrecisionPolicy:
                 continue
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"MixedPrecisionPolicy.{name}: expected a torch.dtype or None, got {dtype!r}")
-            if not dtype.is_floating_point:
-                raise ValueError(f"MixedPrecisionPolicy.{name}: expected a floating-point dtype, got {dtype}")
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}"
+                )
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter stored as `stored` is gathered and used."""

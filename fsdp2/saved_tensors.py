@@ -13,16 +13,18 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import torch_compat
+from .param_group import FSDPParamGroup
 
-# What stands for a saved tensor: (the tensor, its version or its owner's, the owner if it is a weight).
-_Saved = tuple[Tensor, int, "Owner | None"]
+# What stands for a saved tensor: (the tensor, its version or its owner's versions, the owner if it is a weight).
+_Saved = tuple[Tensor, Any, "Owner | None"]
 
 
 class Owner(Protocol):
     """Whoever can gather weights."""
 
-    # Version of the weights: in forward when they are packed, in backward when they are ready to be read.
-    version: int
+    group: FSDPParamGroup
+    # Of the weights: in forward when they are packed, in backward when they are ready to be read.
+    versions: tuple[int, ...]
 
 
 class SavedTensors:
@@ -65,19 +67,21 @@ class SavedTensors:
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.grad_fn is None else tensor.detach()
         owner = self._owner_of(torch_compat.storage_id(kept))
-        return kept, kept._version if owner is None else owner.version, owner
+        return kept, kept._version if owner is None else owner.versions, owner
 
     def _unpack(self, saved: _Saved) -> Tensor:
-        tensor, version, owner = saved
-        if owner is not None:
-            self._before_use(owner)
+        tensor, before, owner = saved
         # Autograd checks versions itself, but not of tensors that pass through hooks.
-        now = tensor._version if owner is None else owner.version
-        if now != version:
-            what = "tensor" if owner is None else f"parameter ({owner}), or one of its group,"
+        if owner is None:
+            changed = tensor._version != before
+        else:
+            self._before_use(owner)
+            now = owner.versions
+            changed = now != before and owner.group.is_changed(tensor, before, now)
+        if changed:
+            what = "tensor" if owner is None else f"parameter (of {owner})"
             raise RuntimeError(
                 f"a {what} of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place "
-                f"operation: it is at version {now}, expected {version}. Use "
-                "torch.autograd.set_detect_anomaly(True) to find the operation that needs it."
+                "operation since forward. Use torch.autograd.set_detect_anomaly(True) to find what needs it."
             )
         return tensor

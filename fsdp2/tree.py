@@ -37,11 +37,15 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if _is_dataclass(value):
         return list(_fields(value).values())
+    return [getattr(value, name) for name in _attribute_names(value)]
+
+
+def _attribute_names(value: Any) -> list[str]:
     if callable(value):
         return []
     declared = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
     slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots if hasattr(value, name))]
+    return [*getattr(value, "__dict__", {}), *(name for name in slots if hasattr(value, name))]
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
@@ -49,13 +53,33 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], everywhere: bool = False) -> Any:
     """`value` with `change` applied to its tensors.
 
     Looks into tuples, lists, dicts, UserDicts and dataclasses. Those that hold a tensor that changes are copied,
     keeping their type and attributes and without running their constructor; all else is returned as it is.
+    `everywhere`: also in plain objects, whose attributes are set in place.
     """
+    if everywhere:
+        _map_attributes(value, change)
     return _map(value, change, {})
+
+
+def _map_attributes(value: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply `change` to the tensors that plain objects inside `value` have as attributes."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (Tensor, *_ATOMS)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        waiting.extend(_parts(value))
+        if not isinstance(value, (Mapping, tuple, list, set, frozenset)) and not _is_dataclass(value):
+            for name in _attribute_names(value):
+                item = getattr(value, name)
+                if isinstance(item, Tensor) and change(item) is not item:
+                    setattr(value, name, change(item))
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:

@@ -199,14 +199,14 @@ def load(case: Case, folder: Path, shard: Callable[..., Any] = fully_shard) -> t
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_saved_on_some_ranks_and_loaded_on_others(world_size: int, saved: Path) -> None:
     """Rows, padding, empty shards and optimizer state all lie elsewhere on another number of ranks."""
-    expected = {case: values(uninterrupted(case)[0]) for case in CASES}
 
     def load_and_go_on(case: Case, rank: int, world_size: int) -> None:
+        expected = values(uninterrupted(case)[0])  # here: torch 2.15 refuses to fork after a backward pass
         own, others = str(world_size), [str(size) for size in WORLD_SIZES if size != world_size]
         for kind in (own, *(others if case is CASES[0] else others[:1]), "torch2"):
             model, optimizer = load(case, saved / f"{kind} {case.name}")
             train(model, optimizer, BEFORE, AFTER)
-            assert_values(model, expected[case], exact=False, name=f"from {kind}")
+            assert_values(model, expected, exact=False, name=f"from {kind}")
             if kind == own:
                 same = torch.load(saved / f"{kind} {case.name}.result")
                 assert_values(model, same, exact=True, name=f"from {kind}")
