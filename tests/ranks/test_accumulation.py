@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_autograd import WIDTH, WRAPS, Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy
+from scenarios import WIDTH, WRAPS, Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
 
 
 class Towers(nn.Module):

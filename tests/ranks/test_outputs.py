@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_autograd import WIDTH, WRAPS, Block, Run, Wrap, blocks, check, leaves, loss_of, sgd, whole
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy
 from models import TinyLSTM
+from scenarios import WIDTH, WRAPS, Block, Run, Wrap, blocks, check, leaves, loss_of, sgd, whole
 
 # ---- kinds of containers ---------------------------------------------------------------------------------------------
 

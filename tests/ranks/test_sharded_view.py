@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_autograd import WRAPS, MayFail, Net, Run, Wrap, check, kept, leaves, loss_of, sgd, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule
+from scenarios import WRAPS, MayFail, Net, Run, Wrap, check, kept, leaves, loss_of, sgd, whole
 
 
 def train(run: Run, model: nn.Module, seed: int) -> Tensor:

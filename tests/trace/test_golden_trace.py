@@ -6,13 +6,13 @@ simulated. The first iteration is not shown: it has no recorded order yet, hence
 
 import expecttest
 import torch
-from helpers import fake_world
 from recorder import Marked, record
 from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from helpers import fake_world
 
 
 class Block(Marked):
@@ -66,7 +66,9 @@ class TestGoldenTrace(expecttest.TestCase):
 
     def test_default(self) -> None:
         """Each gather begins one group ahead; backward in reverse; the root stays from forward to its gradients."""
-        self.assertExpectedInline(trace_of_second_iteration(Root()), """\
+        self.assertExpectedInline(
+            trace_of_second_iteration(Root()),
+            """\
 gather root  128
 gather b0    128
 run    root
@@ -83,11 +85,14 @@ reduce b1    128
 free   b1
 back   b0
 reduce b0    128
-free   b0""")
+free   b0""",
+        )
 
     def test_reshard_after_forward_false(self) -> None:
         """Nothing is gathered twice, and nothing is freed before its gradients are complete."""
-        self.assertExpectedInline(trace_of_second_iteration(Root(), reshard_after_forward=False), """\
+        self.assertExpectedInline(
+            trace_of_second_iteration(Root(), reshard_after_forward=False),
+            """\
 gather root  128
 gather b0    128
 run    root
@@ -102,11 +107,14 @@ reduce b1    128
 free   b1
 back   b0
 reduce b0    128
-free   b0""")
+free   b0""",
+        )
 
     def test_reshard_after_forward_true_everywhere(self) -> None:
         """The root is freed after forward too, and gathered first in backward."""
-        self.assertExpectedInline(trace_of_second_iteration(Root(), reshard_after_forward=True), """\
+        self.assertExpectedInline(
+            trace_of_second_iteration(Root(), reshard_after_forward=True),
+            """\
 gather root  128
 gather b0    128
 run    root
@@ -127,12 +135,15 @@ reduce b1    128
 free   b1
 back   b0
 reduce b0    128
-free   b0""")
+free   b0""",
+        )
 
     def test_mixed_precision(self) -> None:
         """bf16 gathers are half as large; fp32 reductions are not."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        self.assertExpectedInline(trace_of_second_iteration(Root(), mp_policy=policy), """\
+        self.assertExpectedInline(
+            trace_of_second_iteration(Root(), mp_policy=policy),
+            """\
 gather root  64
 gather b0    64
 run    root
@@ -149,11 +160,14 @@ reduce b1    128
 free   b1
 back   b0
 reduce b0    128
-free   b0""")
+free   b0""",
+        )
 
     def test_checkpoint_non_reentrant(self) -> None:
         """A block runs again in backward, between its gather and its reduction; it is not gathered a third time."""
-        self.assertExpectedInline(trace_of_second_iteration(Root("non-reentrant")), """\
+        self.assertExpectedInline(
+            trace_of_second_iteration(Root("non-reentrant")),
+            """\
 gather root  128
 gather b0    128
 run    root
@@ -172,11 +186,14 @@ free   b1
 back   b0
 run    b0
 reduce b0    128
-free   b0""")
+free   b0""",
+        )
 
     def test_checkpoint_reentrant(self) -> None:
         """As non-reentrant, though forward runs without grad and the gradients come in a backward inside backward."""
-        self.assertExpectedInline(trace_of_second_iteration(Root("reentrant")), """\
+        self.assertExpectedInline(
+            trace_of_second_iteration(Root("reentrant")),
+            """\
 gather root  128
 gather b0    128
 run    root
@@ -197,14 +214,17 @@ free   b1
 run    b0
 back   b0
 reduce b0    128
-free   b0""")
+free   b0""",
+        )
 
     def test_checkpoint_composable(self) -> None:
         """As non-reentrant: checkpointing that is applied to the sharded module itself."""
         model = Root()
         composable_checkpoint(model.b0)
         composable_checkpoint(model.b1)
-        self.assertExpectedInline(trace_of_second_iteration(model), """\
+        self.assertExpectedInline(
+            trace_of_second_iteration(model),
+            """\
 gather root  128
 gather b0    128
 run    root
@@ -223,7 +243,8 @@ free   b1
 back   b0
 run    b0
 reduce b0    128
-free   b0""")
+free   b0""",
+        )
 
     def test_forward_without_grad(self) -> None:
         """Everything is freed as soon as it has run, the root too."""
@@ -235,7 +256,9 @@ free   b0""")
             lines.clear()
             with torch.no_grad():
                 model(torch.ones(2, 4))
-        self.assertExpectedInline("\n".join(lines), """\
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
 gather root  128
 gather b0    128
 run    root
@@ -244,4 +267,5 @@ run    b0
 free   b0
 run    b1
 free   b1
-free   root""")
+free   root""",
+        )

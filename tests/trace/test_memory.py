@@ -1,6 +1,6 @@
 """Formulas for what a step may hold, held against every allocation that is counted.
 
-G: bytes of one full group.  S = G / ranks: of its shard.  All blocks are equal; activations are a fraction of a percent.
+G: bytes of one full group.  S = G / ranks: of its shard.  All blocks are equal; activations are far below a percent.
 """
 
 import gc
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import fake_world
 from torch import Tensor, nn
 
 from benchmarks.meters import AllocationMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from helpers import fake_world
 
 RANKS, BLOCKS, DIM = 8, 6, 512
 GROUP = DIM * DIM * 4 * 4  # four fp32 matrices

@@ -1,0 +1,266 @@
+"""A scenario runs on a plain model with the whole batch, and on forked ranks; all that it shows must be the same."""
+
+import itertools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2 import FSDPModule, fully_shard
+from helpers import assert_same, assert_shard_of, run_ranks, shard_batch
+
+ROWS = 6  # divides by 2 and 3 ranks
+WIDTH = 5
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+# ---- a scenario on a plain and on a sharded model --------------------------------------------------------------------
+
+
+class Run:
+    """One execution of a scenario. `shown` is what it has shown: (kind, name, value).
+
+    With `expected`, what an earlier execution has shown, the model is sharded, and everything shown is compared at
+    once; the differences are kept until the end, for a rank that left early would leave the others waiting.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        expected: list[tuple[str, str, Any]] | None = None,
+        tolerance: dict[str, float] = TOLERANCE,
+    ) -> None:
+        self.rank, self.world_size, self.expected, self.tolerance = rank, world_size, expected, tolerance
+        self.shown: list[tuple[str, str, Any]] = []
+        self.different: list[str] = []
+
+    @property
+    def sharded(self) -> bool:
+        return self.expected is not None
+
+    # what a scenario builds with
+
+    def build(self, build: Callable[..., nn.Module], *args: Any, seed: int = 1, **kwargs: Any) -> Any:
+        """The same initial model on every side."""
+        torch.manual_seed(seed)
+        return build(*args, **kwargs).double()
+
+    def shard(self, module: Any, **options: Any) -> Any:
+        return fully_shard(module, **options) if self.sharded else module
+
+    def batch(self, *row_shape: int, seed: int, rows: int = ROWS) -> Tensor:
+        """This side's rows of batch number `seed`."""
+        generator = torch.Generator().manual_seed(seed)
+        batch = torch.randn(rows, *(row_shape or (WIDTH,)), generator=generator, dtype=torch.float64)
+        return shard_batch(batch, self.rank, self.world_size)
+
+    def set_sync(self, model: nn.Module, sync: bool) -> None:
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(sync)
+
+    # what a scenario shows
+
+    def value(self, name: str, value: Any) -> None:
+        """A tensor or anything else that is the same on every rank."""
+        self._show("value", name, value)
+
+    def mean(self, name: str, value: Tensor) -> None:
+        """A mean over the batch."""
+        self._show("mean", name, value)
+
+    def rows(self, name: str, value: Tensor) -> None:
+        """A tensor whose dim 0 is the batch."""
+        self._show("rows", name, value)
+
+    def grads(self, name: str, model: nn.Module) -> None:
+        """Every gradient, whether None or not."""
+        for fqn, param in model.named_parameters():
+            self._show("shard", f"{name}: {fqn}.grad", param.grad)
+
+    def params(self, name: str, model: nn.Module) -> None:
+        """Names and values of the parameters, which are the sharded ones."""
+        self.value(f"{name}: names", [fqn for fqn, _ in model.named_parameters()])
+        for fqn, param in model.named_parameters():
+            self._show("shard", f"{name}: {fqn}", param)
+
+    def step(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None = None) -> None:
+        """Loss and gradients, then an optimizer step and the parameters. With a loss, backward first."""
+        if loss is not None:
+            loss.backward()
+            self.mean(f"{name}: loss", loss)
+        self.grads(name, model)
+        optimizer.step()
+        self.params(name, model)
+        optimizer.zero_grad()
+
+    def _show(self, kind: str, name: str, value: Any) -> None:
+        copied = value.detach().clone() if isinstance(value, Tensor) and not self.sharded else value
+        self.shown.append((kind, name, copied))
+        if self.expected is None:
+            return
+        try:
+            self._compare(kind, name, value, self.expected[len(self.shown) - 1])
+        except AssertionError as error:
+            self.different.append(str(error))
+
+    def _compare(self, kind: str, name: str, value: Any, expected: tuple[str, str, Any]) -> None:
+        if expected[:2] != (kind, name):
+            raise AssertionError(f"expected {expected[:2]}, got {(kind, name)}")
+        whole = expected[2]
+        if kind == "shard":
+            assert_shard_of(value, whole, **self.tolerance, name=name)
+        elif kind == "rows":
+            assert_same(value, shard_batch(whole, self.rank, self.world_size), **self.tolerance, name=name)
+        elif kind == "mean":
+            mean = value.detach().clone()
+            dist.all_reduce(mean)
+            assert_same(mean / self.world_size, whole, **self.tolerance, name=name)
+        elif isinstance(whole, Tensor):
+            assert_same(value, whole, **self.tolerance, name=name)
+        elif value != whole:
+            raise AssertionError(f"{name}: expected {whole!r}, got {value!r}")
+
+
+Scenario = Callable[..., None]
+
+
+def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] = TOLERANCE, **choices: Any) -> None:
+    """Run a scenario with every combination of `choices`, plain and then sharded, in one launch."""
+    cases = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    expected = []
+    for case in cases:
+        run = Run()
+        scenario(run, **case)
+        assert run.shown, "a scenario must show something"
+        expected.append(run.shown)
+
+    def body(rank: int, _: int) -> list[str]:
+        different = []
+        for case, shown in zip(cases, expected, strict=True):
+            run = Run(rank, world_size, shown, tolerance)
+            try:
+                scenario(run, **case)
+            except (Exception, pytest.fail.Exception):
+                run.different.append(traceback.format_exc())
+            if not run.different and len(run.shown) < len(shown):
+                run.different.append(f"expected {len(shown)} values, got {len(run.shown)}")
+            # The first differences of a case tell most: others follow from them.
+            different += [f"{describe(case)} {text}" for text in run.different[:2]]
+        return different
+
+    different = list(dict.fromkeys(text for texts in run_ranks(world_size, body, timeout=60) for text in texts))
+    assert not different, f"{len(different)} differences:\n" + "\n".join(different[:12])
+
+
+def describe(case: dict[str, Any]) -> str:
+    return "[" + ", ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in case.items()) + "]"
+
+
+# ---- models and ways to wrap them ------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Two linears and a residual; odd widths."""
+
+    def __init__(self, width: int = WIDTH, inner: int = 3) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """A stem, blocks, a scale of the root's own, a head."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.scale)
+
+
+class Fails(nn.Module):
+    """Raises `error` in forward or in backward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.when = ""
+        self.error: type[BaseException] = ValueError
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.when == "forward":
+            raise self.error("on purpose")
+        if self.when == "backward":
+            x.register_hook(self.fail)
+        return self.linear(x.tanh())
+
+    def fail(self, grad: Tensor) -> None:
+        raise self.error("on purpose")
+
+
+class MayFail(nn.Module):
+    """Fails in the middle, two levels deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fails(), nn.Linear(WIDTH, WIDTH))
+        self.last = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output - 0.5).square().mean()
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5, **options)
+
+
+Wrap = Callable[..., None]
+
+
+def whole(run: Run, model: nn.Module) -> None:
+    """One group, whose full parameters stay between forward and backward, as a root's do."""
+    run.shard(model)
+
+
+def blocks(run: Run, model: nn.Module, reshard_after_forward: bool | None = None) -> None:
+    """A group per direct child or block, and the root."""
+    for child in model.children():
+        for module in child if isinstance(child, nn.ModuleList) else [child]:
+            run.shard(module, reshard_after_forward=reshard_after_forward)
+    run.shard(model, reshard_after_forward=reshard_after_forward)
+
+
+def kept(run: Run, model: nn.Module) -> None:
+    """The same; the full parameters of all groups stay between forward and backward."""
+    blocks(run, model, reshard_after_forward=False)
+
+
+def leaves(run: Run, model: nn.Module) -> None:
+    """A group per module with parameters, three levels deep; the root's parameters don't stay either."""
+    for module in reversed(list(model.modules())):
+        if module is model or module._parameters or isinstance(module, Block):
+            run.shard(module, reshard_after_forward=True)
+
+
+WRAPS = (whole, blocks, kept, leaves)
