@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -105,7 +104,6 @@ class Context:
         # Lists of modules of which not all have run yet in this pass, and whether to keep their parameters then.
         self.unfinished: dict[FSDPState, bool] = {}
         self.in_backward = False
-        self._end: Callable[[], _BackwardEnd | None] = _nothing
         # A backward with create_graph has saved weights where our hooks don't see it: until another backward has
         # ended, which may read them, their storage is refilled but not freed.
         self.graph_reads_weights = False
@@ -177,7 +175,7 @@ class Context:
 
         `recomputes`: it is a forward that runs again, with grad enabled, whether or not the backward builds a graph.
         """
-        if not self.end_is_queued():
+        if not self.in_backward:
             if torch_compat.graph_task() == -1:
                 return  # somebody looks at saved tensors outside backward
             self._begin_backward()
@@ -188,9 +186,7 @@ class Context:
         self.in_backward = True
         self._builds_graph = False
         self._task = torch_compat.graph_task()
-        end = _BackwardEnd(self)
-        self._end = weakref.ref(end)
-        torch_compat.on_backward_end(end.run)
+        torch_compat.on_backward_end(_BackwardEnd(self).run)
         self._backward = Cursor(list(reversed(self._ran)))
         for state in self.states:
             state.group.gradients.begin_backward()
@@ -214,12 +210,10 @@ class Context:
         if not self.graph_reads_weights:
             self._ran.clear()
         self.in_backward = False
-        self._end = _nothing
 
     def recover(self) -> None:
         """A backward pass died with an exception: drop what it left half done."""
         self.in_backward = self.graph_reads_weights = False
-        self._end = _nothing
         self._reductions.abandon_all()
         for state in self.states:
             state.group.gradients.discard()
@@ -231,10 +225,6 @@ class Context:
     def in_inner_backward(self) -> bool:
         """Whether a backward runs inside the one that began: reentrant checkpointing, of one of several regions."""
         return torch_compat.graph_task() != self._task
-
-    def end_is_queued(self) -> bool:
-        """Whether a backward pass runs that will call end_backward."""
-        return self._end() is not None
 
     # ---- prefetch
 
@@ -277,7 +267,3 @@ class _BackwardEnd:
     def __del__(self) -> None:
         if self._context is not None:
             self._context.recover()
-
-
-def _nothing() -> None:
-    return None

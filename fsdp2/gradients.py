@@ -109,7 +109,8 @@ class GroupGradients:
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
         self._bucket_of: dict[int, tuple[int, ...]] = {}
         self._arrived: set[int] = set()
-        self._seen: set[int] = set()
+        # How many of the trainable parameters are done in this backward pass.
+        self._done = 0
         self._waiting: dict[int, Tensor] = {}
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
@@ -129,20 +130,19 @@ class GroupGradients:
 
     def arrive(self, i: int) -> bool:
         """The full gradient of parameter i is complete. Return whether those of all trainable parameters are."""
-        self._seen.add(i)
         param, bucket = self._params[i], self._bucket_of[i]
         if not param.sharded.requires_grad:
             param.full.grad = None  # frozen since the forward
+            self._done += 1
         elif not self.synchronise:
             self._keep(i)
+            self._done += 1
         else:
             self._arrived.add(i)
             if self._arrived.issuperset(bucket):
                 self._reduce(bucket)
-        complete = len(self._seen) == len(self._bucket_of)
-        if complete:
-            self._seen.clear()
-        return complete
+                self._done += len(bucket)
+        return self._done >= len(self._bucket_of)
 
     def flush(self) -> None:
         """Reduce what has arrived, also if the rest of its bucket has not."""
@@ -154,7 +154,7 @@ class GroupGradients:
 
     def begin_backward(self) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
-        self._seen.clear()
+        self._done = 0
         for i in list(self._waiting):
             marker = self._params[i].sharded.grad
             if isinstance(marker, UnsyncedGrad):
@@ -183,7 +183,6 @@ class GroupGradients:
         for param in self._params:
             param.full.grad = None
         self._arrived.clear()
-        self._seen.clear()
         self.mark_waiting()
 
     def receive(self, shards: reduce.Shards) -> None:

@@ -96,16 +96,19 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
         return None  # somebody's pre-hook raised before ours ran
     in_backward = torch_compat.graph_task() != -1
     if not in_backward:
-        output = _without_weights(state, output)
-        _finish_forward(state, module, output)
+        output = _finish_forward(state, module, output)
     context.leave()
     if not in_backward:
         state.group.check_written()
     return output if state.policy.output_dtype is None else cast_floating(output, state.policy.output_dtype)
 
 
-def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> None:
+def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     outputs = tensors_in(output)
+    weights = state.group.storage_id
+    if any(torch_compat.storage_id(tensor) == weights for tensor in outputs):
+        output = _without_weights(weights, output)
+        outputs = tensors_in(output)
     if torch.is_grad_enabled() and not any(tensor.grad_fn for tensor in outputs):
         outputs += [value for value in vars(module).values() if isinstance(value, Tensor)]  # perhaps kept there
     differentiable = _hook_outputs(state, outputs)
@@ -113,22 +116,21 @@ def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> None:
     if differentiable or (state.context.pass_has_grad and not torch.is_grad_enabled()):
         state.context.ran(state)
     _settle(state, module, keep=differentiable and state.keeps_after_forward())
+    return output
 
 
-def _without_weights(state: FSDPState, output: Any) -> Any:
+def _without_weights(weights: int, output: Any) -> Any:
     """`output` with copies, through which gradients flow, of weights in it, whose memory will be freed or refilled."""
-    if not any(_is_weight(state, tensor) for tensor in tensors_in(output)):
-        return output
-    return map_tensors(output, lambda tensor: tensor.clone() if _is_weight(state, tensor) else tensor, everywhere=True)
+
+    def copy_weight(tensor: Tensor) -> Tensor:
+        return tensor.clone() if torch_compat.storage_id(tensor) == weights else tensor
+
+    return map_tensors(output, copy_weight, everywhere=True)
 
 
 def interrupted(module: nn.Module) -> None:
     """A forward of `module` was left by an exception for which nn.Module runs no hooks: KeyboardInterrupt and such."""
     after_forward(module.__dict__[_STATE], module, None)
-
-
-def _is_weight(state: FSDPState, tensor: Tensor) -> bool:
-    return torch_compat.storage_id(tensor) == state.group.storage_id
 
 
 def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
@@ -160,7 +162,7 @@ def unshard(state: FSDPState) -> None:
 
 def use_in_backward(state: FSDPState) -> None:
     """Backward is about to read a weight of `state`."""
-    if not (state.backward_ready and state.context.end_is_queued()):
+    if not state.backward_ready:
         before_backward(state)
 
 
@@ -176,7 +178,8 @@ def before_backward(state: FSDPState, recomputes: bool = False) -> None:
 
 def on_gradient(state: FSDPState, i: int) -> None:
     """The full gradient of parameter i is complete."""
-    state.context.enter_backward()
+    if not state.backward_ready:
+        state.context.enter_backward()
     complete = state.group.gradients.arrive(i)
     # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed regions.
     if complete and not state.group.has_frozen and not state.context.in_inner_backward():

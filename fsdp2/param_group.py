@@ -150,9 +150,9 @@ class FSDPParamGroup:
     def check_written(self) -> None:
         """Raise RuntimeError if a full parameter was written to since the last call: sharding again would undo it."""
         before, versions = self._full_versions, tuple(map(_version_of, self._fulls))
-        changed = [p.name for p, old, new in zip(self.params, before, versions, strict=True) if old != new]
         self._full_versions = versions
-        if changed:
+        if before != versions:
+            changed = [p.name for p, old, new in zip(self.params, before, versions, strict=True) if old != new]
             raise RuntimeError(
                 f"{', '.join(changed)} was modified in place during forward. The change is lost when the parameter is "
                 "sharded again: modify the sharded parameter between steps, or keep such a value in a buffer."

@@ -61,7 +61,9 @@ class SavedTensors:
 
     def _owner_of(self, storage: int) -> Owner | None:
         owner = self.owners.get(storage)
-        return self._outer._owner_of(storage) if owner is None and self._outer is not None else owner
+        if owner is None and self._outer is not None:
+            return self._outer._owner_of(storage)
+        return owner
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.

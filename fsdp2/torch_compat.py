@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -45,18 +47,15 @@ def dtensor_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
-# The constructor is wrapped to be skipped by dynamo, which costs as much as itself again, on every gradient.
-_new_dtensor = inspect.unwrap(DTensor.__new__)
+# (local tensor, spec) -> DTensor, without a copy, a check or an autograd node. The constructor is wrapped to be skipped
+# by dynamo, which costs as much as itself again, on every gradient.
+dtensor: Callable[[Tensor, DTensorSpec], DTensor] = partial(
+    inspect.unwrap(DTensor.__new__), DTensor, requires_grad=False
+)
 
 
-def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap `local` without a copy, a check or an autograd node."""
-    return _new_dtensor(DTensor, local, spec, requires_grad=False)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The very local tensor of a DTensor: `to_local()` returns a new view on each call, which has no identity."""
-    return tensor._local_tensor  # type: ignore[attr-defined]
+# The very local tensor of a DTensor: `to_local()` returns a new view on each call, which has no identity.
+local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
