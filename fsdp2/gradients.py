@@ -95,6 +95,13 @@ class ReductionQueue:
         owner.receive(pending.finish())
 
 
+class _Bucket:
+    """Parameters whose gradients are reduced together, and how many of these are still to come in this backward."""
+
+    def __init__(self, indices: tuple[int, ...]) -> None:
+        self.indices, self.missing = indices, len(indices)
+
+
 class GroupGradients:
     """The gradients of one group: which have arrived in this backward pass, which wait for a synchronised one.
 
@@ -107,7 +114,8 @@ class GroupGradients:
         self.synchronise = True
         self._specs: tuple[ParamSpec, ...] = ()
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
-        self._bucket_of: dict[int, tuple[int, ...]] = {}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
         self._arrived: set[int] = set()
         # How many of the trainable parameters are done in this backward pass.
         self._done = 0
@@ -122,7 +130,8 @@ class GroupGradients:
         self._specs, self._reduce_dtypes = specs, reduce_dtypes
         expected = sorted(trainable, reverse=True)
         buckets = split_buckets(specs, reduce_dtypes, expected, MAX_BUCKETS, MIN_BUCKET_BYTES)
-        self._bucket_of = {i: bucket for bucket in buckets for i in bucket}
+        self._buckets = [_Bucket(indices) for indices in buckets]
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._layout = cache(self._make_layout)
 
     def _make_layout(self, indices: tuple[int, ...]) -> BucketLayout:
@@ -131,17 +140,16 @@ class GroupGradients:
     def arrive(self, i: int) -> bool:
         """The full gradient of parameter i is complete. Return whether those of all trainable parameters are."""
         param, bucket = self._params[i], self._bucket_of[i]
+        self._done += 1
         if not param.sharded.requires_grad:
             param.full.grad = None  # frozen since the forward
-            self._done += 1
         elif not self.synchronise:
             self._keep(i)
-            self._done += 1
         else:
             self._arrived.add(i)
-            if self._arrived.issuperset(bucket):
-                self._reduce(bucket)
-                self._done += len(bucket)
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._reduce_arrived(bucket.indices)
         return self._done >= len(self._bucket_of)
 
     def flush(self) -> None:
@@ -149,12 +157,15 @@ class GroupGradients:
         if not self._arrived:
             return
         # What waits may have been frozen, and be in no bucket since.
-        for bucket in dict.fromkeys(self._bucket_of.get(i, (i,)) for i in sorted(self._arrived, reverse=True)):
-            self._reduce(tuple(i for i in bucket if i in self._arrived))
+        alone = {i: _Bucket((i,)) for i in self._arrived if i not in self._bucket_of}
+        for bucket in dict.fromkeys((self._bucket_of | alone)[i] for i in sorted(self._arrived, reverse=True)):
+            self._reduce_arrived(bucket.indices)
 
     def begin_backward(self) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
         self._done = 0
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.indices)
         for i in list(self._waiting):
             marker = self._params[i].sharded.grad
             if isinstance(marker, UnsyncedGrad):
@@ -207,7 +218,9 @@ class GroupGradients:
         gradient = gradient.detach()  # has a graph of its own under create_graph
         return gradient if waited is None else waited.add_(gradient)
 
-    def _reduce(self, indices: tuple[int, ...]) -> None:
+    def _reduce_arrived(self, bucket: tuple[int, ...]) -> None:
+        # Under reentrant checkpointing one may arrive twice before another does once.
+        indices = bucket if self._arrived.issuperset(bucket) else tuple(i for i in bucket if i in self._arrived)
         self.queue.make_room()
         gradients = {i: self._take(i) for i in indices}
         self.queue.add(self, reduce.start(gradients, self._layout(indices), self._specs, self._comm))

@@ -81,12 +81,13 @@ def before_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], k
         unshard(state)
         state.versions = state.group.versions()
         context.prefetch_forward(state)
-    if state.policy.cast_forward_inputs and state.policy.param_dtype is not None:
-        args = cast_floating(args, state.policy.param_dtype)
-        kwargs = cast_floating(kwargs, state.policy.param_dtype)
+    inputs = tensors_in(args, kwargs)
+    dtype = state.policy.param_dtype if state.policy.cast_forward_inputs else None
+    if dtype is not None and any(tensor.dtype != dtype and tensor.is_floating_point() for tensor in inputs):
+        args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        inputs = tensors_in(args, kwargs)
     if torch.is_grad_enabled():
-        inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.requires_grad]
-        _call_after_backward(state, inputs, in_backward)
+        _call_after_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
     return args, kwargs
 
 

@@ -178,7 +178,7 @@ class BucketLayout:
     offsets: dict[int, int]
     packed_start: int
     packed_sizes: tuple[int, ...]  # of each packed one, then of the padding that completes the segment
-    whole_chunks: tuple[int, ...]  # of each packed one: how many ranks hold a whole chunk of rows
+    whole_chunks: tuple[tuple[int, int], ...]  # of each packed one: ranks with a whole chunk, rows in these chunks
     packed_numel: int
     shard_numel: int
     reduce_dtype: torch.dtype
@@ -209,7 +209,7 @@ def bucket_layout(
         offsets=offsets | {i: packed_start + offset for i, offset in packed_offsets.items()},
         packed_start=packed_start,
         packed_sizes=(*(specs[i].shard_numel for i in packed), packed_numel - unpadded_numel),
-        whole_chunks=tuple(specs[i].whole_chunks for i in packed),
+        whole_chunks=tuple((specs[i].whole_chunks, specs[i].whole_chunks * specs[i].chunk_rows) for i in packed),
         packed_numel=packed_numel,
         shard_numel=packed_start + packed_numel,
         reduce_dtype=reduce_dtype,

@@ -51,14 +51,13 @@ def pack_gradients(
     """
     *slots_WS, _ = out_WP.split_with_sizes(layout.packed_sizes, 1)
     wholes = []
-    for place, (i, whole) in enumerate(zip(layout.packed, layout.whole_chunks, strict=True)):
+    for place, (i, (whole, rows)) in enumerate(zip(layout.packed, layout.whole_chunks, strict=True)):
         gradient, slot_WS = gradients[i], slots_WS[place]
         if whole < out_WP.shape[0]:
             slots_WS[place] = slot_WS[:whole]
-            rows = whole * specs[i].chunk_rows
             if rows < gradient.shape[0]:
                 rest = gradient[rows:].reshape(-1)
                 slot_WS[whole, : rest.numel()].copy_(rest)
                 gradient = gradient[:rows]
-        wholes.append(gradient.reshape(whole, -1) if whole else gradient.reshape(0, specs[i].shard_numel))
+        wholes.append(gradient.reshape(slots_WS[place].shape))
     torch_compat.copy_all(slots_WS, wholes)

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import torch_compat
 from .param_group import FSDPParamGroup
+from .torch_compat import storage_id
 
 # What stands for a saved tensor: (the tensor, its version or its owner's versions, the owner if it is a weight).
 _Saved = tuple[Tensor, Any, "Owner | None"]
@@ -59,16 +60,22 @@ class SavedTensors:
             self._hooks.__exit__()
             self._hooks = None
 
-    def _owner_of(self, storage: int) -> Owner | None:
-        owner = self.owners.get(storage)
-        if owner is None and self._outer is not None:
-            return self._outer._owner_of(storage)
-        return owner
+    def _owner_in_outer(self, storage: int) -> Owner | None:
+        outer = self._outer
+        while outer is not None:
+            owner = outer.owners.get(storage)
+            if owner is not None:
+                return owner
+            outer = outer._outer
+        return None
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.grad_fn is None else tensor.detach()
-        owner = self._owner_of(torch_compat.storage_id(kept))
+        storage = storage_id(kept)
+        owner = self.owners.get(storage)
+        if owner is None and self._outer is not None:
+            owner = self._owner_in_outer(storage)
         return kept, kept._version if owner is None else owner.versions, owner
 
     def _unpack(self, saved: _Saved) -> Tensor:
