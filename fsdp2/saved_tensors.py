@@ -73,10 +73,8 @@ class SavedTensors:
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.grad_fn is None else tensor.detach()
         storage = storage_id(kept)
-        owner = self.owners.get(storage)
-        if owner is None and self._outer is not None:
-            owner = self._owner_in_outer(storage)
-        return kept, kept._version if owner is None else owner.versions, owner
+        owner = self.owners.get(storage) or (self._outer and self._owner_in_outer(storage))
+        return (kept, owner.versions, owner) if owner else (kept, kept._version, None)
 
     def _unpack(self, saved: _Saved) -> Tensor:
         tensor, before, owner = saved
