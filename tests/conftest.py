@@ -33,3 +33,8 @@ def _warm() -> None:
 
     with fake_world(1):
         fully_shard(torch.nn.Linear(1, 1))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that fork come first: see `helpers.alone` for why nothing may run a backward in this process before."""
+    items.sort(key=lambda item: "ranks" not in item.path.parts)

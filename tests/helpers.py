@@ -94,6 +94,15 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
             _reap(ranks)
 
 
+def alone(fn: Callable[[], Any]) -> Any:
+    """`fn()` in a forked process of its own.
+
+    For plain training that ranks are compared with: once a backward has run in this process, autograd refuses to run
+    in processes forked from it (in builds of torch that know CUDA).
+    """
+    return run_ranks(1, lambda rank, world_size: fn())[0]
+
+
 def _fork(rank: int, body: Callable[[], Any], folder: Path, release: tuple[int, int], timeout: float) -> _Rank:
     report_read, report_write = os.pipe()
     log = folder / f"rank{rank}.log"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard
-from helpers import assert_same, assert_shard_of, run_ranks, shard_batch
+from helpers import alone, assert_same, assert_shard_of, run_ranks, shard_batch
 
 ROWS = 6  # divides by 2 and 3 ranks
 WIDTH = 5
@@ -132,12 +132,16 @@ Scenario = Callable[..., None]
 def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] = TOLERANCE, **choices: Any) -> None:
     """Run a scenario with every combination of `choices`, plain and then sharded, in one launch."""
     cases = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    expected = []
-    for case in cases:
-        run = Run()
-        scenario(run, **case)
-        assert run.shown, "a scenario must show something"
-        expected.append(run.shown)
+
+    def plain() -> list[list[tuple[str, str, Any]]]:
+        runs = []
+        for case in cases:
+            runs.append(Run())
+            scenario(runs[-1], **case)
+            assert runs[-1].shown, "a scenario must show something"
+        return [run.shown for run in runs]
+
+    expected = alone(plain)
 
     def body(rank: int, _: int) -> list[str]:
         different = []
