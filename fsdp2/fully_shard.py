@@ -49,7 +49,8 @@ def fully_shard(
             its own class and `FSDPModule`. FQNs stay as they are.
         mesh: a DeviceMesh of one axis. None: all ranks, on the accelerator if there is one, else on the CPU.
         reshard_after_forward: free the full parameters after forward (less memory, one more gather in backward). None:
-            True, except for the root (the outermost sharded module), which backward needs first.
+            True, except for what backward needs first: the root (the outermost sharded module), and the group that
+            was last in the forward before.
         mp_policy: dtypes of compute and reduction.
 
     Declared, and refused with NotImplementedError until they exist: an int as `reshard_after_forward`,

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -101,6 +102,29 @@ def alone(fn: Callable[[], Any]) -> Any:
     in processes forked from it (in builds of torch that know CUDA).
     """
     return run_ranks(1, lambda rank, world_size: fn())[0]
+
+
+def run_checks(world_size: int, checks: Sequence[tuple[str, Callable[[], None]]], timeout: float = 60) -> None:
+    """Run named checks one after the other on forked ranks, in one launch; fail with the name of each that raises.
+
+    The ranks meet after each check, so that one that fails on some ranks only does not disturb the next.
+    """
+
+    def body(rank: int, _: int) -> list[str]:
+        failed = []
+        for name, check in checks:
+            print(f"rank {rank}: {name}", file=sys.stderr, flush=True)  # for the report of a hang
+            torch.manual_seed(0)
+            try:
+                check()
+            except (Exception, pytest.fail.Exception) as error:
+                failed.append(f"{name}: {type(error).__name__}: {error}")
+            dist.barrier()
+        return failed
+
+    failed = run_ranks(world_size, body, timeout=timeout)
+    if any(failed):
+        pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)
 
 
 def _fork(rank: int, body: Callable[[], Any], folder: Path, release: tuple[int, int], timeout: float) -> _Rank:

@@ -1,7 +1,6 @@
 """A model built on the meta device, sharded there, and only then given memory and values."""
 
 import copy
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import fully_shard
-from helpers import assert_same, assert_same_names, assert_shard_of, own_rows, run_ranks, shard_batch
+from helpers import assert_same, assert_same_names, assert_shard_of, own_rows, run_checks, shard_batch
 from models import Experts, OddMLP, TinyGPT, TinyLSTM, TinyModel, mean_loss
 
 ROWS = 12
@@ -222,18 +221,4 @@ CHECKS = [
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_meta_init(world_size: int) -> None:
-    def body(rank: int, _: int) -> list[str]:
-        failed = []
-        for check in CHECKS:
-            print(f"rank {rank}: {check.__name__}", file=sys.stderr, flush=True)  # for the report of a hang
-            torch.manual_seed(0)
-            try:
-                check()
-            except (Exception, pytest.fail.Exception) as error:
-                failed.append(f"{check.__name__}: {type(error).__name__}: {error}")
-            dist.barrier()
-        return failed
-
-    failed = run_ranks(world_size, body, timeout=30)
-    if any(failed):
-        pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)
+    run_checks(world_size, [(check.__name__, check) for check in CHECKS])

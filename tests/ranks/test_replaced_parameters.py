@@ -4,7 +4,6 @@ Every check does to the sharded model what it does to a plain one, and then trai
 """
 
 import copy
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from helpers import assert_same_names, assert_shard_of, run_ranks, shard_batch
+from helpers import assert_same_names, assert_shard_of, run_checks, shard_batch
 from models import ConvNet, OddMLP, TinyGPT, TinyModel, mean_loss
 
 ROWS = 12
@@ -451,19 +450,4 @@ CHECKS = [
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_replaced_parameters(world_size: int) -> None:
     """Bit by bit what a user may do to parameters after sharding; each check names itself when it fails."""
-
-    def body(rank: int, _: int) -> list[str]:
-        failed = []
-        for check in CHECKS:
-            print(f"rank {rank}: {check.__name__}", file=sys.stderr, flush=True)  # for the report of a hang
-            torch.manual_seed(0)
-            try:
-                check()
-            except (Exception, pytest.fail.Exception) as error:
-                failed.append(f"{check.__name__}: {type(error).__name__}: {error}")
-            dist.barrier()
-        return failed
-
-    failed = run_ranks(world_size, body, timeout=30)
-    if any(failed):
-        pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)
+    run_checks(world_size, [(check.__name__, check) for check in CHECKS])
