@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_same, fake_world, full
-from models import TinyGPT, mean_loss
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from helpers import assert_same, fake_world, full
+from models import TinyGPT, mean_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
