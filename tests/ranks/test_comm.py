@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.comm import PairwiseComm
-from helpers import run_ranks
+from helpers import run_checks, run_ranks
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
 MOVED = [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
@@ -178,27 +178,18 @@ CHECKS = [
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_pairwise_exchange(world_size: int) -> None:
-    run_checks(world_size, CHECKS)
+    run_on_comm(world_size, CHECKS)
 
 
 def test_waiting_twice_is_harmless() -> None:
-    run_checks(2, [waiting_twice_is_harmless])
+    run_on_comm(2, [waiting_twice_is_harmless])
 
 
-def run_checks(world_size: int, checks: list[Callable[[PairwiseComm], None]]) -> None:
-    def body(rank: int, _: int) -> list[str]:
-        failed = []
-        for check in checks:
-            try:
-                check(PairwiseComm(dist.group.WORLD))
-            except Exception as error:
-                failed.append(f"{check.__name__}: {type(error).__name__}: {error}")
-            dist.barrier()
-        return failed
+def run_on_comm(world_size: int, checks: list[Callable[[PairwiseComm], None]]) -> None:
+    def on_a_new_comm(check: Callable[[PairwiseComm], None]) -> Callable[[], None]:
+        return lambda: check(PairwiseComm(dist.group.WORLD))
 
-    failed = run_ranks(world_size, body, timeout=20)
-    if any(failed):
-        pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)
+    run_checks(world_size, [(check.__name__, on_a_new_comm(check)) for check in checks], timeout=20)
 
 
 class CountingGroup:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fsdp2.comm import PairwiseComm
 from fsdp2.gather import GatherPlan
 from fsdp2.layout import ParamSpec, bucket_layout, gather_layout, split_buckets
 from fsdp2.pack import view_bytes
-from helpers import own_rows, run_ranks
+from helpers import own_rows, run_checks
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 ALL_PACKED, ALL_DIRECT = 1 << 40, 0
@@ -145,17 +146,14 @@ def check_reduce(case: Case, rank: int, world_size: int) -> None:
 def test_gather_and_reduce_move_every_element(world_size: int) -> None:
     """Bitwise: against the whole tensors, their chunks, and means that are added up in rank order."""
 
-    def body(rank: int, _: int) -> list[str]:
-        failed = []
-        for case in (*CASES, *random_cases()):
-            for check in (check_gather, check_reduce):
-                try:
-                    check(case, rank, world_size)
-                except Exception as error:
-                    failed.append(f"{check.__name__} [{case.name}]: {type(error).__name__}: {error}")
-                dist.barrier()
-        return failed
+    def checked(check: Callable[[Any, int, int], None], case: Any) -> Callable[[], None]:
+        return lambda: check(case, dist.get_rank(), world_size)
 
-    failed = run_ranks(world_size, body, timeout=60)
-    if any(failed):
-        pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)
+    run_checks(
+        world_size,
+        [
+            (f"{check.__name__} [{case.name}]", checked(check, case))
+            for case in (*CASES, *random_cases())
+            for check in (check_gather, check_reduce)
+        ],
+    )
