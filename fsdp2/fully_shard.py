@@ -57,11 +57,11 @@ def fully_shard(
     `shard_placement_fn`, a `CPUOffloadPolicy`, `ignored_params`, `dp_mesh_dims`.
 
     Raises:
-        TypeError: an argument of the wrong type.
+        TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
         ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is a
-            scalar, uninitialised, or tied to one of another group.
+            scalar, uninitialised, tied to one of another group, or over the same memory as another.
         NotImplementedError: something declared above; a parameter that is a DTensor, a tensor subclass, complex, or
-            not contiguous; embeddings with sparse gradients.
+            not contiguous; embeddings with sparse gradients or `max_norm`.
 
     After any of these errors nothing has been changed.
     """

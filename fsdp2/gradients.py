@@ -149,6 +149,7 @@ class GroupGradients:
             self._arrived.add(i)
             bucket.missing -= 1
             if bucket.missing == 0:
+                bucket.missing = len(bucket.indices)  # reentrant checkpointing may bring them once more
                 self._reduce_arrived(bucket.indices)
         return self._done >= len(self._bucket_of)
 
@@ -157,8 +158,8 @@ class GroupGradients:
         if not self._arrived:
             return
         # What waits may have been frozen, and be in no bucket since.
-        alone = {i: _Bucket((i,)) for i in self._arrived if i not in self._bucket_of}
-        for bucket in dict.fromkeys((self._bucket_of | alone)[i] for i in sorted(self._arrived, reverse=True)):
+        buckets = (self._bucket_of.get(i) or _Bucket((i,)) for i in sorted(self._arrived, reverse=True))
+        for bucket in dict.fromkeys(buckets):
             self._reduce_arrived(bucket.indices)
 
     def begin_backward(self) -> None:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,7 @@ def before_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], k
     if in_backward:
         # Activation checkpointing runs the forward once more; gradients follow at once.
         before_backward(state, recomputes=True)
-        unshard(state)
+        unshard(state)  # if it was ready before: for its weights to be known again in this forward
     else:
         unshard(state)
         state.versions = state.group.versions()
@@ -136,9 +136,13 @@ def interrupted(module: nn.Module) -> None:
 
 def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     """Leave a hint for backward on each output; say whether backward may come."""
+
+    def gradient_of_output(_: Tensor) -> None:
+        before_backward(state)
+
     differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
     for tensor in differentiable:
-        tensor.register_hook(_output_hook(state))
+        tensor.register_hook(gradient_of_output)
     return bool(differentiable)
 
 
@@ -192,13 +196,6 @@ def after_backward(state: FSDPState) -> None:
     if state.context.in_backward:
         state.group.gradients.flush()
         state.release()
-
-
-def _output_hook(state: FSDPState) -> Callable[[Tensor], None]:
-    def gradient_of_output(_: Tensor) -> None:
-        before_backward(state)
-
-    return gradient_of_output
 
 
 def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,15 +60,18 @@ class FSDPParam:
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
 
-    def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
+    def _prepare_gradients(self, local: Tensor) -> None:
+        """What all gradients have in common: they lie like `local`, the sharded face's local tensor, if contiguous."""
         self.dtensor_spec = torch_compat.dtensor_spec(
             self._mesh.mesh, self._mesh.placements, self.shape, contiguous_stride(self.shape), local.dtype
         )
+        self._local_geometry = (local.shape, contiguous_stride(local.shape))
+
+    def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
+        self._prepare_gradients(local)
         sharded = nn.Parameter(torch_compat.dtensor(local, self.dtensor_spec), original.requires_grad)
         # nn.Parameter wraps a detached copy of the local tensor object; put ours back, to know it again.
         torch_compat.set_local(sharded, local)
-        # Of every gradient's local tensor, too.
-        self._local_geometry = (local.shape, contiguous_stride(local.shape))
         sharded.__dict__.update(vars(original))
         torch_compat.take_hooks(original, sharded)
         return sharded
@@ -130,10 +132,7 @@ class FSDPParam:
             # Shards are always contiguous; the object must say so, and stay the one that users hold.
             torch.utils.swap_tensors(found, self._wrap(torch_compat.local_of(found).contiguous(), found))
         self.sharded = found
-        self.dtensor_spec = torch_compat.dtensor_spec(
-            self._mesh.mesh, self._mesh.placements, self.shape, contiguous_stride(self.shape), found.dtype
-        )
-        self._local_geometry = (self.local.shape, contiguous_stride(self.local.shape))
+        self._prepare_gradients(self.local)
         self.register(found)
 
     def _find(self) -> nn.Parameter:
@@ -159,18 +158,13 @@ class FSDPParam:
         gradient: Any = torch_compat.dtensor(flat.as_strided(*self._local_geometry, offset), self.dtensor_spec)
         hooks, post_accumulate_hooks = torch_compat.gradient_hooks(self.sharded)
         if hooks:
-            gradient = _call(hooks, gradient)
+            for hook in tuple(hooks.values()):  # a hook may remove itself
+                replaced = hook(gradient)
+                gradient = gradient if replaced is None else replaced
         if self.sharded.grad is None:
             self.sharded.grad = gradient
         else:
             torch_compat.local_of(self.sharded.grad).add_(torch_compat.local_of(gradient))
         if post_accumulate_hooks:
-            _call(post_accumulate_hooks, self.sharded)
-
-
-def _call(hooks: dict[int, Callable[[Any], Any]], value: Any) -> Any:
-    """Pass `value` through hooks, each of which may replace it, or remove itself."""
-    for hook in tuple(hooks.values()):
-        replaced = hook(value)
-        value = value if replaced is None else replaced
-    return value
+            for hook in tuple(post_accumulate_hooks.values()):
+                hook(self.sharded)

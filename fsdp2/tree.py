@@ -78,8 +78,8 @@ def _map_attributes(value: Any, change: Callable[[Tensor], Tensor]) -> None:
         if not isinstance(value, (Mapping, tuple, list, set, frozenset)) and not _is_dataclass(value):
             for name in _attribute_names(value):
                 item = getattr(value, name)
-                if isinstance(item, Tensor) and change(item) is not item:
-                    setattr(value, name, change(item))
+                if isinstance(item, Tensor) and (changed := change(item)) is not item:
+                    setattr(value, name, changed)
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
