@@ -44,6 +44,10 @@ class FSDPState:
         self.last_in_pass = False
         # Gathered and registered for the backward that runs.
         self.backward_ready = False
+        # Whether, in the last backward, counting its gradients was enough to know when to free the group.
+        self.completes = False
+        # What floating-point inputs are cast to.
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         # Of the sharded parameters, when they were last gathered on purpose.
         self.versions: tuple[int, ...] = ()
 
@@ -90,7 +94,7 @@ class Context:
         self.root, self.states = root, list(dict.fromkeys(states))
         # Whether the pass began with grad enabled, so that a backward may follow.
         self.pass_has_grad = False
-        self.running: list[tuple[FSDPState, nn.Module]] = []
+        self.running: list[FSDPState] = []
         self._saved_tensors = SavedTensors(use_in_backward)
         self._reductions = ReductionQueue()
         # What may be gathered ahead: one group of any size, or several that are small beside a typical one.
@@ -121,11 +125,11 @@ class Context:
 
     # ---- forward
 
-    def enter(self, state: FSDPState, module: nn.Module, in_backward: bool) -> None:
-        """A forward of `module` begins."""
+    def enter(self, state: FSDPState, in_backward: bool) -> None:
+        """A forward of `state` begins."""
         if not in_backward and (not self.running or state is self.root):
             self._begin_pass()
-        self.running.append((state, module))
+        self.running.append(state)
         state.running += 1
         if len(self.running) == 1:
             # Storages are known by their addresses, which others may have taken since the last pass.
@@ -134,7 +138,7 @@ class Context:
 
     def leave(self) -> None:
         """The innermost forward ends, or has failed."""
-        self.running.pop()[0].running -= 1
+        self.running.pop().running -= 1
         if not self.running:
             self._saved_tensors.deactivate()
             self._order = self._order_now
@@ -143,10 +147,6 @@ class Context:
             self.unfinished.clear()
             if not self.in_backward:
                 self._drop_prefetched()
-
-    def is_innermost(self, module: nn.Module) -> bool:
-        """Whether the forward that runs is that of `module`."""
-        return bool(self.running) and self.running[-1][1] is module
 
     def ran(self, state: FSDPState) -> None:
         """A forward of `state` has ended that backward will come back to."""
@@ -202,6 +202,8 @@ class Context:
             state.group.gradients.end_backward()
         self.graph_reads_weights &= self._builds_graph
         for state in self.states:
+            if state.backward_ready:
+                state.completes = False
             state.release()
         self._drop_prefetched()
         self._reductions.finish_all()

@@ -47,7 +47,9 @@ class GatherPlan:
             return
         must_copy = spec.storage_dtype != spec.compute_dtype or self._world_size == 1
         if must_copy:
-            self._plan_cast(i, start + self._rank * spec.compute_nbytes)
+            to, source = start + self._rank * spec.compute_nbytes, self._layout.shard_offsets[i]
+            self.casts[0].append(view_bytes(self._full, to, spec.shard_numel, spec.compute_dtype))
+            self.casts[1].append(view_bytes(self._shards, source, spec.shard_numel, spec.storage_dtype))
         if self._world_size > 1:
             output = self._full[start : start + spec.compute_nbytes * self._world_size]
             own = slice(self._layout.shard_offsets[i], self._layout.shard_offsets[i] + spec.storage_nbytes)
@@ -57,24 +59,18 @@ class GatherPlan:
     def _plan_packed(self) -> None:
         layout, nbytes = self._layout, self._layout.packed_nbytes
         output = self._full[layout.packed_start : layout.packed_start + nbytes * self._world_size]
-        own = self._slot(output, nbytes)
-        if layout.packed_in_place:
+        if layout.casts:
+            own = self._slot(output, nbytes)
+            for run in layout.casts:
+                self.casts[0].append(view_bytes(own, run.packed_offset, run.numel, run.compute_dtype))
+                self.casts[1].append(view_bytes(self._shards, run.storage_offset, run.numel, run.storage_dtype))
+        else:
             first = layout.shard_offsets[layout.packed[0]]
             own = self._shards[first : first + nbytes]
-        else:
-            for i in layout.packed:
-                self._plan_cast(i, layout.packed_start + self._rank * nbytes + layout.packed_offsets[i])
         self.outputs.append(output)
         self.inputs.append(own)
         for i in layout.packed:
             self._plan_copy_out(i, output.view(self._world_size, nbytes))
-
-    def _plan_cast(self, i: int, byte_offset: int) -> None:
-        spec = self._layout.specs[i]
-        self.casts[0].append(view_bytes(self._full, byte_offset, spec.shard_numel, spec.compute_dtype))
-        self.casts[1].append(
-            view_bytes(self._shards, self._layout.shard_offsets[i], spec.shard_numel, spec.storage_dtype)
-        )
 
     def _plan_copy_out(self, i: int, segments: Tensor) -> None:
         spec, first = self._layout.specs[i], self._layout.packed_offsets[i]

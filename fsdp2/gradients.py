@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
@@ -14,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from . import reduce, torch_compat
 from .comm import Comm
-from .layout import BucketLayout, ParamSpec, bucket_layout, split_buckets
+from .layout import ParamSpec, bucket_layout, split_buckets
 from .param import FSDPParam
+from .reduce import ReducePlan
 
 # A group's gradients are reduced in up to four parts, so that what has arrived can be sent and freed while the rest is
 # computed; parts below this size cost more in latency than they save.
@@ -96,10 +98,30 @@ class ReductionQueue:
 
 
 class _Bucket:
-    """Parameters whose gradients are reduced together, and how many of these are still to come in this backward."""
+    """Parameters whose gradients are reduced together, and how many of these are still to come in this backward.
 
-    def __init__(self, indices: tuple[int, ...]) -> None:
-        self.indices, self.missing = indices, len(indices)
+    The full parameters hold it by their hooks, so it must not hold the group that owns them.
+    """
+
+    def __init__(self, indices: tuple[int, ...], progress: Callable[[_Bucket], None]) -> None:
+        self.indices, self.size = indices, len(indices)
+        self._progress = weakref.WeakMethod(progress)
+        self.restart()
+
+    def restart(self) -> None:
+        self.missing, self.complete = self.size, False
+
+    def arrive(self, _: Tensor) -> None:
+        """Post-accumulate hook: one of the gradients is complete."""
+        self.missing -= 1
+        if self.missing == 0 or self.missing == self.size - 1:
+            progress = self._progress()
+            if progress is not None:
+                progress(self)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class GroupGradients:
@@ -107,18 +129,19 @@ class GroupGradients:
 
     `synchronise`: reduce between ranks (the default), or accumulate the full gradients, in the reduce dtype, until it
     is set again.
+    `on_first`, `on_last`: called when the first gradient of a bucket is there, and when all of the group are.
     """
 
     def __init__(self, params: Sequence[FSDPParam], comm: Comm) -> None:
         self._params, self._comm = params, comm
         self.synchronise = True
+        self.on_first: Callable[[], None] = _do_nothing
+        self.on_last: Callable[[], None] = _do_nothing
         self._specs: tuple[ParamSpec, ...] = ()
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[int, _Bucket] = {}
-        self._arrived: set[int] = set()
-        # How many of the trainable parameters are done in this backward pass.
-        self._done = 0
+        self._handles: list[Any] = []
+        # In the reduce dtype.
         self._waiting: dict[int, Tensor] = {}
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
@@ -128,45 +151,45 @@ class GroupGradients:
     ) -> None:
         """Plan the buckets of the parameters that are `trainable`, which are expected in reverse order."""
         self._specs, self._reduce_dtypes = specs, reduce_dtypes
+        for handle in self._handles:
+            handle.remove()
         expected = sorted(trainable, reverse=True)
         buckets = split_buckets(specs, reduce_dtypes, expected, MAX_BUCKETS, MIN_BUCKET_BYTES)
-        self._buckets = [_Bucket(indices) for indices in buckets]
-        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
-        self._layout = cache(self._make_layout)
+        self._buckets = [_Bucket(indices, self._progress) for indices in buckets]
+        self._handles = [
+            self._params[i].full.register_post_accumulate_grad_hook(bucket.arrive)
+            for bucket in self._buckets
+            for i in bucket.indices
+        ]
+        self._plan = cache(self._make_plan)
 
-    def _make_layout(self, indices: tuple[int, ...]) -> BucketLayout:
-        return bucket_layout(self._specs, indices, self._reduce_dtypes[indices[0]], self._comm.direct_min_bytes)
+    def _make_plan(self, indices: tuple[int, ...]) -> ReducePlan:
+        layout = bucket_layout(self._specs, indices, self._reduce_dtypes[indices[0]], self._comm.direct_min_bytes)
+        return ReducePlan(layout, self._specs, self._comm.size)
 
-    def arrive(self, i: int) -> bool:
-        """The full gradient of parameter i is complete. Return whether those of all trainable parameters are."""
-        param, bucket = self._params[i], self._bucket_of[i]
-        self._done += 1
-        if not param.sharded.requires_grad:
-            param.full.grad = None  # frozen since the forward
-        elif not self.synchronise:
-            self._keep(i)
-        else:
-            self._arrived.add(i)
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                bucket.missing = len(bucket.indices)  # reentrant checkpointing may bring them once more
-                self._reduce_arrived(bucket.indices)
-        return self._done >= len(self._bucket_of)
+    def _progress(self, bucket: _Bucket) -> None:
+        if bucket.missing == bucket.size - 1:
+            self.on_first()
+        if bucket.missing == 0:
+            bucket.missing, bucket.complete = bucket.size, True  # reentrant checkpointing may bring them once more
+            self._process(self._take(bucket.indices))
+            if all(each.complete for each in self._buckets):
+                self.on_last()
 
     def flush(self) -> None:
         """Reduce what has arrived, also if the rest of its bucket has not."""
-        if not self._arrived:
-            return
-        # What waits may have been frozen, and be in no bucket since.
-        buckets = (self._bucket_of.get(i) or _Bucket((i,)) for i in sorted(self._arrived, reverse=True))
-        for bucket in dict.fromkeys(buckets):
-            self._reduce_arrived(bucket.indices)
+        left = {i for i, param in enumerate(self._params) if param.full.grad is not None}
+        self._flush(left)
+
+    def _flush(self, left: set[int]) -> None:
+        for bucket in self._buckets:
+            self._process(self._take(i for i in bucket.indices if i in left))
+            left.difference_update(bucket.indices)
+        for i in sorted(left, reverse=True):  # frozen since they began to wait, hence in no bucket
+            self._process(self._take((i,)))
 
     def begin_backward(self) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
-        self._done = 0
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.indices)
         for i in list(self._waiting):
             marker = self._params[i].sharded.grad
             if isinstance(marker, UnsyncedGrad):
@@ -176,10 +199,12 @@ class GroupGradients:
 
     def end_backward(self) -> None:
         """Reduce what is left; then let `.grad` show what must wait."""
-        self.flush()
-        if self.synchronise and self._waiting:
-            self._arrived.update(self._waiting)
+        if any(bucket.missing < bucket.size for bucket in self._buckets):
             self.flush()
+        if self.synchronise and self._waiting:
+            self._flush(set(self._waiting))
+        for bucket in self._buckets:
+            bucket.restart()
 
     def mark_waiting(self) -> None:
         """Put a stand-in into `.grad` of the parameters whose gradients wait."""
@@ -194,7 +219,8 @@ class GroupGradients:
         """After an error: drop the gradients of the backward pass that failed, keep those of earlier ones."""
         for param in self._params:
             param.full.grad = None
-        self._arrived.clear()
+        for bucket in self._buckets:
+            bucket.restart()
         self.mark_waiting()
 
     def receive(self, shards: reduce.Shards) -> None:
@@ -203,25 +229,28 @@ class GroupGradients:
             for i, (flat, offset) in shards.items():
                 self._params[i].accumulate(flat, offset)
 
-    def _keep(self, i: int) -> None:
-        gradient = self._take(i)
-        self._waiting[i] = gradient if gradient.dtype == self._reduce_dtypes[i] else gradient.to(self._reduce_dtypes[i])
+    def _take(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """The full gradients of those that have one, with what waited for them; nobody else holds them then."""
+        taken = {}
+        for i in indices:
+            param = self._params[i]
+            gradient = param.full.grad
+            if gradient is not None:
+                param.full.grad = None
+                if not param.sharded.requires_grad:
+                    continue  # frozen since the forward
+                taken[i] = gradient.detach() if gradient.requires_grad else gradient  # of a graph, under create_graph
+            if i in self._waiting:
+                waited = self._waiting.pop(i)
+                taken[i] = waited.add_(taken[i]) if i in taken else waited
+        return taken
 
-    def _take(self, i: int) -> Tensor:
-        """The full gradient of parameter i, with those that waited for it; nobody else holds it then."""
-        full = self._params[i].full
-        self._arrived.discard(i)
-        gradient, full.grad = full.grad, None
-        waited = self._waiting.pop(i, None)
-        if gradient is None:
-            assert waited is not None, "a gradient was announced by its hook, or waits"
-            return waited
-        gradient = gradient.detach()  # has a graph of its own under create_graph
-        return gradient if waited is None else waited.add_(gradient)
-
-    def _reduce_arrived(self, bucket: tuple[int, ...]) -> None:
-        # Under reentrant checkpointing one may arrive twice before another does once.
-        indices = bucket if self._arrived.issuperset(bucket) else tuple(i for i in bucket if i in self._arrived)
-        self.queue.make_room()
-        gradients = {i: self._take(i) for i in indices}
-        self.queue.add(self, reduce.start(gradients, self._layout(indices), self._specs, self._comm))
+    def _process(self, gradients: dict[int, Tensor]) -> None:
+        """Reduce gradients of one bucket, or have them wait."""
+        if not gradients:
+            return
+        if self.synchronise:
+            self.queue.make_room()
+            self.queue.add(self, reduce.start(gradients, self._plan(tuple(gradients)), self._comm))
+        else:
+            self._waiting.update({i: gradient.to(self._reduce_dtypes[i]) for i, gradient in gradients.items()})

@@ -1,16 +1,17 @@
-"""The callbacks of nn.Module and autograd, turned into events on a state: this file decides what happens when.
+"""What surrounds a forward, and the callbacks of autograd, turned into events on a state: this file decides what
+happens when.
 
 - before_forward: gather (unless that was done ahead), register the full parameters, begin the next gather
 - after_forward: free, register the sharded ones; leave hints on the outputs for backward
 - before_backward: gather again, begin the gather of what ran before
-- on_gradient: a full gradient is complete: reduce its bucket with the last of it, free with the last of the group
+- on_last_gradient: all full gradients are complete (each bucket was reduced with its last): free
 - after_backward: the gradients of all inputs are computed: reduce and free what is left of this forward
 - end_backward, in context.py: whatever none of these noticed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -38,27 +39,16 @@ def states_below(module: nn.Module) -> Iterator[FSDPState]:
 
 
 def install(state: FSDPState) -> None:
-    """Attach `state` and the hooks to its modules; it becomes the root of all states below it."""
+    """Attach `state` to its modules; it becomes the root of all states below it."""
     for module in state.modules:
         module.__dict__[_STATE] = state
-        # Before other pre-hooks and after other hooks: what they do to the parameters, they do to the full ones.
-        module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
-        # Also when forward raises: what before_forward entered must be left.
-        module.register_forward_hook(_after_forward, always_call=True)
         # State dicts hold the sharded parameters, also between unshard() and reshard().
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_post_hook(_after_load)
-    state.group.on_gradient = partial(on_gradient, state)
+    state.group.gradients.on_first = partial(on_first_gradient, state)
+    state.group.gradients.on_last = partial(on_last_gradient, state)
     Context(state, (inner for module in state.modules for inner in states_below(module)), use_in_backward)
-
-
-def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return before_forward(module.__dict__[_STATE], module, args, kwargs)
-
-
-def _after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return after_forward(module.__dict__[_STATE], module, output)
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
@@ -69,10 +59,24 @@ def _after_load(module: nn.Module, _: Any) -> None:
     module.__dict__[_STATE].group.adopt_replacements(accept_whole=True)
 
 
-def before_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    context = state.context
+def run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`forward(*args, **kwargs)` with the full parameters of `module`, which the sharded class calls around its own.
+
+    It surrounds all hooks of the module: what they do to parameters, they do to the full ones.
+    """
+    state = module.__dict__[_STATE]
     in_backward = torch_compat.graph_task() != -1
-    context.enter(state, module, in_backward)
+    state.context.enter(state, in_backward)
+    try:
+        args, kwargs = before_forward(state, args, kwargs, in_backward)
+        output = forward(*args, **kwargs)
+    except BaseException:
+        after_forward(state, module, None, in_backward)
+        raise
+    return after_forward(state, module, output, in_backward)
+
+
+def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
     if in_backward:
         # Activation checkpointing runs the forward once more; gradients follow at once.
         before_backward(state, recomputes=True)
@@ -80,25 +84,24 @@ def before_forward(state: FSDPState, module: nn.Module, args: tuple[Any, ...], k
     else:
         unshard(state)
         state.versions = state.group.versions()
-        context.prefetch_forward(state)
+        state.context.prefetch_forward(state)
+    dtype = state.input_dtype
+    hooks_inputs = torch.is_grad_enabled() and not state.completes
+    if dtype is None and not hooks_inputs:
+        return args, kwargs
     inputs = tensors_in(args, kwargs)
-    dtype = state.policy.param_dtype if state.policy.cast_forward_inputs else None
     if dtype is not None and any(tensor.dtype != dtype and tensor.is_floating_point() for tensor in inputs):
         args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
         inputs = tensors_in(args, kwargs)
-    if torch.is_grad_enabled():
+    if hooks_inputs:
         _call_after_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
     return args, kwargs
 
 
-def after_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
-    context = state.context
-    if not context.is_innermost(module):
-        return None  # somebody's pre-hook raised before ours ran
-    in_backward = torch_compat.graph_task() != -1
+def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward: bool) -> Any:
     if not in_backward:
         output = _finish_forward(state, module, output)
-    context.leave()
+    state.context.leave()
     if not in_backward:
         state.group.check_written()
     return output if state.policy.output_dtype is None else cast_floating(output, state.policy.output_dtype)
@@ -127,11 +130,6 @@ def _without_weights(weights: int, output: Any) -> Any:
         return tensor.clone() if torch_compat.storage_id(tensor) == weights else tensor
 
     return map_tensors(output, copy_weight, everywhere=True)
-
-
-def interrupted(module: nn.Module) -> None:
-    """A forward of `module` was left by an exception for which nn.Module runs no hooks: KeyboardInterrupt and such."""
-    after_forward(module.__dict__[_STATE], module, None)
 
 
 def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
@@ -181,13 +179,17 @@ def before_backward(state: FSDPState, recomputes: bool = False) -> None:
         state.context.prefetch_backward(state)
 
 
-def on_gradient(state: FSDPState, i: int) -> None:
-    """The full gradient of parameter i is complete."""
+def on_first_gradient(state: FSDPState) -> None:
+    """The first full gradient of a bucket is complete."""
     if not state.backward_ready:
         state.context.enter_backward()
-    complete = state.group.gradients.arrive(i)
+
+
+def on_last_gradient(state: FSDPState) -> None:
+    """The full gradients of all trainable parameters are complete."""
     # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed regions.
-    if complete and not state.group.has_frozen and not state.context.in_inner_backward():
+    if not state.group.has_frozen and not state.context.in_inner_backward():
+        state.completes = True
         state.release()
 
 

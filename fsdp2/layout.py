@@ -18,6 +18,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -84,6 +86,16 @@ class ParamSpec:
         return (last - first, *self.shape[1:])
 
 
+class CastRun(NamedTuple):
+    """Packed parameters of the same two dtypes, that lie side by side at rest and in a rank's segment: one cast."""
+
+    storage_offset: int
+    packed_offset: int
+    numel: int
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class GatherLayout:
     """Byte offsets of one group: shard buffer (one rank's part, at rest), full storage (all of it, in compute dtypes).
@@ -103,8 +115,8 @@ class GatherLayout:
     packed_nbytes: int
     packed_start: int
     full_nbytes: int
-    # The packed part of the shard buffer already is the segment to send (no cast).
-    packed_in_place: bool
+    # How the packed part of the shard buffer becomes the segment to send; none if it already is that.
+    casts: tuple[CastRun, ...]
     # One rank and no cast: the shard buffer already is the full storage, nothing is copied.
     aliased: bool
 
@@ -114,20 +126,29 @@ def gather_layout(specs: Sequence[ParamSpec], world_size: int, direct_min_bytes:
     aliased = world_size == 1 and all(spec.storage_dtype == spec.compute_dtype for spec in specs)
     direct = [i for i, spec in enumerate(specs) if world_size == 1 or _is_direct(spec, direct_min_bytes)]
     # Wide dtypes first: then every offset is a multiple of its own item size without gaps.
-    packed = sorted(set(range(len(specs))) - set(direct), key=lambda i: -specs[i].compute_dtype.itemsize)
+    packed = sorted(
+        set(range(len(specs))) - set(direct),
+        key=lambda i: (-specs[i].compute_dtype.itemsize, -specs[i].storage_dtype.itemsize, *_dtype_names(specs[i])),
+    )
     packed_offsets, packed_nbytes = _offsets({i: specs[i].compute_nbytes for i in packed}, 1)
     packed_nbytes = align(packed_nbytes, RANK_ALIGNMENT)
-    packed_in_place = all(specs[i].storage_dtype == specs[i].compute_dtype for i in packed)
 
     alignment = PARAM_ALIGNMENT if aliased else RANK_ALIGNMENT
     shard_offsets, shard_nbytes = _offsets({i: specs[i].storage_nbytes for i in direct}, alignment)
-    if packed_in_place:
+    casts: list[CastRun] = []
+    if all(specs[i].storage_dtype == specs[i].compute_dtype for i in packed):
         shard_offsets |= {i: shard_nbytes + packed_offsets[i] for i in packed}
         shard_nbytes += packed_nbytes
     else:
-        tail, tail_nbytes = _offsets({i: specs[i].storage_nbytes for i in packed}, alignment)
-        shard_offsets |= {i: shard_nbytes + offset for i, offset in tail.items()}
-        shard_nbytes += tail_nbytes
+        for _, run in groupby(packed, key=lambda i: _dtype_names(specs[i])):
+            members = list(run)
+            offsets, nbytes = _offsets({i: specs[i].storage_nbytes for i in members}, 1)
+            shard_offsets |= {i: shard_nbytes + offset for i, offset in offsets.items()}
+            spec, numel = specs[members[0]], sum(specs[i].shard_numel for i in members)
+            casts.append(
+                CastRun(shard_nbytes, packed_offsets[members[0]], numel, spec.storage_dtype, spec.compute_dtype)
+            )
+            shard_nbytes += align(nbytes, RANK_ALIGNMENT)
 
     full_offsets, packed_start = _offsets(
         {i: spec.compute_nbytes * world_size for i, spec in enumerate(specs)}, PARAM_ALIGNMENT
@@ -144,7 +165,7 @@ def gather_layout(specs: Sequence[ParamSpec], world_size: int, direct_min_bytes:
         packed_nbytes=packed_nbytes,
         packed_start=packed_start,
         full_nbytes=packed_start + packed_nbytes * world_size,
-        packed_in_place=packed_in_place,
+        casts=tuple(casts),
         aliased=aliased,
     )
 
@@ -152,6 +173,10 @@ def gather_layout(specs: Sequence[ParamSpec], world_size: int, direct_min_bytes:
 def _is_direct(spec: ParamSpec, direct_min_bytes: int) -> bool:
     nbytes = spec.compute_nbytes
     return nbytes * spec.world_size >= direct_min_bytes and nbytes % RANK_ALIGNMENT == 0
+
+
+def _dtype_names(spec: ParamSpec) -> tuple[str, str]:
+    return str(spec.storage_dtype), str(spec.compute_dtype)
 
 
 def _offsets(sizes: dict[int, int], alignment: int) -> tuple[dict[int, int], int]:
@@ -177,8 +202,6 @@ class BucketLayout:
     packed: tuple[int, ...]
     offsets: dict[int, int]
     packed_start: int
-    packed_sizes: tuple[int, ...]  # of each packed one, then of the padding that completes the segment
-    whole_chunks: tuple[tuple[int, int], ...]  # of each packed one: ranks with a whole chunk, rows in these chunks
     packed_numel: int
     shard_numel: int
     reduce_dtype: torch.dtype
@@ -200,16 +223,13 @@ def bucket_layout(
     packed = tuple(i for i in indices if i not in direct)
     offsets, packed_start = _offsets({i: specs[i].shard_numel for i in direct}, RANK_ALIGNMENT // itemsize)
     packed_offsets, packed_numel = _offsets({i: specs[i].shard_numel for i in packed}, 1)
-    unpadded_numel = packed_numel
-    packed_numel = align(unpadded_numel * itemsize, RANK_ALIGNMENT) // itemsize
+    packed_numel = align(packed_numel * itemsize, RANK_ALIGNMENT) // itemsize
     return BucketLayout(
         indices=indices,
         direct=direct,
         packed=packed,
         offsets=offsets | {i: packed_start + offset for i, offset in packed_offsets.items()},
         packed_start=packed_start,
-        packed_sizes=(*(specs[i].shard_numel for i in packed), packed_numel - unpadded_numel),
-        whole_chunks=tuple((specs[i].whole_chunks, specs[i].whole_chunks * specs[i].chunk_rows) for i in packed),
         packed_numel=packed_numel,
         shard_numel=packed_start + packed_numel,
         reduce_dtype=reduce_dtype,

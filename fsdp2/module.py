@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -114,13 +114,7 @@ def sharded_class(cls: Any) -> Any:
         return plain
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return cls.__call__(self, *args, **kwargs)
-        except Exception:
-            raise  # nn.Module has run our hook
-        except BaseException:
-            hooks.interrupted(self)
-            raise
+        return hooks.run_forward(self, partial(cls.__call__, self), args, kwargs)
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.

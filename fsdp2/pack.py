@@ -6,7 +6,8 @@ Shape legend:  W ranks,  S elements of one padded shard,  P elements of one rank
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,22 +43,40 @@ def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.
     return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
 
 
-def pack_gradients(
-    gradients: Mapping[int, Tensor], specs: tuple[ParamSpec, ...], layout: BucketLayout, out_WP: Tensor
-) -> None:
-    """Copy the bucket's packed gradients into one segment per receiving rank, casting to `out_WP.dtype`.
+class GradientSlot(NamedTuple):
+    """Where one gradient's whole chunks of rows lie in a (W, P) tensor of segments, and the rows left over."""
+
+    shape: tuple[int, int]
+    stride: tuple[int, int]
+    offset: int
+    rows: int
+    rest_numel: int
+    rest_offset: int
+
+
+def gradient_slots(layout: BucketLayout, specs: tuple[ParamSpec, ...]) -> list[GradientSlot]:
+    """One per packed parameter of the bucket."""
+    slots = []
+    for i in layout.packed:
+        spec, offset = specs[i], layout.offsets[i] - layout.packed_start
+        rows = spec.whole_chunks * spec.chunk_rows
+        shape, stride = (spec.whole_chunks, spec.shard_numel), (layout.packed_numel, 1)
+        rest = (spec.shape[0] - rows) * spec.row_numel
+        slots.append(GradientSlot(shape, stride, offset, rows, rest, offset + spec.whole_chunks * layout.packed_numel))
+    return slots
+
+
+def pack_gradients(gradients: Sequence[Tensor], slots: Sequence[GradientSlot], out_WP: Tensor) -> None:
+    """Copy each gradient into its slot, casting to `out_WP.dtype`.
 
     Elements that are padding keep whatever they held: the sums made of them are never read.
     """
-    *slots_WS, _ = out_WP.split_with_sizes(layout.packed_sizes, 1)
-    wholes = []
-    for place, (i, (whole, rows)) in enumerate(zip(layout.packed, layout.whole_chunks, strict=True)):
-        gradient, slot_WS = gradients[i], slots_WS[place]
-        if whole < out_WP.shape[0]:
-            slots_WS[place] = slot_WS[:whole]
-            if rows < gradient.shape[0]:
-                rest = gradient[rows:].reshape(-1)
-                slot_WS[whole, : rest.numel()].copy_(rest)
-                gradient = gradient[:rows]
-        wholes.append(gradient.reshape(slots_WS[place].shape))
-    torch_compat.copy_all(slots_WS, wholes)
+    targets, sources = [], []
+    for gradient, (shape, stride, offset, rows, rest_numel, rest_offset) in zip(gradients, slots, strict=True):
+        if rest_numel:
+            targets.append(out_WP.as_strided((rest_numel,), (1,), rest_offset))
+            sources.append(gradient[rows:].reshape(-1))
+            gradient = gradient[:rows]
+        targets.append(out_WP.as_strided(shape, stride, offset))
+        sources.append(gradient.reshape(shape))
+    torch_compat.copy_all(targets, sources)

@@ -45,8 +45,6 @@ class FSDPParam:
         self.names = [name] * len(slots)
         self.shape = tuple(slots[0].get().shape)
         self.full = nn.Parameter(torch.empty(0))  # until the group has its storage
-        # What `full.requires_grad` was last set to: users freeze and unfreeze the sharded face.
-        self.full_requires_grad = False
         self._shard(slots[0].get())
 
     def _shard(self, whole: Tensor) -> None:
@@ -65,7 +63,7 @@ class FSDPParam:
         self.dtensor_spec = torch_compat.dtensor_spec(
             self._mesh.mesh, self._mesh.placements, self.shape, contiguous_stride(self.shape), local.dtype
         )
-        self._local_geometry = (local.shape, contiguous_stride(local.shape))
+        self._local_shape, self._local_stride = local.shape, contiguous_stride(local.shape)
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self._prepare_gradients(local)
@@ -100,8 +98,8 @@ class FSDPParam:
             else:
                 setattr(slot.module, slot.name, face)
 
-    def readopt(self, accept_whole: bool) -> None:
-        """Take what is registered now as the sharded face: users may replace it by assignment or loading.
+    def find_replacement(self, accept_whole: bool) -> nn.Parameter:
+        """What is registered now: users may replace the sharded face by assignment or loading.
 
         `accept_whole`: also a plain tensor of the whole parameter, to be sharded.
 
@@ -121,13 +119,18 @@ class FSDPParam:
                     "would never see it change. Load whole tensors with load_state_dict(..., assign=True), or "
                     "distribute it like the parameter it replaces."
                 )
-            self._shard(found)
-            return
-        if found.placements != self._mesh.placements or found.device_mesh != self._mesh.mesh:
+        elif found.placements != self._mesh.placements or found.device_mesh != self._mesh.mesh:
             raise ValueError(
                 f"{self.name}: expected a DTensor with placements {self._mesh.placements} on {self._mesh.mesh}, got "
                 f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."
             )
+        return found
+
+    def replace(self, found: nn.Parameter) -> None:
+        """Take what `find_replacement` found as the sharded face."""
+        if not isinstance(found, DTensor):
+            self._shard(found)
+            return
         if found.stride() != contiguous_stride(self.shape):
             # Shards are always contiguous; the object must say so, and stay the one that users hold.
             torch.utils.swap_tensors(found, self._wrap(torch_compat.local_of(found).contiguous(), found))
@@ -155,16 +158,20 @@ class FSDPParam:
         `flat` has the storage dtype. The hooks of the sharded face run, on the gradient as in plain training, then on
         the parameter.
         """
-        gradient: Any = torch_compat.dtensor(flat.as_strided(*self._local_geometry, offset), self.dtensor_spec)
-        hooks, post_accumulate_hooks = torch_compat.gradient_hooks(self.sharded)
+        gradient: Any = torch_compat.dtensor(
+            flat.as_strided(self._local_shape, self._local_stride, offset), self.dtensor_spec
+        )
+        sharded = self.sharded
+        hooks, post_accumulate_hooks = torch_compat.gradient_hooks(sharded)
         if hooks:
             for hook in tuple(hooks.values()):  # a hook may remove itself
                 replaced = hook(gradient)
                 gradient = gradient if replaced is None else replaced
-        if self.sharded.grad is None:
-            self.sharded.grad = gradient
+        accumulated = sharded.grad
+        if accumulated is None:
+            sharded.grad = gradient
         else:
-            torch_compat.local_of(self.sharded.grad).add_(torch_compat.local_of(gradient))
+            torch_compat.local_of(accumulated).add_(torch_compat.local_of(gradient))
         if post_accumulate_hooks:
             for hook in tuple(post_accumulate_hooks.values()):
-                hook(self.sharded)
+                hook(sharded)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -62,11 +61,11 @@ class FSDPParamGroup:
         self.installed = False
         self.gradients = GroupGradients(self.params, comm)
         self._full_versions: tuple[int, ...] = ()
-        # Called with the index of a parameter whose full gradient is complete; set by the runtime.
-        self.on_gradient: Callable[[int], None] | None = None
         # Identity of the storage that all full parameters share.
         self.storage_id = 0
         self.has_frozen = False
+        # Whether the full storage is allocated; an aliased one always is.
+        self._holds_data = False
         self._layout: GatherLayout | None = None
         self._adopt()
 
@@ -100,6 +99,7 @@ class FSDPParamGroup:
             self._notice_replacements()
         assert self._layout is not None
         if not self._layout.aliased:
+            self._holds_data = True
             self._full_storage.resize_(self._layout.full_nbytes)
         self.state = gather.start(self._plan, self._comm)
 
@@ -131,7 +131,8 @@ class FSDPParamGroup:
         state, self.state = self.state, SHARDED
         if isinstance(state, PendingGather):
             state.abandon()
-        if free and self._layout is not None and not self._layout.aliased:
+        if free and self._holds_data:
+            self._holds_data = False
             self._full_storage.resize_(0)
 
     def versions(self) -> tuple[int, ...]:
@@ -139,7 +140,8 @@ class FSDPParamGroup:
 
         The foreach and fused kernels of torch's optimizers don't count.
         """
-        return tuple(map(_version_of, self._versioned))
+        with torch_compat.no_torch_function():
+            return tuple(map(_version_of, self._versioned))
 
     def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
@@ -159,10 +161,10 @@ class FSDPParamGroup:
             )
 
     def _register(self, face: int) -> None:
-        for slots, name, faces in self._dict_slots:
-            slots[name] = faces[face]
-        for module, name, faces in self._setattr_slots:
-            setattr(module, name, faces[face])
+        for slots, name, parameter in self._dict_slots[face]:
+            slots[name] = parameter
+        for module, name, parameter in self._setattr_slots[face]:
+            setattr(module, name, parameter)
 
     # ---- construction, and again whenever a user replaces a parameter or its local tensor
 
@@ -172,16 +174,13 @@ class FSDPParamGroup:
         self._notice_replacements(accept_whole, may_be_meta=True)
 
     def _notice_replacements(self, accept_whole: bool = False, may_be_meta: bool = False) -> None:
-        replaced = stale = False
-        for slots, name, local, param in self._watched:
-            registered = slots.get(name)
-            if registered is not param.sharded or torch_compat.local_of(registered) is not local:
-                replaced = True
-            elif registered.requires_grad is not param.full_requires_grad:
-                stale = True
+        replaced = any(
+            slots.get(name) is not sharded or torch_compat.local_of(sharded) is not local
+            for slots, name, sharded, local in self._watched
+        )
         if replaced or self._layout is None:
             self._readopt(accept_whole)
-        elif stale:
+        elif self._trainable != self._find_trainable():
             self._follow_requires_grad()
         if self._layout is None and not may_be_meta:
             names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != self.mesh.device]
@@ -191,22 +190,25 @@ class FSDPParamGroup:
             )
 
     def _readopt(self, accept_whole: bool) -> None:
-        for param in self.params:
-            param.readopt(accept_whole)
+        # All are checked before one is taken: after an error the user may put the old ones back.
+        found = [param.find_replacement(accept_whole) for param in self.params]
         owners: dict[nn.Parameter, FSDPParam] = {}
-        for param in self.params:
-            other = owners.setdefault(param.sharded, param)
+        for param, parameter in zip(self.params, found, strict=True):
+            other = owners.setdefault(parameter, param)
             if other is not param:
                 raise ValueError(
                     f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
                     "Tie parameters before fully_shard."
                 )
+        for param, parameter in zip(self.params, found, strict=True):
+            param.replace(parameter)
         self._adopt()
 
     def _adopt(self) -> None:
         """(Re)build buffers, plan and full parameters from the present local tensors, if all are on the device."""
-        self._dict_slots: list[Any] = []
-        self._setattr_slots: list[Any] = []
+        # What to write where, to register the sharded parameters and the full ones.
+        self._dict_slots: tuple[list[Any], list[Any]] = ([], [])
+        self._setattr_slots: tuple[list[Any], list[Any]] = ([], [])
         if any(param.local.device != self.mesh.device for param in self.params):
             self._layout = None
             self._watch()
@@ -231,12 +233,10 @@ class FSDPParamGroup:
         self._full_storage = self._full.untyped_storage()
         self.storage_id = torch_compat.storage_id(self._full)
         self._plan = GatherPlan(layout, self.mesh.rank, self._shards, self._full)
-        group = weakref.ref(self)
         for i, (param, spec) in enumerate(zip(self.params, layout.specs, strict=True)):
             leaf = leaf_over(self._full, layout.full_offsets[i], spec.shape, spec.compute_dtype)
             param.full = nn.Parameter(leaf, requires_grad=spec.compute_dtype.is_floating_point)
-            if param.full.requires_grad:
-                param.full.register_post_accumulate_grad_hook(_announce(group, i))
+        self._holds_data = False
         if not layout.aliased:
             self._full_storage.resize_(0)
 
@@ -255,42 +255,36 @@ class FSDPParamGroup:
 
     def _watch(self) -> None:
         """Remember what is registered where, to notice what is put there instead."""
-        self._watched: list[tuple[dict[str, Any], str, Tensor, FSDPParam]] = [
-            (slot.module._parameters, slot.name, param.local, param) for param in self.params for slot in param.slots
+        self._watched = [
+            (slot.module._parameters, slot.name, param.sharded, param.local)
+            for param in self.params
+            for slot in param.slots
         ]
         # Operations on the DTensor count there, operations on what to_local() returns count at the local tensor.
         self._fulls = [param.full for param in self.params]
         self._full_versions = tuple(map(_version_of, self._fulls))
         self._versioned = [tensor for param in self.params for tensor in (param.sharded, param.local)]
 
+    def _find_trainable(self) -> list[bool]:
+        with torch_compat.no_torch_function():
+            return [param.sharded.requires_grad for param in self.params]
+
     def _follow_requires_grad(self) -> None:
-        for param in self.params:
-            param.full_requires_grad = param.sharded.requires_grad
-            param.full.requires_grad_(param.full_requires_grad)
+        self._trainable = self._find_trainable()
+        for param, trainable in zip(self.params, self._trainable, strict=True):
+            param.full.requires_grad_(trainable)
         specs = self._layout.specs if self._layout else ()
         self.gradients.prepare(
             specs,
             tuple(self._policy.gradient_dtype(spec.storage_dtype) for spec in specs),
-            [i for i, param in enumerate(self.params) if param.full_requires_grad],
+            [i for i, trainable in enumerate(self._trainable) if trainable],
         )
-        self.has_frozen = not all(param.full_requires_grad for param in self.params)
+        self.has_frozen = not all(self._trainable)
 
     def _prepare_slots(self) -> None:
         for param in self.params:
-            faces = (param.sharded, param.full)
             for slot in param.slots:
-                if slot.is_plain:
-                    self._dict_slots.append((slot.module._parameters, slot.name, faces))
-                else:
-                    self._setattr_slots.append((slot.module, slot.name, faces))
-
-
-def _announce(group: weakref.ref[FSDPParamGroup], i: int) -> Callable[[Tensor], None]:
-    """A hook for full parameter i. It holds the group weakly: the parameter must not keep its owner alive."""
-
-    def gradient_is_complete(_: Tensor) -> None:
-        owner = group()
-        if owner is not None and owner.on_gradient is not None:
-            owner.on_gradient(i)
-
-    return gradient_is_complete
+                target = slot.module._parameters if slot.is_plain else slot.module
+                for face, parameter in enumerate((param.sharded, param.full)):
+                    slots = self._dict_slots if slot.is_plain else self._setattr_slots
+                    slots[face].append((target, slot.name, parameter))

@@ -7,12 +7,35 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from . import torch_compat
 from .comm import Comm, Work
 from .layout import BucketLayout, ParamSpec
-from .pack import pack_gradients
+from .pack import gradient_slots, pack_gradients
 
 # Parameter index -> (a tensor, where in its storage this rank's padded shard of the gradient begins).
 Shards = dict[int, tuple[Tensor, int]]
+
+
+class ReducePlan:
+    """What is the same in all reductions of one bucket."""
+
+    def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:
+        self.layout = layout
+        self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
+        self.slots = gradient_slots(layout, specs)
+        self.segments_shape = (world_size, layout.packed_numel)
+        # One operation for all of them; on CPU it is slow where it casts, and copies twice where it pads.
+        self.is_one_cat = layout.packed_numel == sum(specs[i].shard_numel for i in layout.packed) and all(
+            specs[i].is_even and specs[i].shard_numel and specs[i].compute_dtype == layout.reduce_dtype
+            for i in layout.packed
+        )
+
+    def pack(self, gradients: Mapping[int, Tensor], out_WP: Tensor) -> None:
+        packed = [gradients[i] for i in self.layout.packed]
+        if self.is_one_cat:
+            torch_compat.chunk_cat(packed, out_WP)
+        else:
+            pack_gradients(packed, self.slots, out_WP)
 
 
 class PendingReduce:
@@ -48,24 +71,23 @@ class _Local:
         pass
 
 
-def start(
-    gradients: Mapping[int, Tensor], layout: BucketLayout, specs: tuple[ParamSpec, ...], comm: Comm
-) -> PendingReduce | _Local:
+def start(gradients: Mapping[int, Tensor], plan: ReducePlan, comm: Comm) -> PendingReduce | _Local:
     """Begin to reduce `gradients` (index -> full gradient), which must not be written to until `finish`.
 
-    Every rank of `comm` must call it, in the same order, with the same layout.
+    Every rank of `comm` must call it, in the same order, with the same plan.
     """
+    layout = plan.layout
     if comm.size == 1:
         return _Local({i: _own(gradients[i], layout) for i in layout.indices})
-    some = gradients[layout.indices[0]]
-    output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
+    device = gradients[layout.indices[0]].device
+    output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
     inputs = [gradients[i].contiguous().view(-1) for i in layout.direct]
-    outputs = [output[layout.offsets[i] : layout.offsets[i] + specs[i].shard_numel] for i in layout.direct]
+    outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     if layout.packed_numel:
-        segments = torch.empty(comm.size, layout.packed_numel, dtype=layout.reduce_dtype, device=some.device)
-        pack_gradients(gradients, specs, layout, segments)
+        segments = torch.empty(plan.segments_shape, dtype=layout.reduce_dtype, device=device)
+        plan.pack(gradients, segments)
         inputs.append(segments.view(-1))
-        outputs.append(output[layout.packed_start :])
+        outputs.append(output[layout.packed_start :] if outputs else output)
     work = comm.reduce_scatter(outputs, inputs) if outputs else None
     return PendingReduce(layout, work, output, inputs)
 

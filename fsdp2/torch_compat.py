@@ -22,12 +22,14 @@ __all__ = [
     "DTensorSpec",
     "active_pack_hook",
     "backend_name",
+    "chunk_cat",
     "copy_all",
     "dtensor",
     "dtensor_spec",
     "gradient_hooks",
     "graph_task",
     "local_of",
+    "no_torch_function",
     "on_backward_end",
     "set_local",
     "single_tensor_collectives",
@@ -77,6 +79,11 @@ def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(destinations, sources)
 
 
+def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
+    """out[r] := chunk r along dim 0 of all `tensors`, each flattened, one behind the other."""
+    torch._chunk_cat(tensors, 0, out.shape[0], out=out)
+
+
 def single_tensor_collectives(group: dist.ProcessGroup) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The group's all-gather and reduce-scatter of one tensor: (output, input) -> asynchronous Work.
 
@@ -111,6 +118,10 @@ def active_pack_hook() -> Callable[[Tensor], Any] | None:
     """The pack function of the saved-tensor hooks in force on this thread: ours, activation checkpointing's, ..."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks else None
+
+
+# Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
+no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
 
 def take_hooks(source: Tensor, target: Tensor) -> None:

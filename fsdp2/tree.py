@@ -17,6 +17,8 @@ _ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, 
 
 def tensors_in(*values: Any) -> list[Tensor]:
     """Every tensor in nested containers, dataclasses and plain objects (in `__dict__` or `__slots__`), each once."""
+    if len(values) == 1 and isinstance(values[0], Tensor):
+        return [*values]
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
     waiting = [*reversed(values)]
@@ -31,10 +33,10 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
     if isinstance(value, (tuple, list, set, frozenset)):
         return list(value)
+    if isinstance(value, (dict, Mapping)):  # a dict is recognised several times as fast
+        return list(value.values())
     if _is_dataclass(value):
         return list(_fields(value).values())
     return [getattr(value, name) for name in _attribute_names(value)]

@@ -129,11 +129,11 @@ def test_gather_is_direct_or_packed() -> None:
         assert world_size > 1 or not layout.packed
 
 
-def test_what_is_packed_in_place_is_the_segment_to_send() -> None:
+def test_what_needs_no_cast_is_the_segment_to_send() -> None:
     """Then the shard buffer is the collective's input: its packed part must look exactly like a segment."""
     for specs, world_size, direct_min_bytes in random_groups():
         layout = gather_layout(specs, world_size, direct_min_bytes)
-        if not (layout.packed_in_place and layout.packed):
+        if layout.casts or not layout.packed:
             continue
         first = layout.shard_offsets[layout.packed[0]]
         assert first % RANK_ALIGNMENT == 0
@@ -141,6 +141,26 @@ def test_what_is_packed_in_place_is_the_segment_to_send() -> None:
         for i in layout.packed:
             assert layout.shard_offsets[i] - first == layout.packed_offsets[i]
             assert specs[i].storage_dtype == specs[i].compute_dtype
+
+
+def test_casts_cover_the_packed_parameters_once() -> None:
+    """Each parameter lies in one cast, as many elements into it as it lies into its source, in its own dtypes."""
+    for specs, world_size, direct_min_bytes in random_groups():
+        layout = gather_layout(specs, world_size, direct_min_bytes)
+        if not layout.casts:
+            assert all(specs[i].storage_dtype == specs[i].compute_dtype for i in layout.packed)
+            continue
+        assert sum(run.numel for run in layout.casts) == sum(specs[i].shard_numel for i in layout.packed)
+        for i in layout.packed:
+            spec = specs[i]
+            places = {
+                ((layout.shard_offsets[i] - run.storage_offset) / spec.storage_dtype.itemsize,
+                 (layout.packed_offsets[i] - run.packed_offset) / spec.compute_dtype.itemsize)
+                for run in layout.casts
+                if (run.storage_dtype, run.compute_dtype) == (spec.storage_dtype, spec.compute_dtype)
+            }  # fmt: skip
+            assert len(places) == 1
+            assert all(to == source and to.is_integer() and to >= 0 for to, source in places)
 
 
 def test_aliased_means_shards_are_the_full_storage() -> None:
@@ -216,16 +236,13 @@ def test_bucket_regions_do_not_overlap_and_are_aligned() -> None:
             assert specs[i].shard_numel * itemsize % RANK_ALIGNMENT == 0
 
 
-def test_bucket_is_split_as_it_is_packed() -> None:
-    """`packed_sizes` cuts one segment where `offsets` says that its members lie."""
+def test_packed_gradients_lie_side_by_side() -> None:
     for specs, layout, _ in random_buckets():
-        assert len(layout.packed_sizes) == len(layout.packed) + 1
-        assert sum(layout.packed_sizes) == layout.packed_numel
-        assert all(size >= 0 for size in layout.packed_sizes)
         position = layout.packed_start
-        for i, size in zip(layout.packed, layout.packed_sizes[:-1], strict=True):
-            assert (layout.offsets[i], specs[i].shard_numel) == (position, size)
-            position += size
+        for i in layout.packed:
+            assert layout.offsets[i] == position
+            position += specs[i].shard_numel
+        assert 0 <= layout.shard_numel - position < RANK_ALIGNMENT
 
 
 def test_bucket_direct_gradients_need_neither_cast_nor_padding() -> None:
@@ -251,7 +268,7 @@ def test_layouts_by_pencil_and_paper() -> None:
 
     bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=128)
     assert (bucket.direct, bucket.packed, bucket.offsets) == ((0,), (2,), {0: 0, 2: 16})
-    assert (bucket.packed_start, bucket.packed_sizes, bucket.shard_numel) == (16, (2, 2), 20)
+    assert (bucket.packed_start, bucket.packed_numel, bucket.shard_numel) == (16, 4, 20)
 
 
 # ---- buckets
