@@ -8,7 +8,7 @@ the same sizes. Tensors are flat and contiguous, and must live until `wait` has 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,27 @@ class Comm(Protocol):
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         """outputs[i] := the inputs[i] of all ranks, in rank order. inputs[i] may be its own slot of outputs[i]."""
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        """outputs[i] := mean over ranks of this rank's slice of inputs[i]; inputs[i] is `size` slices in rank order."""
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        """outputs[i] := sum over ranks of this rank's slice of inputs[i], divided by `divisor`.
+
+        inputs[i] is `size` slices in rank order.
+        """
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        """tensor := its sum over ranks, divided by `divisor`."""
+
+
+def _options(kind: Any, op: Any) -> Any:
+    options = kind()
+    options.reduceOp = op
+    return options
+
+
+_AVERAGE_SCATTER, _SUM_SCATTER, _AVERAGE_ALL, _SUM_ALL = (
+    _options(kind, op)
+    for kind in (dist.ReduceScatterOptions, dist.AllreduceOptions)
+    for op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM)
+)
 
 
 class CoalescedComm:
@@ -52,18 +71,30 @@ class CoalescedComm:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._all_gather_one, self._reduce_scatter_one = torch_compat.single_tensor_collectives(group)
-        self._average = dist.ReduceScatterOptions()
-        self._average.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+        # Sum, and divide afterwards, even where the backend can average.
+        self.force_sum = False
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if len(outputs) == 1:
             return self._all_gather_one(outputs[0], inputs[0])
         return self._group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        averages = self._averages(divisor)
+        options = _AVERAGE_SCATTER if averages else _SUM_SCATTER
         if len(outputs) == 1:
-            return self._reduce_scatter_one(outputs[0], inputs[0], self._average)
-        return self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), self._average)
+            work = self._reduce_scatter_one(outputs[0], inputs[0], options)
+        else:
+            work = self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
+        return work if averages else _DividedWork([work], outputs, divisor)
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        averages = self._averages(divisor)
+        work = self._group.allreduce([tensor], _AVERAGE_ALL if averages else _SUM_ALL)
+        return work if averages else _DividedWork([work], [tensor], divisor)
+
+    def _averages(self, divisor: float) -> bool:
+        return divisor == self.size and not self.force_sum
 
 
 class PairwiseComm:
@@ -90,7 +121,7 @@ class PairwiseComm:
                 slot[self.rank].copy_(own)
         return _AllWork(works)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         slices = [tensor.view(self.size, -1) for tensor in inputs]
         received = [torch.empty_like(tensor[1:]) for tensor in slices]
         works = []
@@ -102,7 +133,12 @@ class PairwiseComm:
             [mine[rank] if rank == self.rank else theirs[self._place(rank)] for rank in range(self.size)]
             for mine, theirs in zip(slices, received, strict=True)
         ]
-        return _MeanWork(works, outputs, parts)
+        return _SumWork(works, outputs, parts, divisor)
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        if tensor.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
+            return _AllWork([self._group.allreduce([tensor.div_(divisor)], _SUM_ALL)])
+        return _DividedWork([self._group.allreduce([tensor], _SUM_ALL)], [tensor], divisor)
 
     def _peers(self) -> list[tuple[int, int]]:
         """(rank to send to, rank to receive from), step by step, so that no rank is everybody's first."""
@@ -125,26 +161,42 @@ class _AllWork:
             work.wait()
 
 
-class _MeanWork(_AllWork):
-    """Averages what arrived, adding it up in rank order, whichever rank that is computed on."""
+class _DividedWork(_AllWork):
+    """Divides what arrived."""
 
-    def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], parts: list[list[Tensor]]) -> None:
+    def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], divisor: float) -> None:
         super().__init__(works)
-        self._outputs, self._parts = outputs, parts
+        self._outputs, self._divisor = outputs, divisor
+
+    def wait(self) -> None:
+        super().wait()
+        outputs, self._outputs = self._outputs, ()
+        for output in outputs:
+            output.div_(self._divisor)
+
+
+class _SumWork(_AllWork):
+    """Adds up what arrived, in rank order whichever rank that is computed on, and divides it."""
+
+    def __init__(
+        self, works: Sequence[Work], outputs: Sequence[Tensor], parts: list[list[Tensor]], divisor: float
+    ) -> None:
+        super().__init__(works)
+        self._outputs, self._parts, self._divisor = outputs, parts, divisor
 
     def wait(self) -> None:
         super().wait()
         waiting, self._parts = self._parts, []
         for output, parts in zip(self._outputs, waiting):  # noqa: B905  the second wait finds no parts
-            _mean(parts, output)
+            _sum(parts, output, self._divisor)
 
 
-def _mean(parts: list[Tensor], output: Tensor) -> None:
+def _sum(parts: list[Tensor], output: Tensor, divisor: float) -> None:
     if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
         total = parts[0].float()
         for part in parts[1:]:
             total.add_(part)
-        output.copy_(total.div_(len(parts)))
+        output.copy_(total.div_(divisor))
         return
     first, *rest = parts
     if rest:
@@ -153,9 +205,26 @@ def _mean(parts: list[Tensor], output: Tensor) -> None:
         output.copy_(first)
     for part in rest[1:]:
         output.add_(part)
-    output.div_(len(parts))
+    output.div_(divisor)
 
 
-def make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """The way to communicate that measured best for the group's backend on `device`."""
+class SoloComm:
+    """One rank: nothing to communicate, and nobody calls a collective."""
+
+    rank, size, direct_min_bytes = 0, 1, 0
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        raise AssertionError("one rank gathers nothing")
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        raise AssertionError("one rank reduces nothing")
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        raise AssertionError("one rank reduces nothing")
+
+
+def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
+    """The way to communicate that measured best for the group's backend on `device`; None: there is nobody else."""
+    if group is None:
+        return SoloComm()
     return PairwiseComm(group) if torch_compat.backend_name(group, device) == "gloo" else CoalescedComm(group)

@@ -14,11 +14,12 @@ from torch.nn.parameter import UninitializedParameter
 from . import hooks
 from .comm import make_comm
 from .context import FSDPState
-from .mesh import ShardMesh, default_mesh
+from .mesh import DataMesh, data_mesh, default_mesh
 from .module import public_methods, sharded_class
 from .param import FSDPParam, Slot
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
+from .reduce import Reduction
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
@@ -77,11 +78,11 @@ def fully_shard(
     _check_memory(slots)
     for root in roots:
         _check_names(root)
-    shard_mesh = ShardMesh(mesh if mesh is not None else default_mesh())
+    shards = data_mesh(mesh if mesh is not None else default_mesh())
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
-    _move_buffers(managed, shard_mesh.device)
-    group = _make_group(roots, slots, shard_mesh, policy)
+    _move_buffers(managed, shards.device)
+    group = _make_group(roots, slots, shards, policy)
     hooks.install(
         FSDPState(roots, group, policy, None if reshard_after_forward is None else bool(reshard_after_forward))
     )
@@ -241,10 +242,12 @@ def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def _make_group(
-    roots: list[nn.Module], slots: dict[str, list[Slot]], mesh: ShardMesh, policy: MixedPrecisionPolicy
+    roots: list[nn.Module], slots: dict[str, list[Slot]], mesh: DataMesh, policy: MixedPrecisionPolicy
 ) -> FSDPParamGroup:
     originals = [parameter_slots[0].get() for parameter_slots in slots.values()]
     params = [FSDPParam(parameter_slots, name, mesh) for name, parameter_slots in slots.items()]
     for original, name in zip(originals, slots, strict=True):
         setattr(original, _SHARDED_AS, f"{type(roots[0]).__name__}'s {name}")
-    return FSDPParamGroup(roots, params, mesh, make_comm(mesh.group, mesh.device), policy)
+    comms = [make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group)]
+    reduction = Reduction(comms[0], comms[1] if comms[1].size > 1 else None)
+    return FSDPParamGroup(roots, params, mesh, reduction, policy)

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import reduce, torch_compat
-from .comm import Comm
 from .layout import ParamSpec, bucket_layout, split_buckets
 from .param import FSDPParam
-from .reduce import ReducePlan
+from .reduce import ReducePlan, Reduction
 
 # A group's gradients are reduced in up to four parts, so that what has arrived can be sent and freed while the rest is
 # computed; parts below this size cost more in latency than they save.
@@ -78,6 +77,8 @@ class ReductionQueue:
     def make_room(self) -> None:
         while len(self._running) > 1:
             self._finish_oldest()
+        for _, pending in self._running:
+            pending.advance()
 
     def add(self, owner: GroupGradients, pending: Any) -> None:
         self._running.append((owner, pending))
@@ -94,7 +95,7 @@ class ReductionQueue:
 
     def _finish_oldest(self) -> None:
         owner, pending = self._running.popleft()
-        owner.receive(pending.finish())
+        owner.receive(pending)
 
 
 class _Bucket:
@@ -132,8 +133,8 @@ class GroupGradients:
     `on_first`, `on_last`: called when the first gradient of a bucket is there, and when all of the group are.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], comm: Comm) -> None:
-        self._params, self._comm = params, comm
+    def __init__(self, params: Sequence[FSDPParam], reduction: Reduction) -> None:
+        self._params, self.reduction = params, reduction
         self.synchronise = True
         self.on_first: Callable[[], None] = _do_nothing
         self.on_last: Callable[[], None] = _do_nothing
@@ -141,8 +142,9 @@ class GroupGradients:
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
         self._buckets: list[_Bucket] = []
         self._handles: list[Any] = []
-        # In the reduce dtype.
+        # Both in the reduce dtype: full gradients, and flat padded shards that were not summed between replicas.
         self._waiting: dict[int, Tensor] = {}
+        self._partial: dict[int, Tensor] = {}
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
 
@@ -164,8 +166,9 @@ class GroupGradients:
         self._plan = cache(self._make_plan)
 
     def _make_plan(self, indices: tuple[int, ...]) -> ReducePlan:
-        layout = bucket_layout(self._specs, indices, self._reduce_dtypes[indices[0]], self._comm.direct_min_bytes)
-        return ReducePlan(layout, self._specs, self._comm.size)
+        shards = self.reduction.shards
+        layout = bucket_layout(self._specs, indices, self._reduce_dtypes[indices[0]], shards.direct_min_bytes)
+        return ReducePlan(layout, self._specs, shards.size)
 
     def _progress(self, bucket: _Bucket) -> None:
         if bucket.missing == bucket.size - 1:
@@ -190,25 +193,35 @@ class GroupGradients:
 
     def begin_backward(self) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
-        for i in list(self._waiting):
+        for i in {*self._waiting, *self._partial}:
             marker = self._params[i].sharded.grad
             if isinstance(marker, UnsyncedGrad):
                 self._params[i].sharded.grad = marker.reduced
             else:
-                del self._waiting[i]
+                self._waiting.pop(i, None)
+                self._partial.pop(i, None)
 
     def end_backward(self) -> None:
         """Reduce what is left; then let `.grad` show what must wait."""
         if any(bucket.missing < bucket.size for bucket in self._buckets):
             self.flush()
-        if self.synchronise and self._waiting:
+        if self.synchronise:
             self._flush(set(self._waiting))
+            if self.reduction.all_reduce:
+                self._resume()
         for bucket in self._buckets:
             bucket.restart()
 
+    def _resume(self) -> None:
+        """Sum between replicas what no gradient of this backward pass has taken along."""
+        while self._partial:
+            carried = dict([self._partial.popitem()])
+            layout = self._plan(tuple(carried)).layout
+            self.queue.add(self, reduce.resume(carried, layout, self.reduction, self._params[0].full.device))
+
     def mark_waiting(self) -> None:
         """Put a stand-in into `.grad` of the parameters whose gradients wait."""
-        for i in self._waiting:
+        for i in {*self._waiting, *self._partial}:
             param = self._params[i]
             nothing = torch.zeros((), dtype=param.local.dtype, device=param.local.device).expand(param.local.shape)
             marker = UnsyncedGrad(nothing, param.dtensor_spec, requires_grad=False)
@@ -223,11 +236,15 @@ class GroupGradients:
             bucket.restart()
         self.mark_waiting()
 
-    def receive(self, shards: reduce.Shards) -> None:
+    def receive(self, pending: reduce.Pending) -> None:
         """Accumulate reduced shards into the sharded parameters' `.grad`."""
+        shards = pending.finish()
         with torch.no_grad():
             for i, (flat, offset) in shards.items():
-                self._params[i].accumulate(flat, offset)
+                if pending.is_partial:
+                    self._partial[i] = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
+                else:
+                    self._params[i].accumulate(flat, offset)
 
     def _take(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """The full gradients of those that have one, with what waited for them; nobody else holds them then."""
@@ -251,6 +268,8 @@ class GroupGradients:
             return
         if self.synchronise:
             self.queue.make_room()
-            self.queue.add(self, reduce.start(gradients, self._plan(tuple(gradients)), self._comm))
+            plan = self._plan(tuple(gradients))
+            carried = {i: self._partial.pop(i) for i in gradients if i in self._partial} if self._partial else {}
+            self.queue.add(self, reduce.start(gradients, plan, self.reduction, carried))
         else:
             self._waiting.update({i: gradient.to(self._reduce_dtypes[i]) for i, gradient in gradients.items()})

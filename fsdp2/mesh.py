@@ -1,4 +1,4 @@
-"""The ranks that share one group's parameters, as one value. One rank is an ordinary size."""
+"""The ranks that share and replicate one group's parameters, as one value. One rank is an ordinary size."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)
-class ShardMesh:
-    """A one-axis device mesh, with what the rest of the package asks of it."""
+class DataMesh:
+    """Which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication alike.
+
+    `shard_axis`, `replicate_axis`: axes of `mesh`, None if there is none.
+    """
 
     mesh: DeviceMesh
-
-    def __post_init__(self) -> None:
-        if self.mesh.ndim != 1:
-            raise NotImplementedError(
-                f"mesh: expected one axis, got {self.mesh.ndim} (shape {tuple(self.mesh.shape)}). Meshes of several "
-                "axes (HSDP, tensor parallelism) are not supported yet; pass one axis, e.g. mesh['dp']."
-            )
-        if self.mesh.get_coordinate() is None:
-            raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {self.mesh}")
+    shard_axis: int | None
+    replicate_axis: int | None = None
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group()
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
 
     @property
     def size(self) -> int:
-        return self.mesh.size()
+        """Number of ranks that share one copy of the parameters."""
+        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
     @property
     def rank(self) -> int:
-        return self.mesh.get_local_rank()
+        """Place of this rank among those."""
+        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
 
-    @property
-    def placements(self) -> tuple[Shard]:
-        return (Shard(0),)
+    def placements(self, dim: int = 0) -> tuple[Placement, ...]:
+        """How a parameter that is sharded along `dim` lies on `mesh`."""
+        return tuple(Shard(dim) if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim))
 
     @property
     def device(self) -> torch.device:
@@ -47,6 +49,18 @@ class ShardMesh:
         if self.mesh.device_type in ("cpu", "meta"):
             return torch.device(self.mesh.device_type)
         return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
+
+
+def data_mesh(mesh: DeviceMesh) -> DataMesh:
+    """One axis shards; of two, the first replicates and the second shards (HSDP)."""
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"mesh: expected one axis (sharded) or two (replicated, sharded), got {mesh.ndim} (shape "
+            f"{tuple(mesh.shape)}). Pass the data-parallel axes only, e.g. mesh['dp'], or name them by dp_mesh_dims."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}")
+    return DataMesh(mesh, 0) if mesh.ndim == 1 else DataMesh(mesh, 1, 0)
 
 
 def default_mesh() -> DeviceMesh:

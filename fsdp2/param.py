@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .layout import ParamSpec
-from .mesh import ShardMesh
+from .mesh import DataMesh
 from .pack import contiguous_stride
 
 
@@ -39,8 +39,8 @@ class FSDPParam:
     `full`: nn.Parameter, a plain leaf over the group's full storage; its data is there between unshard and reshard.
     """
 
-    def __init__(self, slots: list[Slot], name: str, mesh: ShardMesh) -> None:
-        self.slots, self._mesh = slots, mesh
+    def __init__(self, slots: list[Slot], name: str, mesh: DataMesh) -> None:
+        self.slots, self._mesh, self._placements = slots, mesh, mesh.placements()
         # FQNs of the slots. Errors call the parameter by the first.
         self.names = [name] * len(slots)
         self.shape = tuple(slots[0].get().shape)
@@ -61,7 +61,7 @@ class FSDPParam:
     def _prepare_gradients(self, local: Tensor) -> None:
         """What all gradients have in common: they lie like `local`, the sharded face's local tensor, if contiguous."""
         self.dtensor_spec = torch_compat.dtensor_spec(
-            self._mesh.mesh, self._mesh.placements, self.shape, contiguous_stride(self.shape), local.dtype
+            self._mesh.mesh, self._placements, self.shape, contiguous_stride(self.shape), local.dtype
         )
         self._local_shape, self._local_stride = local.shape, contiguous_stride(local.shape)
 
@@ -119,9 +119,9 @@ class FSDPParam:
                     "would never see it change. Load whole tensors with load_state_dict(..., assign=True), or "
                     "distribute it like the parameter it replaces."
                 )
-        elif found.placements != self._mesh.placements or found.device_mesh != self._mesh.mesh:
+        elif found.placements != self._placements or found.device_mesh != self._mesh.mesh:
             raise ValueError(
-                f"{self.name}: expected a DTensor with placements {self._mesh.placements} on {self._mesh.mesh}, got "
+                f"{self.name}: expected a DTensor with placements {self._placements} on {self._mesh.mesh}, got "
                 f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."
             )
         return found

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from . import gather, torch_compat
-from .comm import Comm
 from .gather import GatherPlan, PendingGather
 from .gradients import GroupGradients
 from .layout import GatherLayout, gather_layout
-from .mesh import ShardMesh
+from .mesh import DataMesh
 from .pack import alias, leaf_over
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
+from .reduce import Reduction
 
 _version_of = attrgetter("_version")
 
@@ -50,16 +50,16 @@ class FSDPParamGroup:
         self,
         modules: Sequence[nn.Module],
         params: Sequence[FSDPParam],
-        mesh: ShardMesh,
-        comm: Comm,
+        mesh: DataMesh,
+        reduction: Reduction,
         policy: MixedPrecisionPolicy,
     ) -> None:
         self.modules, self.params, self.mesh = list(modules), list(params), mesh
-        self._comm, self._policy = comm, policy
+        self._comm, self._policy = reduction.shards, policy
         self.name = type(modules[0]).__name__
         self.state: _Settled | PendingGather = SHARDED
         self.installed = False
-        self.gradients = GroupGradients(self.params, comm)
+        self.gradients = GroupGradients(self.params, reduction)
         self._full_versions: tuple[int, ...] = ()
         # Identity of the storage that all full parameters share.
         self.storage_id = 0

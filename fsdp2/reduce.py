@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,103 @@ from .pack import gradient_slots, pack_gradients
 
 # Parameter index -> (a tensor, where in its storage this rank's padded shard of the gradient begins).
 Shards = dict[int, tuple[Tensor, int]]
+
+
+@dataclass
+class Reduction:
+    """How one group's gradients are summed, which a user may change between backward passes.
+
+    Args:
+        shards: the ranks that share the parameters; each gets its part of the sum.
+        replicas: the ranks that hold the same shards, if there are several.
+        divisor: what the sum over all ranks is divided by. None: their number.
+        all_reduce: also sum between replicas, or keep what this rank got until a later reduction does.
+        hook: called with each reduced, flat tensor, in the reduce dtype, before it becomes gradients.
+    """
+
+    shards: Comm
+    replicas: Comm | None = None
+    divisor: float | None = None
+    all_reduce: bool = True
+    hook: Callable[[Tensor], None] | None = None
+
+    def divisors(self) -> tuple[float, float]:
+        """Of the reduce-scatter, and of the all-reduce behind it."""
+        if self.divisor is not None:
+            return (self.divisor, 1) if self.shards.size > 1 else (1, self.divisor)
+        return self.shards.size, self.replicas.size if self.replicas else 1
+
+
+class PendingReduce:
+    """A reduction in flight; holds its buffers, and the gradients it reads, until `finish`.
+
+    `carried`: index -> flat padded shard that an earlier reduction has left for this one to include.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        reduction: Reduction,
+        work: Work | None,
+        output: Tensor,
+        inputs: list[Tensor],
+        carried: Mapping[int, Tensor],
+    ) -> None:
+        self._layout, self._reduction, self._work, self._output = layout, reduction, work, output
+        self._inputs_kept_alive, self._carried = inputs, carried
+        self._is_scattered = False
+        # The result still is to be summed between replicas, later: it stays in the reduce dtype.
+        self.is_partial = reduction.replicas is not None and not reduction.all_reduce
+
+    def advance(self) -> None:
+        """Wait for the reduce-scatter; begin the all-reduce between replicas, if there is one."""
+        if self._is_scattered:
+            return
+        self._is_scattered = True
+        self.abandon()
+        for i, shard in self._carried.items():
+            self._output.as_strided(shard.shape, (1,), self._layout.offsets[i]).add_(shard)
+        if self._reduction.replicas is not None and not self.is_partial:
+            self._work = self._reduction.replicas.all_reduce(self._output, self._reduction.divisors()[1])
+
+    def finish(self) -> Shards:
+        """Wait; return this rank's shards of the mean gradients, in the storage dtype (partial: the reduce dtype)."""
+        self.advance()
+        self.abandon()
+        shards = self._output
+        if not self.is_partial:
+            if self._reduction.hook is not None:
+                self._reduction.hook(shards)
+            shards = shards.to(self._layout.storage_dtype)
+        return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
+
+    def abandon(self) -> None:
+        """Wait until the buffers are no longer in use, and give them up."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._inputs_kept_alive.clear()
+
+
+class _Local:
+    """What a reduction over one rank is: the gradients themselves."""
+
+    is_partial = False
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    def advance(self) -> None:
+        pass
+
+    def finish(self) -> Shards:
+        return self._shards
+
+    def abandon(self) -> None:
+        pass
+
+
+Pending = PendingReduce | _Local
 
 
 class ReducePlan:
@@ -38,47 +136,21 @@ class ReducePlan:
             pack_gradients(packed, self.slots, out_WP)
 
 
-class PendingReduce:
-    """A reduction in flight; holds its buffers, and the gradients it reads, until `finish`."""
-
-    def __init__(self, layout: BucketLayout, work: Work | None, output: Tensor, inputs: list[Tensor]) -> None:
-        self._layout, self._work, self._output = layout, work, output
-        self._inputs_kept_alive = inputs
-
-    def finish(self) -> Shards:
-        """Wait; return this rank's shards of the mean gradients, in the storage dtype."""
-        self.abandon()
-        shards = self._output.to(self._layout.storage_dtype)
-        return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
-
-    def abandon(self) -> None:
-        """Wait until the buffers are no longer in use, and give them up."""
-        if self._work is not None:
-            self._work.wait()
-        self._inputs_kept_alive.clear()
-
-
-class _Local:
-    """What a reduction over one rank is: the gradients themselves."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-
-    def finish(self) -> Shards:
-        return self._shards
-
-    def abandon(self) -> None:
-        pass
-
-
-def start(gradients: Mapping[int, Tensor], plan: ReducePlan, comm: Comm) -> PendingReduce | _Local:
+def start(
+    gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+) -> Pending:
     """Begin to reduce `gradients` (index -> full gradient), which must not be written to until `finish`.
 
-    Every rank of `comm` must call it, in the same order, with the same plan.
+    Every rank must call it, in the same order, with the same plan.
     """
-    layout = plan.layout
+    layout, comm = plan.layout, reduction.shards
     if comm.size == 1:
-        return _Local({i: _own(gradients[i], layout) for i in layout.indices})
+        if reduction.replicas is None and reduction.hook is None:
+            return _Local({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices})
+        output = _flatten(gradients, layout)
+        if reduction.replicas is None and reduction.divisor is not None:
+            output.div_(reduction.divisor)
+        return PendingReduce(layout, reduction, None, output, [], carried)
     device = gradients[layout.indices[0]].device
     output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
     inputs = [gradients[i].contiguous().view(-1) for i in layout.direct]
@@ -88,10 +160,31 @@ def start(gradients: Mapping[int, Tensor], plan: ReducePlan, comm: Comm) -> Pend
         plan.pack(gradients, segments)
         inputs.append(segments.view(-1))
         outputs.append(output[layout.packed_start :] if outputs else output)
-    work = comm.reduce_scatter(outputs, inputs) if outputs else None
-    return PendingReduce(layout, work, output, inputs)
+    work = comm.reduce_scatter(outputs, inputs, reduction.divisors()[0]) if outputs else None
+    return PendingReduce(layout, reduction, work, output, inputs, carried)
 
 
-def _own(gradient: Tensor, layout: BucketLayout) -> tuple[Tensor, int]:
-    shard = gradient.contiguous().to(layout.reduce_dtype).to(layout.storage_dtype)
+def resume(
+    carried: Mapping[int, Tensor], layout: BucketLayout, reduction: Reduction, device: torch.device
+) -> PendingReduce:
+    """Begin to sum between replicas what earlier reductions have left, where no gradient has come since."""
+    output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    return PendingReduce(layout, reduction, None, output, [], carried)
+
+
+def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple[Tensor, int]:
+    shard = gradient.contiguous().to(layout.reduce_dtype)
+    if divisor is not None:
+        shard = shard / divisor
+    shard = shard.to(layout.storage_dtype)
     return shard, int(shard.storage_offset())
+
+
+def _flatten(gradients: Mapping[int, Tensor], layout: BucketLayout) -> Tensor:
+    """One rank's whole gradients as one flat tensor in the reduce dtype."""
+    some = gradients[layout.indices[0]]
+    output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
+    for i in layout.indices:
+        gradient = gradients[i]
+        output.as_strided((gradient.numel(),), (1,), layout.offsets[i]).copy_(gradient.reshape(-1))
+    return output

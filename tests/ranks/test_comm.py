@@ -79,7 +79,7 @@ def reduce_scatter_averages_bitwise(comm: PairwiseComm) -> None:
         ]
         inputs = [tensor.clone() for tensor in whole[comm.rank]]
         outputs = [torch.zeros(numel, dtype=dtype) for dtype in SUMMED]
-        comm.reduce_scatter(outputs, inputs).wait()
+        comm.reduce_scatter(outputs, inputs, comm.size).wait()
         for i, (dtype, output) in enumerate(zip(SUMMED, outputs, strict=True)):
             parts = [tensors[i].view(comm.size, numel)[comm.rank] for tensors in whole]
             assert torch.equal(output, mean_in_rank_order(parts)), (numel, dtype)
@@ -89,7 +89,7 @@ def reduce_scatter_averages_bitwise(comm: PairwiseComm) -> None:
 def float16_means_do_not_overflow(comm: PairwiseComm) -> None:
     """4 times 30000 is not a float16; their mean is."""
     output = torch.zeros(8, dtype=torch.float16)
-    comm.reduce_scatter([output], [torch.full((8 * comm.size,), 30000.0, dtype=torch.float16)]).wait()
+    comm.reduce_scatter([output], [torch.full((8 * comm.size,), 30000.0, dtype=torch.float16)], comm.size).wait()
     assert output.isfinite().all()
     torch.testing.assert_close(output, torch.full_like(output, 30000.0), rtol=2e-3, atol=0)
 
@@ -97,13 +97,13 @@ def float16_means_do_not_overflow(comm: PairwiseComm) -> None:
 def nothing_to_do(comm: PairwiseComm) -> None:
     """A group may have nothing to send, on all ranks alike."""
     comm.all_gather([], []).wait()
-    comm.reduce_scatter([], []).wait()
+    comm.reduce_scatter([], [], comm.size).wait()
 
 
 def waiting_twice_is_harmless(comm: PairwiseComm) -> None:
     """Abandoned after an error, then waited for once more: gloo's own works hang then."""
     output = torch.zeros(4)
-    work = comm.reduce_scatter([output], [torch.ones(4 * comm.size)])
+    work = comm.reduce_scatter([output], [torch.ones(4 * comm.size)], comm.size)
     work.wait()
     work.wait()
     assert torch.equal(output, torch.ones(4))
@@ -132,7 +132,7 @@ def many_in_flight(comm: PairwiseComm) -> None:
         else:
             output = torch.zeros(numel, dtype=dtype)
             whole = [values(number * 8 + r, numel * comm.size, dtype) for r in range(comm.size)]
-            work = comm.reduce_scatter([output], [whole[comm.rank]])
+            work = comm.reduce_scatter([output], [whole[comm.rank]], comm.size)
             expected = mean_in_rank_order([tensor.view(comm.size, numel)[comm.rank] for tensor in whole])
         waiting.append((work, output, expected))
         while len(waiting) > 60 or (waiting and own_order.random() < 0.3):
@@ -222,7 +222,7 @@ def test_ranks_send_what_they_must(world_size: int) -> None:
         group = CountingGroup(dist.group.WORLD)
         comm = PairwiseComm(group)  # type: ignore[arg-type]
         full, shards = [torch.zeros(3000), torch.zeros(99)], [torch.zeros(1000), torch.zeros(33)]
-        comm.reduce_scatter(shards, full).wait()
+        comm.reduce_scatter(shards, full, comm.size).wait()
         reduced = group.sent, group.received
         comm.all_gather(full, shards).wait()
         return *reduced, group.sent - reduced[0], group.received - reduced[1]

@@ -15,7 +15,7 @@ from fsdp2.comm import PairwiseComm
 from fsdp2.gather import GatherPlan
 from fsdp2.layout import ParamSpec, bucket_layout, gather_layout, split_buckets
 from fsdp2.pack import view_bytes
-from fsdp2.reduce import ReducePlan
+from fsdp2.reduce import ReducePlan, Reduction
 from helpers import own_rows, run_checks
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -131,7 +131,7 @@ def check_reduce(case: Case, rank: int, world_size: int) -> None:
     for bucket in buckets:
         gradients = {i: case.whole(i, specs[i].compute_dtype, rank) for i in bucket}
         layout = bucket_layout(specs, bucket, case.reduce_dtype, case.direct_min_bytes)
-        pending.append((bucket, reduce.start(gradients, ReducePlan(layout, specs, comm.size), comm)))
+        pending.append((bucket, reduce.start(gradients, ReducePlan(layout, specs, comm.size), Reduction(comm), {})))
     for bucket, each in reversed(pending):
         shards = each.finish()
         assert set(shards) == set(bucket)

@@ -4,6 +4,7 @@
     run     a module's forward begins
     back    the first gradient inside a module's backward is computed
     reduce  a reduction begins          bytes that this rank puts in
+    sum     a sum between replicas      bytes of this rank's shards
     free    the full parameters are freed
 
 It wraps what passes through the narrow places (a group's Comm, `reshard`), and changes nothing else.
@@ -31,9 +32,13 @@ class RecordingComm:
         self._write("gather", outputs)
         return self._inner.all_gather(outputs, inputs)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         self._write("reduce", inputs)
-        return self._inner.reduce_scatter(outputs, inputs)
+        return self._inner.reduce_scatter(outputs, inputs, divisor)
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        self._write("sum", [tensor])
+        return self._inner.all_reduce(tensor, divisor)
 
     def _write(self, event: str, tensors: Sequence[Tensor]) -> None:
         self._lines.append(f"{event:6} {self._group.name:5} {sum(t.numel() * t.element_size() for t in tensors)}")
@@ -71,7 +76,10 @@ def record(model: nn.Module) -> list[str]:
     lines: list[str] = []
     for state in states_below(model):
         group = state.group
-        group._comm = group.gradients._comm = RecordingComm(group._comm, group, lines)
+        group._comm = group.gradients.reduction.shards = RecordingComm(group._comm, group, lines)
+        replicas = group.gradients.reduction.replicas
+        if replicas is not None:
+            group.gradients.reduction.replicas = RecordingComm(replicas, group, lines)
         group.reshard = _recorded_reshard(group, lines)
     for module in model.modules():
         if isinstance(module, Marked):

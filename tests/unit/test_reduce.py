@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdp2 import reduce
 from fsdp2.layout import ParamSpec, bucket_layout
-from fsdp2.reduce import ReducePlan
+from fsdp2.reduce import ReducePlan, Reduction
 from helpers import own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -41,7 +41,8 @@ class RankComm:
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> "RankComm":
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> "RankComm":
+        assert divisor == self.size
         for output, tensor in zip(outputs, inputs, strict=True):
             assert output.is_contiguous()
             assert tensor.is_contiguous()
@@ -87,7 +88,7 @@ def test_every_rank_gets_its_rows_of_the_mean() -> None:
         exchange = Exchange(world_size)
         layout = bucket_layout(specs, indices, reduce_dtype, RankComm.direct_min_bytes)
         pending = [
-            reduce.start(gradients[comm.rank], ReducePlan(layout, specs, world_size), comm)  # type: ignore[arg-type]
+            reduce.start(gradients[comm.rank], ReducePlan(layout, specs, world_size), Reduction(comm), {})  # type: ignore[arg-type]
             for comm in exchange.comms
         ]
         for rank, each in enumerate(pending):
@@ -107,7 +108,7 @@ def test_gradients_need_not_be_contiguous() -> None:
     layout = bucket_layout(specs, range(3), F32, RankComm.direct_min_bytes)
     assert layout.direct == (1,)
     exchange = Exchange(2)
-    pending = [reduce.start(gradients, ReducePlan(layout, specs, 2), comm) for comm in exchange.comms]  # type: ignore[arg-type]
+    pending = [reduce.start(gradients, ReducePlan(layout, specs, 2), Reduction(comm), {}) for comm in exchange.comms]  # type: ignore[arg-type]
     for rank, each in enumerate(pending):
         for i, (flat, offset) in each.finish().items():
             expected = own_rows(gradients[i], rank, 2)
@@ -121,7 +122,7 @@ def test_one_rank_rounds_as_many_do(reduce_dtype: torch.dtype) -> None:
     gradient = torch.rand(3, 2)
     layout = bucket_layout([spec], [0], reduce_dtype, RankComm.direct_min_bytes)
     (comm,) = Exchange(1).comms
-    flat, offset = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1), comm).finish()[0]  # type: ignore[arg-type]
+    flat, offset = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1), Reduction(comm), {}).finish()[0]  # type: ignore[arg-type]
     assert torch.equal(flat.as_strided((3, 2), (2, 1), offset), gradient.to(reduce_dtype).float())
 
 
@@ -137,5 +138,5 @@ def test_abandoned_reduction_waits_before_it_gives_up_its_buffers() -> None:
     specs = (ParamSpec((4, 2), F32, F32, 2),)
     comm = Waited(Exchange(2), 0, 2)
     layout = bucket_layout(specs, [0], F32, 0)
-    reduce.start({0: torch.ones(4, 2)}, ReducePlan(layout, specs, 2), comm).abandon()  # type: ignore[arg-type]
+    reduce.start({0: torch.ones(4, 2)}, ReducePlan(layout, specs, 2), Reduction(comm), {}).abandon()  # type: ignore[arg-type]
     assert comm.count == 1
