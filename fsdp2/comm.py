@@ -7,7 +7,9 @@ the same sizes. Tensors are flat and contiguous, and must live until `wait` has 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +37,12 @@ class Comm(Protocol):
     size: int
     # Parameters of at least so many bytes are gathered and reduced on their own, straight from and into place.
     direct_min_bytes: int
+    # Sum, and divide afterwards, even where the backend can average.
+    force_sum: bool
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """None: this rank alone."""
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         """outputs[i] := the inputs[i] of all ranks, in rank order. inputs[i] may be its own slot of outputs[i]."""
@@ -69,15 +77,14 @@ class CoalescedComm:
     direct_min_bytes = 128 * 1024
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.rank, self.size = group, group.rank(), group.size()
+        self.group, self.rank, self.size = group, group.rank(), group.size()
         self._all_gather_one, self._reduce_scatter_one = torch_compat.single_tensor_collectives(group)
-        # Sum, and divide afterwards, even where the backend can average.
         self.force_sum = False
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if len(outputs) == 1:
             return self._all_gather_one(outputs[0], inputs[0])
-        return self._group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+        return self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         averages = self._averages(divisor)
@@ -85,12 +92,12 @@ class CoalescedComm:
         if len(outputs) == 1:
             work = self._reduce_scatter_one(outputs[0], inputs[0], options)
         else:
-            work = self._group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
+            work = self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
         return work if averages else _DividedWork([work], outputs, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         averages = self._averages(divisor)
-        work = self._group.allreduce([tensor], _AVERAGE_ALL if averages else _SUM_ALL)
+        work = self.group.allreduce([tensor], _AVERAGE_ALL if averages else _SUM_ALL)
         return work if averages else _DividedWork([work], [tensor], divisor)
 
     def _averages(self, divisor: float) -> bool:
@@ -105,17 +112,18 @@ class PairwiseComm:
     """
 
     direct_min_bytes = 1024 * 1024
+    force_sum = True  # there is no other way
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.rank, self.size = group, group.rank(), group.size()
+        self.group, self.rank, self.size = group, group.rank(), group.size()
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         slots = [output.view(self.size, -1) for output in outputs]
         works = []
         for to, source in self._peers():
             for slot, own in zip(slots, inputs, strict=True):
-                works.append(self._group.send([own], to, _GATHER_TAG))
-                works.append(self._group.recv([slot[source]], source, _GATHER_TAG))
+                works.append(self.group.send([own], to, _GATHER_TAG))
+                works.append(self.group.recv([slot[source]], source, _GATHER_TAG))
         for slot, own in zip(slots, inputs, strict=True):
             if slot[self.rank].data_ptr() != own.data_ptr():
                 slot[self.rank].copy_(own)
@@ -127,8 +135,8 @@ class PairwiseComm:
         works = []
         for to, source in self._peers():
             for mine, theirs in zip(slices, received, strict=True):
-                works.append(self._group.send([mine[to]], to, _REDUCE_TAG))
-                works.append(self._group.recv([theirs[self._place(source)]], source, _REDUCE_TAG))
+                works.append(self.group.send([mine[to]], to, _REDUCE_TAG))
+                works.append(self.group.recv([theirs[self._place(source)]], source, _REDUCE_TAG))
         parts = [
             [mine[rank] if rank == self.rank else theirs[self._place(rank)] for rank in range(self.size)]
             for mine, theirs in zip(slices, received, strict=True)
@@ -137,8 +145,8 @@ class PairwiseComm:
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         if tensor.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-            return _AllWork([self._group.allreduce([tensor.div_(divisor)], _SUM_ALL)])
-        return _DividedWork([self._group.allreduce([tensor], _SUM_ALL)], [tensor], divisor)
+            return _AllWork([self.group.allreduce([tensor.div_(divisor)], _SUM_ALL)])
+        return _DividedWork([self.group.allreduce([tensor], _SUM_ALL)], [tensor], divisor)
 
     def _peers(self) -> list[tuple[int, int]]:
         """(rank to send to, rank to receive from), step by step, so that no rank is everybody's first."""
@@ -211,7 +219,7 @@ def _sum(parts: list[Tensor], output: Tensor, divisor: float) -> None:
 class SoloComm:
     """One rank: nothing to communicate, and nobody calls a collective."""
 
-    rank, size, direct_min_bytes = 0, 1, 0
+    group, rank, size, direct_min_bytes, force_sum = None, 0, 1, 0, False
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         raise AssertionError("one rank gathers nothing")
@@ -223,8 +231,92 @@ class SoloComm:
         raise AssertionError("one rank reduces nothing")
 
 
+class CustomComm:
+    """Replaces the all-gather or the reduce-scatter of another Comm by a user's own, which gets one flat payload.
+
+    The user's object has `allocate(size, *, dtype, device)` for the tensors it is called with; ours are copied from
+    and to these, since it may need memory of a special kind.
+    """
+
+    direct_min_bytes = sys.maxsize  # nothing on its own
+
+    def __init__(self, inner: Comm, all_gather: Any, reduce_scatter: Any) -> None:
+        self._inner, self._all_gather, self._reduce_scatter = inner, all_gather, reduce_scatter
+        self.rank, self.size, self.force_sum = inner.rank, inner.size, inner.force_sum
+
+    @staticmethod
+    def around(comm: Comm, all_gather: Any = None, reduce_scatter: Any = None) -> CustomComm:
+        """`comm` with one of its collectives, or both, replaced."""
+        if isinstance(comm, CustomComm):
+            return CustomComm(comm._inner, all_gather or comm._all_gather, reduce_scatter or comm._reduce_scatter)
+        return CustomComm(comm, all_gather, reduce_scatter)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._inner.group
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        if self._all_gather is None:
+            return self._inner.all_gather(outputs, inputs)
+        works, copies = [], []
+        for output, own in zip(outputs, inputs, strict=True):
+            whole = self._all_gather.allocate(output.shape, dtype=output.dtype, device=output.device)
+            slot = whole[self.rank * own.numel() : (self.rank + 1) * own.numel()]
+            slot.copy_(own)
+            work = self._all_gather(output_tensor=whole, input_tensor=slot, group=self.group, async_op=True)
+            works += [work] if work is not None else []
+            copies.append((output, whole))
+        return _CopyWork(works, copies)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        if self._reduce_scatter is None:
+            return self._inner.reduce_scatter(outputs, inputs, divisor)
+        averages = divisor == self.size and not self.force_sum
+        works, copies = [], []
+        for output, whole in zip(outputs, inputs, strict=True):
+            source, shard = (
+                self._reduce_scatter.allocate(each.shape, dtype=each.dtype, device=each.device)
+                for each in (whole, output)
+            )
+            source.copy_(whole)
+            work = self._reduce_scatter(
+                output_tensor=shard,
+                input_tensor=source,
+                group=self.group,
+                op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
+                async_op=True,
+            )
+            works += [work] if work is not None else []
+            copies.append((output, shard))
+        copy = _CopyWork(works, copies)
+        return copy if averages else _DividedWork([copy], outputs, divisor)
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        return self._inner.all_reduce(tensor, divisor)
+
+
+class _CopyWork(_AllWork):
+    """Copies what arrived elsewhere."""
+
+    def __init__(self, works: Sequence[Work], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(works)
+        self._copies = copies
+
+    def wait(self) -> None:
+        super().wait()
+        copies, self._copies = self._copies, ()
+        for target, source in copies:
+            target.copy_(source)
+
+
 def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
     """The way to communicate that measured best for the group's backend on `device`; None: there is nobody else."""
     if group is None:
         return SoloComm()
     return PairwiseComm(group) if torch_compat.backend_name(group, device) == "gloo" else CoalescedComm(group)
+
+
+@cache
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group over the same ranks as `group`, made once. All of these ranks must call it."""
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)

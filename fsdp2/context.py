@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from statistics import median_low
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,13 @@ class FSDPState:
         reshard_after_forward: bool | None,
     ) -> None:
         self.modules, self.group, self.policy = modules, group, policy
+        # What a user may set: see the methods of FSDPModule.
         self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[FSDPState] | None = None
+        self.backward_prefetch: list[FSDPState] | None = None
+        self.max_reductions = 1
         # Forwards of `modules` that run now, and those of a list that have run in this pass.
         self.running = 0
         self.finished: set[nn.Module] = set()
@@ -50,6 +57,8 @@ class FSDPState:
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         # Of the sharded parameters, when they were last gathered on purpose.
         self.versions: tuple[int, ...] = ()
+        # Steps of all optimizers up to then.
+        self.optimizer_steps = 0
 
     def __repr__(self) -> str:
         return self.group.name
@@ -75,6 +84,27 @@ class FSDPState:
         if not self.running:
             self._reshard()
 
+    def release_after_backward(self) -> None:
+        """Like `release`, but keep the full parameters' data for the next pass if the user wants that."""
+        if self.reshard_after_backward or self.running or not self.group.is_unsharded:
+            self.release()
+        else:
+            self.backward_ready = False
+            self.kept = True
+            self.group.uninstall()
+
+    def is_kept_for_next_pass(self) -> bool:
+        """Whether a full copy of the pass before may be used: the user wants that, and the parameters did not change.
+
+        Every optimizer of torch counts its steps; other changes show in the versions.
+        """
+        return (
+            not self.reshard_after_backward
+            and self.optimizer_steps == torch_compat.optimizer_steps()
+            and self.versions == self.group.versions()
+            and self.group.is_as_watched()
+        )
+
     def _reshard(self) -> None:
         self.group.reshard(free=not self.context.graph_reads_weights)
 
@@ -97,6 +127,12 @@ class Context:
         self.running: list[FSDPState] = []
         self._saved_tensors = SavedTensors(use_in_backward)
         self._reductions = ReductionQueue()
+        # What a user may set: see the methods of FSDPModule.
+        self.is_last_backward = True
+        self.finalizes_by_itself = True
+        self.post_optim_event: Any = None
+        # How often a user dropped what was under way.
+        self.resets = 0
         # What may be gathered ahead: one group of any size, or several that are small beside a typical one.
         self._prefetch_bytes = 0
         self._order: list[FSDPState] = []
@@ -122,6 +158,13 @@ class Context:
             state.context = self
             state.group.gradients.queue = self._reductions
             state.group.rename(names)
+
+    def share_reductions(self, other: Context) -> None:
+        """Queue reductions with those of another root from now on."""
+        other._reductions.take_over(self._reductions)
+        self._reductions = other._reductions
+        for state in self.states:
+            state.group.gradients.queue = self._reductions
 
     # ---- forward
 
@@ -153,10 +196,13 @@ class Context:
         self._ran.append(state)
 
     def prefetch_forward(self, state: FSDPState) -> None:
-        """`state` is about to compute: begin to gather what followed it in the pass before."""
+        """`state` is about to compute: begin to gather what followed it in the pass before, or what the user chose."""
         self._order_now.append(state)
-        state.last_in_pass = self._forward.visit(state) and next(self._forward.ahead(), None) is None
-        self._prefetch(self._forward.ahead())
+        state.last_in_pass = self._forward.visit(state) and self._forward.is_at_end
+        if state.forward_prefetch is None:
+            self._prefetch(within_budget(self._forward.ahead(), _bytes_to_gather, self._prefetch_bytes))
+        else:
+            self._prefetch(state.forward_prefetch)
 
     def _begin_pass(self) -> None:
         self.pass_has_grad = torch.is_grad_enabled()
@@ -164,8 +210,12 @@ class Context:
         self._forward = Cursor(self._order)
         self._order_now = []
         self._drop_prefetched()
+        self._reductions.max_running = max(state.max_reductions for state in self.states)
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
         for state in self.states:
-            if state.kept:
+            if state.kept and not state.is_kept_for_next_pass():
                 state.release()
 
     # ---- backward
@@ -192,9 +242,13 @@ class Context:
             state.group.gradients.begin_backward()
 
     def prefetch_backward(self, state: FSDPState) -> None:
-        """`state` is about to compute gradients: begin to gather what ran before it in forward."""
+        """`state` is about to compute gradients: begin to gather what ran before it in forward, or what was chosen."""
         self._backward.visit(state)
-        self._prefetch(self._backward.ahead())
+        if state.backward_prefetch is None:
+            expected = (other for other in self._backward.ahead() if other.unshard_in_backward)
+            self._prefetch(within_budget(expected, _bytes_to_gather, self._prefetch_bytes))
+        else:
+            self._prefetch(state.backward_prefetch)
 
     def end_backward(self) -> None:
         """All gradients are computed: reduce what is left, free what is left, deliver everything."""
@@ -204,19 +258,38 @@ class Context:
         for state in self.states:
             if state.backward_ready:
                 state.completes = False
-            state.release()
+            state.release_after_backward()
         self._drop_prefetched()
+        if self.finalizes_by_itself:
+            self.finalize()
+        if self.is_last_backward and not self.graph_reads_weights:
+            self._ran.clear()
+        self.in_backward = False
+
+    def finalize(self) -> None:
+        """Finish the reductions in flight, and let `.grad` show what there is."""
         self._reductions.finish_all()
         for state in self.states:
             state.group.gradients.mark_waiting()
-        if not self.graph_reads_weights:
-            self._ran.clear()
-        self.in_backward = False
+
+    def reset(self) -> None:
+        """Drop everything that is under way, the gradients that wait for a later pass too."""
+        self.resets += 1
+        self.recover()
+        for state in self.states:
+            state.group.gradients.drop_waiting()
+        for state in list(self.running):
+            state.running = 0
+        self.running.clear()
+        self._saved_tensors.deactivate()
+        for state in self.states:
+            state.release()
 
     def recover(self) -> None:
         """A backward pass died with an exception: drop what it left half done."""
         self.in_backward = self.graph_reads_weights = False
         self._reductions.abandon_all()
+        self.is_last_backward = True
         for state in self.states:
             state.group.gradients.discard()
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the parameters any more
@@ -235,8 +308,8 @@ class Context:
         self._prefetched.discard(state)
         self._saved_tensors.owners[state.group.storage_id] = state
 
-    def _prefetch(self, expected: Iterable[FSDPState]) -> None:
-        for state in within_budget(expected, _bytes_to_gather, self._prefetch_bytes):
+    def _prefetch(self, chosen: Iterable[FSDPState]) -> None:
+        for state in chosen:
             if state.group.state is SHARDED:
                 state.group.start_unshard(notice_replacements=not self.in_backward)
                 self._prefetched.add(state)

@@ -48,14 +48,17 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that share one group. Modified in place; its class becomes a subclass of
             its own class and `FSDPModule`. FQNs stay as they are.
-        mesh: a DeviceMesh of one axis. None: all ranks, on the accelerator if there is one, else on the CPU.
+        mesh: a DeviceMesh of one axis, or of two, of which the first replicates and the second shards (HSDP): each
+            replica gathers and reduces by itself, then gradients are averaged between replicas. None: all ranks, on the
+            accelerator if there is one, else on the CPU.
         reshard_after_forward: free the full parameters after forward (less memory, one more gather in backward). None:
             True, except for what backward needs first: the root (the outermost sharded module), and the group that
             was last in the forward before.
         mp_policy: dtypes of compute and reduction.
+        ignored_params: parameters to leave as they are: not sharded, moved or reduced.
 
     Declared, and refused with NotImplementedError until they exist: an int as `reshard_after_forward`,
-    `shard_placement_fn`, a `CPUOffloadPolicy`, `ignored_params`, `dp_mesh_dims`.
+    `shard_placement_fn`, a `CPUOffloadPolicy`, `dp_mesh_dims`.
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
@@ -72,7 +75,7 @@ def fully_shard(
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
     managed = dict(_managed_modules(roots))
-    slots = _collect_slots(managed)
+    slots = _collect_slots(managed, ignored_params or frozenset())
     for name, parameter_slots in slots.items():
         _check_parameter(name, parameter_slots)
     _check_memory(slots)
@@ -132,9 +135,11 @@ def _refuse_undeclared(
         raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
     if not isinstance(ignored_params, (set, frozenset, type(None))):
         raise TypeError(f"ignored_params: expected a set of parameters or None, got {type(ignored_params).__name__}")
+    for each in ignored_params or ():
+        if not isinstance(each, nn.Parameter):
+            raise TypeError(f"ignored_params: expected parameters, got {type(each).__name__}")
     for name, given in (
         ("shard_placement_fn", shard_placement_fn is not None),
-        ("ignored_params", bool(ignored_params)),
         ("dp_mesh_dims", dp_mesh_dims is not None),
     ):
         if given:
@@ -220,12 +225,14 @@ def _managed_modules(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
         yield from walk(root, "" if len(roots) == 1 else f"[{i}]")
 
 
-def _collect_slots(managed: dict[nn.Module, str]) -> dict[str, list[Slot]]:
+def _collect_slots(
+    managed: dict[nn.Module, str], ignored: set[nn.Parameter] | frozenset[nn.Parameter]
+) -> dict[str, list[Slot]]:
     """FQN -> the slots of one distinct parameter. Tied parameters go under the first of their names."""
     slots: dict[nn.Parameter, list[Slot]] = {}
     for module in managed:
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in ignored:
                 slots.setdefault(parameter, []).append(Slot(module, name))
     return {_fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
 

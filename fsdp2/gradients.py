@@ -68,20 +68,27 @@ def _refuse(what: str) -> NoReturn:
 class ReductionQueue:
     """The reductions in flight of all groups under one root, oldest first.
 
-    One may run while the next is packed; the older ones are finished first, which bounds the memory they hold.
+    At most `max_running` run while the next is packed; older ones are finished first, which bounds what they hold.
     """
 
     def __init__(self) -> None:
+        self.max_running = 1
         self._running: deque[tuple[GroupGradients, Any]] = deque()
 
     def make_room(self) -> None:
-        while len(self._running) > 1:
+        while len(self._running) > self.max_running:
             self._finish_oldest()
         for _, pending in self._running:
-            pending.advance()
+            if pending.has_second_stage:
+                pending.advance()
 
     def add(self, owner: GroupGradients, pending: Any) -> None:
         self._running.append((owner, pending))
+
+    def take_over(self, other: ReductionQueue) -> None:
+        if other is not self:
+            self._running.extend(other._running)
+            other._running.clear()
 
     def finish_all(self) -> None:
         while self._running:
@@ -136,6 +143,8 @@ class GroupGradients:
     def __init__(self, params: Sequence[FSDPParam], reduction: Reduction) -> None:
         self._params, self.reduction = params, reduction
         self.synchronise = True
+        # Reduce zeros for parameters that have no gradient on this rank: they may have one on others.
+        self.reduces_unused = False
         self.on_first: Callable[[], None] = _do_nothing
         self.on_last: Callable[[], None] = _do_nothing
         self._specs: tuple[ParamSpec, ...] = ()
@@ -174,6 +183,8 @@ class GroupGradients:
         if bucket.missing == bucket.size - 1:
             self.on_first()
         if bucket.missing == 0:
+            if self.reduces_unused:
+                return  # other ranks' buckets may be complete at other times: all reduce at the module's boundary
             bucket.missing, bucket.complete = bucket.size, True  # reentrant checkpointing may bring them once more
             self._process(self._take(bucket.indices))
             if all(each.complete for each in self._buckets):
@@ -182,6 +193,8 @@ class GroupGradients:
     def flush(self) -> None:
         """Reduce what has arrived, also if the rest of its bucket has not."""
         left = {i for i, param in enumerate(self._params) if param.full.grad is not None}
+        if self.reduces_unused and self.synchronise:
+            self._fill_unused(left)
         self._flush(left)
 
     def _flush(self, left: set[int]) -> None:
@@ -190,6 +203,16 @@ class GroupGradients:
             left.difference_update(bucket.indices)
         for i in sorted(left, reverse=True):  # frozen since they began to wait, hence in no bucket
             self._process(self._take((i,)))
+
+    def _fill_unused(self, left: set[int]) -> None:
+        for bucket in self._buckets:
+            if not bucket.complete:
+                bucket.missing, bucket.complete = bucket.size, True
+                for i in bucket.indices:
+                    full = self._params[i].full
+                    if i not in left:
+                        full.grad = torch.zeros(full.shape, dtype=full.dtype, device=full.device)
+                        left.add(i)
 
     def begin_backward(self) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
@@ -203,7 +226,7 @@ class GroupGradients:
 
     def end_backward(self) -> None:
         """Reduce what is left; then let `.grad` show what must wait."""
-        if any(bucket.missing < bucket.size for bucket in self._buckets):
+        if self.reduces_unused or any(bucket.missing < bucket.size for bucket in self._buckets):
             self.flush()
         if self.synchronise:
             self._flush(set(self._waiting))
@@ -235,6 +258,15 @@ class GroupGradients:
         for bucket in self._buckets:
             bucket.restart()
         self.mark_waiting()
+
+    def drop_waiting(self) -> None:
+        """Drop the gradients that wait, and what stands for them."""
+        for i in {*self._waiting, *self._partial}:
+            marker = self._params[i].sharded.grad
+            if isinstance(marker, UnsyncedGrad):
+                self._params[i].sharded.grad = marker.reduced
+        self._waiting.clear()
+        self._partial.clear()
 
     def receive(self, pending: reduce.Pending) -> None:
         """Accumulate reduced shards into the sharded parameters' `.grad`."""

@@ -83,7 +83,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
         unshard(state)  # if it was ready before: for its weights to be known again in this forward
     else:
         unshard(state)
-        state.versions = state.group.versions()
+        remember_versions(state)
         state.context.prefetch_forward(state)
     dtype = state.input_dtype
     hooks_inputs = torch.is_grad_enabled() and not state.completes
@@ -136,7 +136,8 @@ def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     """Leave a hint for backward on each output; say whether backward may come."""
 
     def gradient_of_output(_: Tensor) -> None:
-        before_backward(state)
+        if state.unshard_in_backward:
+            before_backward(state)
 
     differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
     for tensor in differentiable:
@@ -163,6 +164,11 @@ def unshard(state: FSDPState) -> None:
     state.context.used(state)
 
 
+def remember_versions(state: FSDPState) -> None:
+    state.versions = state.group.versions()
+    state.optimizer_steps = torch_compat.optimizer_steps()
+
+
 def use_in_backward(state: FSDPState) -> None:
     """Backward is about to read a weight of `state`."""
     if not state.backward_ready:
@@ -174,7 +180,7 @@ def before_backward(state: FSDPState, recomputes: bool = False) -> None:
     state.context.enter_backward(recomputes)
     if not state.backward_ready:
         state.backward_ready = True
-        state.versions = state.group.versions()
+        remember_versions(state)
         unshard(state)
         state.context.prefetch_backward(state)
 
@@ -189,15 +195,15 @@ def on_last_gradient(state: FSDPState) -> None:
     """The full gradients of all trainable parameters are complete."""
     # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed regions.
     if not state.group.has_frozen and not state.context.in_inner_backward():
-        state.completes = True
-        state.release()
+        state.completes = not state.group.gradients.reduces_unused
+        state.release_after_backward()
 
 
 def after_backward(state: FSDPState) -> None:
     """The gradients of all inputs of one forward are computed."""
     if state.context.in_backward:
         state.group.gradients.flush()
-        state.release()
+        state.release_after_backward()
 
 
 def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bool) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
+from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from . import hooks
-from .context import FSDPState
+from . import hooks, torch_compat
+from .comm import CustomComm
+from .context import Context, FSDPState
+from .reduce import on_stream
 
 
 class UnshardHandle:
@@ -25,6 +28,27 @@ class UnshardHandle:
         state, self._state = self._state, None
         if state is not None:
             hooks.unshard(state)
+
+
+class GradientReductionHandle:
+    """Reductions under way, which `FSDPModule.finalize_backward(async_op=True)` leaves to be finished."""
+
+    def __init__(self, context: Context) -> None:
+        self._context: Context | None = context
+        self._resets = context.resets
+
+    def wait(self) -> None:
+        """Finish them. Further calls do nothing.
+
+        Raises:
+            RuntimeError: `reset_iter_state` was called since.
+        """
+        context, self._context = self._context, None
+        if context is None:
+            return
+        if context.resets != self._resets:
+            raise RuntimeError("the reductions this handle waits for were dropped by reset_iter_state")
+        context.finalize()
 
 
 class FSDPModule:
@@ -52,6 +76,10 @@ class FSDPModule:
         """Free the full parameters of this module's own group and register the sharded ones."""
         _state(self).release()
 
+    # Setters. Each acts on this module's own group and, with `recurse`, on those of the sharded modules inside it.
+    # Call them on every rank alike, between steps. The default of `recurse` is torch's: False where torch has no such
+    # argument.
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether the backward passes that follow reduce gradients between ranks.
 
@@ -60,22 +88,241 @@ class FSDPModule:
 
         Args:
             requires_gradient_sync: False for all but the last backward of an accumulation.
-            recurse: also for the sharded modules inside this one.
         """
         _check_bool("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
             state.group.gradients.synchronise = requires_gradient_sync
+            state.group.gradients.reduction.all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """HSDP: choose whether the backward passes that follow sum gradients between replicas, too.
+
+        Without, each rank accumulates its shard of its own replica's gradients, and `.grad` holds a stand-in as above.
+        """
+        _check_bool("requires_all_reduce", requires_all_reduce)
+        for state in _states(self, recurse):
+            state.group.gradients.reduction.all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether the full parameters are freed after forward (and gathered again in backward).
-
-        Args:
-            reshard_after_forward: see `fully_shard`.
-            recurse: also for the sharded modules inside this one.
-        """
+        """Choose whether the full parameters are freed after forward (and gathered again in backward)."""
         _check_bool("reshard_after_forward", reshard_after_forward)
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Choose whether the full parameters are freed after backward.
+
+        Without, the next forward uses them (in gradient accumulation, say) unless a parameter has changed: after a step
+        of any torch optimizer, or an in-place operation, they are gathered anew.
+        """
+        _check_bool("reshard_after_backward", reshard_after_backward)
+        torch_compat.count_optimizer_steps()
+        for state in _states(self, recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
+        """Choose whether the full parameters are gathered when backward reaches the module.
+
+        Without (an embedding's backward doesn't read its weight), they are gathered only if something needs them.
+        """
+        _check_bool("unshard_in_backward", unshard_in_backward)
+        for state in _states(self, recurse):
+            state.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Begin to gather exactly these when this module's forward begins, in place of what the last pass suggests."""
+        _state(self).forward_prefetch = _states_of("modules", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Begin to gather exactly these when backward reaches this module, in place of what ran before it."""
+        _state(self).backward_prefetch = _states_of("modules", modules)
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Reduce zeros for parameters that got no gradient on this rank, since they may have one on other ranks.
+
+        Gradients then are reduced when backward leaves the module, not before. A parameter that no rank uses gets a
+        gradient of zeros instead of None.
+        """
+        _check_bool("enable", enable)
+        for state in _states(self, recurse):
+            state.group.gradients.reduces_unused = enable
+            state.completes = False
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Let so many reductions be in flight while the next is packed (default 1); each holds its input. The largest
+        number set below the root counts, from the next forward on.
+
+        Raises:
+            ValueError: less than 1.
+        """
+        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
+            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
+        for state in _states(self, recurse):
+            state.max_reductions = max_input_buffers
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+        """Divide the sum of all ranks' gradients by `factor` instead of the number of ranks.
+
+        Raises:
+            ValueError: not a positive number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"factor: expected a positive number, got {factor!r}")
+        for state in _states(self, recurse):
+            state.group.gradients.reduction.divisor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
+        """Sum and divide afterwards, also where the backend could average by itself."""
+        _check_bool("enable", enable)
+        for state in _states(self, recurse):
+            reduction = state.group.gradients.reduction
+            for comm in (reduction.shards, reduction.replicas):
+                if comm is not None:
+                    comm.force_sum = enable
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None] | None, *, stream: Any = None, recurse: bool = False
+    ) -> None:
+        """Call `hook(reduced)` with each flat tensor of reduced shards, before it becomes gradients.
+
+        The tensor has the reduce dtype. The hook may change it in place, for a reduction over further ranks, say. On a
+        mesh that replicates it is called after the all-reduce.
+
+        Args:
+            hook: None removes it.
+            stream: where it runs (a torch.Stream); None: the stream that computes. Only without replicas.
+
+        Raises:
+            ValueError: a stream together with HSDP.
+        """
+        for state in _states(self, recurse):
+            reduction = state.group.gradients.reduction
+            if stream is not None and reduction.replicas is not None:
+                raise ValueError("stream: expected None on a mesh that replicates, got a stream")
+            reduction.hook = hook if hook is None or stream is None else on_stream(hook, stream)
+
+    def set_custom_all_gather(self, all_gather: Any) -> None:
+        """Gather this module's group by `all_gather(output_tensor, input_tensor, group, async_op)`, in one flat call.
+
+        `all_gather.allocate(size, *, dtype, device)` provides its output, of which the input is this rank's part. Both
+        are bytes (uint8), whatever the parameters' dtypes. It returns a Work, or None when done.
+        """
+        group = _state(self).group
+        group.use_comms(CustomComm.around(group.gradients.reduction.shards, all_gather=all_gather))
+
+    def set_custom_reduce_scatter(self, reduce_scatter: Any) -> None:
+        """Reduce by `reduce_scatter(output_tensor, input_tensor, group, op, async_op)`, in one flat call per bucket.
+
+        `reduce_scatter.allocate(size, *, dtype, device)` provides both tensors, in the reduce dtype.
+        """
+        group = _state(self).group
+        group.use_comms(CustomComm.around(group.gradients.reduction.shards, reduce_scatter=reduce_scatter))
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce on a process group of its own, so that a backend that runs one collective at a time per group can
+        gather at the same time. Every rank must call it; ranks of other shards need not.
+        """
+        _check_bool("enable", enable)
+        for state in _states(self, recurse):
+            state.group.use_separate_reduce_group(enable)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Announce further backward passes through the forwards that have run: the record of these is kept, so that
+        they are gathered ahead in those passes, too. For all modules under the root.
+        """
+        _check_bool("is_last_backward", is_last_backward)
+        _state(self).context.is_last_backward = is_last_backward
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the next forward of the root wait for `event` (a torch.Event), once, instead of for what the current
+        stream has been given to do. For an optimizer that steps on a stream of its own.
+        """
+        _state(self).context.post_optim_event = event
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of the full parameters when they are resharded, so that pointers into it stay valid."""
+        _check_bool("keep", keep)
+        for state in _states(self, recurse):
+            state.group.keeps_storage = keep
+            if not state.group.is_unsharded:
+                state.group.reshard()
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Leave reductions in flight at the end of backward, until `finalize_backward` is called. On the root only.
+
+        Raises:
+            RuntimeError: not the root, or during a backward pass.
+        """
+        _check_bool("enabled", enabled)
+        context = _root(self, "set_manual_backward_finalization").context
+        if context.in_backward:
+            raise RuntimeError("set_manual_backward_finalization: call it between backward passes, not during one")
+        context.finalizes_by_itself = not enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Finish the reductions of all backward passes since the last call; then `.grad` is there. On the root only.
+
+        Args:
+            async_op: return a handle, whose `wait` does it: before gradients are used, or work on this root begins.
+        """
+        _check_bool("async_op", async_op)
+        handle = GradientReductionHandle(_root(self, "finalize_backward").context)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Drop what an exception in forward or backward left half done: gathered parameters, gradients on their way and
+        those that wait unsynchronised. On the root only. After a failed backward it is done by itself, except that
+        gradients of earlier, complete passes stay.
+        """
+        context = _root(self, "reset_iter_state").context
+        context.reset()
+
+    def _get_fsdp_state(self) -> FSDPState:
+        return _state(self)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have `module.method_name(...)` gather the parameters like `module(...)` does: `generate`, `encode`, ...
+
+    Nothing happens if fully_shard was not applied to `module`.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"method_name: expected a method of {type(module).__name__}, got {method_name!r}")
+    if hooks.state_of(module) is None:
+        return
+    function = getattr(method, "__func__", None)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Bound anew on each call: a copy of the module then runs its own method.
+        return hooks.run_forward(self, method if function is None else MethodType(function, self), args, kwargs)
+
+    setattr(module, method_name, MethodType(forward, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots (the stages of a pipeline on one rank, say) count as one in what bounds reductions in flight.
+
+    Reductions under way in any of them go on.
+
+    Raises:
+        ValueError: one is not a module that fully_shard was applied to.
+    """
+    first, *others = _states_of("modules", modules)
+    for state in others:
+        state.context.share_reductions(first.context)
 
 
 def public_methods() -> list[str]:
@@ -88,6 +335,20 @@ def _state(module: Any) -> FSDPState:
     if state is None:
         raise RuntimeError(f"{type(module).__name__}: expected a module that fully_shard was applied to")
     return state
+
+
+def _root(module: Any, what: str) -> FSDPState:
+    state = _state(module)
+    if state.context.root is not state:
+        raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")
+    return state
+
+
+def _states_of(name: str, modules: Any) -> list[FSDPState]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")
+    return [_state(module) for module in modules]
 
 
 def _states(module: Any, recurse: bool) -> Iterator[FSDPState]:

@@ -27,6 +27,10 @@ class Cursor(Generic[Item]):
                 return True
         return False
 
+    @property
+    def is_at_end(self) -> bool:
+        return self._position >= len(self._recorded)
+
     def ahead(self) -> Iterator[Item]:
         """What the record says will run after the item visited last, in order."""
         for position in range(self._position, len(self._recorded)):

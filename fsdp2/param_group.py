@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import gather, torch_compat
+from .comm import Comm, make_comm, second_group
 from .gather import GatherPlan, PendingGather
 from .gradients import GroupGradients
 from .layout import GatherLayout, gather_layout
@@ -64,12 +65,19 @@ class FSDPParamGroup:
         # Identity of the storage that all full parameters share.
         self.storage_id = 0
         self.has_frozen = False
+        # Keep the full storage when its data is forgotten, so that pointers into it stay valid.
+        self.keeps_storage = False
         # Whether the full storage is allocated; an aliased one always is.
         self._holds_data = False
         self._layout: GatherLayout | None = None
         self._adopt()
 
     # ---- description
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full parameters' data is there."""
+        return self.state is UNSHARDED
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +93,21 @@ class FSDPParamGroup:
                     param.names[i] = f"{prefix}.{slot.name}" if prefix else slot.name
         self.name = names.get(self.modules[0], "") or "root"
 
+    def use_comms(self, shards: Comm) -> None:
+        """Communicate with `shards` from now on. Every rank must call it, between steps."""
+        self.reshard()
+        self._comm = self.gradients.reduction.shards = shards
+        self._layout = None  # what goes direct may be another choice now
+        self._adopt()
+
+    def use_separate_reduce_group(self, enable: bool) -> None:
+        """Reduce on a process group of its own, shared by all groups of parameters on the same ranks."""
+        process_group = self._comm.group
+        separate = enable and process_group is not None and self._comm.size > 1
+        self.gradients.reduction.shards = (
+            make_comm(second_group(process_group), self.mesh.device) if separate else self._comm
+        )
+
     # ---- sharded -> unsharded -> sharded
 
     def start_unshard(self, notice_replacements: bool = True) -> None:
@@ -98,7 +121,7 @@ class FSDPParamGroup:
         if notice_replacements:
             self._notice_replacements()
         assert self._layout is not None
-        if not self._layout.aliased:
+        if not self._layout.aliased and not self._holds_data:
             self._holds_data = True
             self._full_storage.resize_(self._layout.full_nbytes)
         self.state = gather.start(self._plan, self._comm)
@@ -131,7 +154,7 @@ class FSDPParamGroup:
         state, self.state = self.state, SHARDED
         if isinstance(state, PendingGather):
             state.abandon()
-        if free and self._holds_data:
+        if free and self._holds_data and not self.keeps_storage:
             self._holds_data = False
             self._full_storage.resize_(0)
 
@@ -174,11 +197,7 @@ class FSDPParamGroup:
         self._notice_replacements(accept_whole, may_be_meta=True)
 
     def _notice_replacements(self, accept_whole: bool = False, may_be_meta: bool = False) -> None:
-        replaced = any(
-            slots.get(name) is not sharded or torch_compat.local_of(sharded) is not local
-            for slots, name, sharded, local in self._watched
-        )
-        if replaced or self._layout is None:
+        if self._layout is None or self._is_replaced():
             self._readopt(accept_whole)
         elif self._trainable != self._find_trainable():
             self._follow_requires_grad()
@@ -188,6 +207,16 @@ class FSDPParamGroup:
                 f"expected parameters on {self.mesh.device}, got {', '.join(names)}. Materialise the model "
                 f"before its first forward: model.to_empty(device={self.mesh.device.type!r}), then initialise or load."
             )
+
+    def is_as_watched(self) -> bool:
+        """Whether nobody has replaced, frozen or unfrozen a parameter since the group was last gathered."""
+        return not self._is_replaced() and self._trainable == self._find_trainable()
+
+    def _is_replaced(self) -> bool:
+        return any(
+            slots.get(name) is not sharded or torch_compat.local_of(sharded) is not local
+            for slots, name, sharded, local in self._watched
+        )
 
     def _readopt(self, accept_whole: bool) -> None:
         # All are checked before one is taken: after an error the user may put the old ones back.

@@ -62,6 +62,7 @@ class PendingReduce:
         self._is_scattered = False
         # The result still is to be summed between replicas, later: it stays in the reduce dtype.
         self.is_partial = reduction.replicas is not None and not reduction.all_reduce
+        self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
 
     def advance(self) -> None:
         """Wait for the reduce-scatter; begin the all-reduce between replicas, if there is one."""
@@ -71,8 +72,9 @@ class PendingReduce:
         self.abandon()
         for i, shard in self._carried.items():
             self._output.as_strided(shard.shape, (1,), self._layout.offsets[i]).add_(shard)
-        if self._reduction.replicas is not None and not self.is_partial:
-            self._work = self._reduction.replicas.all_reduce(self._output, self._reduction.divisors()[1])
+        comm = self._reduction.replicas
+        if comm is not None and self.has_second_stage:
+            self._work = comm.all_reduce(self._output, self._reduction.divisors()[1])
 
     def finish(self) -> Shards:
         """Wait; return this rank's shards of the mean gradients, in the storage dtype (partial: the reduce dtype)."""
@@ -96,7 +98,7 @@ class PendingReduce:
 class _Local:
     """What a reduction over one rank is: the gradients themselves."""
 
-    is_partial = False
+    is_partial = has_second_stage = False
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -188,3 +190,16 @@ def _flatten(gradients: Mapping[int, Tensor], layout: BucketLayout) -> Tensor:
         gradient = gradients[i]
         output.as_strided((gradient.numel(),), (1,), layout.offsets[i]).copy_(gradient.reshape(-1))
     return output
+
+
+def on_stream(hook: Callable[[Tensor], None], stream: torch.Stream) -> Callable[[Tensor], None]:
+    """`hook` run on `stream`, ordered behind and before what the current stream does."""
+
+    def run(reduced: Tensor) -> None:
+        current = torch.accelerator.current_stream(reduced.device)
+        stream.wait_stream(current)
+        with stream:
+            hook(reduced)
+        current.wait_stream(stream)
+
+    return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = [
     "ZERO_OPS",
@@ -24,6 +25,7 @@ __all__ = [
     "backend_name",
     "chunk_cat",
     "copy_all",
+    "count_optimizer_steps",
     "dtensor",
     "dtensor_spec",
     "gradient_hooks",
@@ -31,6 +33,7 @@ __all__ = [
     "local_of",
     "no_torch_function",
     "on_backward_end",
+    "optimizer_steps",
     "set_local",
     "single_tensor_collectives",
     "storage_id",
@@ -122,6 +125,25 @@ def active_pack_hook() -> Callable[[Tensor], Any] | None:
 
 # Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+
+
+_optimizer_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+@cache
+def count_optimizer_steps() -> None:
+    """From now on `optimizer_steps` counts: foreach and fused steps leave no trace in the versions of DTensors."""
+    register_optimizer_step_post_hook(_count_step)
+
+
+def optimizer_steps() -> int:
+    """How often any torch optimizer has stepped in this process since `count_optimizer_steps`."""
+    return _optimizer_steps
 
 
 def take_hooks(source: Tensor, target: Tensor) -> None:

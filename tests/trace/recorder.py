@@ -25,8 +25,9 @@ class RecordingComm:
     """A Comm that writes down what it is asked for, and passes it on."""
 
     def __init__(self, inner: Comm, group: FSDPParamGroup, lines: list[str]) -> None:
-        self._inner, self._group, self._lines = inner, group, lines
-        self.rank, self.size, self.direct_min_bytes = inner.rank, inner.size, inner.direct_min_bytes
+        self._inner, self._owner, self._lines = inner, group, lines
+        self.group, self.rank, self.size = inner.group, inner.rank, inner.size
+        self.direct_min_bytes, self.force_sum = inner.direct_min_bytes, inner.force_sum
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         self._write("gather", outputs)
@@ -41,7 +42,7 @@ class RecordingComm:
         return self._inner.all_reduce(tensor, divisor)
 
     def _write(self, event: str, tensors: Sequence[Tensor]) -> None:
-        self._lines.append(f"{event:6} {self._group.name:5} {sum(t.numel() * t.element_size() for t in tensors)}")
+        self._lines.append(f"{event:6} {self._owner.name:5} {sum(t.numel() * t.element_size() for t in tensors)}")
 
 
 class _Mark(torch.autograd.Function):

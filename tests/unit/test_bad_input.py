@@ -93,8 +93,8 @@ def tied_across_groups() -> nn.Module:
     return second
 
 
-def mesh_2d() -> Any:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def mesh_3d() -> Any:
+    return init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
 
 
 @dataclasses.dataclass
@@ -159,7 +159,7 @@ CASES = {
     # mesh
     "mesh: a size": option("mesh", lambda: 4, TypeError, "mesh: expected a DeviceMesh.*int"),
     "mesh: a group": option("mesh", lambda: dist.group.WORLD, TypeError, "mesh: expected a DeviceMesh.*ProcessGroup"),
-    "mesh: 2-D": option("mesh", mesh_2d, NotImplementedError, r"mesh: expected one axis, got 2 .*\(2, 2\)"),
+    "mesh: 3-D": option("mesh", mesh_3d, ValueError, r"mesh: expected one axis .* or two .*, got 3 .*\(2, 2, 1\)"),
     # reshard_after_forward
     "reshard: 2": option("reshard_after_forward", lambda: 2, NotImplementedError, "reshard_after_forward=2"),
     "reshard: 0": option("reshard_after_forward", lambda: 0, NotImplementedError, "reshard_after_forward=0"),
@@ -176,7 +176,7 @@ CASES = {
     "offload_policy: CPU": option("offload_policy", CPUOffloadPolicy, NotImplementedError),
     # declared, not there yet
     "shard_placement_fn": option("shard_placement_fn", lambda: lambda p: Shard(0), NotImplementedError),
-    "ignored_params": option("ignored_params", lambda: {parameter(4)}, NotImplementedError),
+    "ignored_params: names": option("ignored_params", lambda: {"weight"}, TypeError),
     "ignored_params: a parameter": option("ignored_params", lambda: parameter(4), TypeError),
     "dp_mesh_dims": option("dp_mesh_dims", lambda: ("replicate", "shard"), NotImplementedError),
 }
