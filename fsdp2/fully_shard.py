@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from . import hooks
@@ -54,11 +54,13 @@ def fully_shard(
         reshard_after_forward: free the full parameters after forward (less memory, one more gather in backward). None:
             True, except for what backward needs first: the root (the outermost sharded module), and the group that
             was last in the forward before.
+        shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
+            need not divide evenly. Parameters sharded along dims other than 0 are copied once more per gather.
         mp_policy: dtypes of compute and reduction.
         ignored_params: parameters to leave as they are: not sharded, moved or reduced.
 
     Declared, and refused with NotImplementedError until they exist: an int as `reshard_after_forward`,
-    `shard_placement_fn`, a `CPUOffloadPolicy`, `dp_mesh_dims`.
+    a `CPUOffloadPolicy`, `dp_mesh_dims`.
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
@@ -71,6 +73,8 @@ def fully_shard(
     """
     roots = _check_modules(module)
     _refuse_undeclared(reshard_after_forward, shard_placement_fn, offload_policy, ignored_params, dp_mesh_dims)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn: expected a function or None, got {shard_placement_fn!r}")
     policy = _check_policy(mp_policy)
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
@@ -79,13 +83,14 @@ def fully_shard(
     for name, parameter_slots in slots.items():
         _check_parameter(name, parameter_slots)
     _check_memory(slots)
+    dims = {name: _choose_dim(name, each[0].get(), shard_placement_fn) for name, each in slots.items()}
     for root in roots:
         _check_names(root)
     shards = data_mesh(mesh if mesh is not None else default_mesh())
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     _move_buffers(managed, shards.device)
-    group = _make_group(roots, slots, shards, policy)
+    group = _make_group(roots, slots, dims, shards, policy)
     hooks.install(
         FSDPState(roots, group, policy, None if reshard_after_forward is None else bool(reshard_after_forward))
     )
@@ -138,10 +143,7 @@ def _refuse_undeclared(
     for each in ignored_params or ():
         if not isinstance(each, nn.Parameter):
             raise TypeError(f"ignored_params: expected parameters, got {type(each).__name__}")
-    for name, given in (
-        ("shard_placement_fn", shard_placement_fn is not None),
-        ("dp_mesh_dims", dp_mesh_dims is not None),
-    ):
+    for name, given in (("dp_mesh_dims", dp_mesh_dims is not None),):
         if given:
             raise NotImplementedError(f"{name} is not supported yet. Leave it out.")
 
@@ -183,6 +185,21 @@ def _check_parameter(name: str, slots: list[Slot]) -> None:
         raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
     if any(getattr(slot.module, "max_norm", None) is not None for slot in slots):
         raise NotImplementedError(f"{what} max_norm writes to the weight in forward; that would be lost. Leave it out.")
+
+
+def _choose_dim(name: str, parameter: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None) -> int:
+    """Along which dim to shard, as the user's function says."""
+    placement = None if choose is None else choose(parameter)
+    if placement is None:
+        return 0
+    if hasattr(placement, "mesh_info"):
+        raise NotImplementedError(f"{name}: shard_placement_fn chose a mesh of its own, which is not supported yet")
+    if type(placement) is not Shard:
+        raise ValueError(f"{name}: expected shard_placement_fn to return a Shard or None, got {placement!r}")
+    dim, ndim = placement.dim, parameter.dim()
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"{name}: expected a dim of shape {tuple(parameter.shape)}, got {placement!r}")
+    return dim % ndim
 
 
 def _check_memory(slots: dict[str, list[Slot]]) -> None:
@@ -249,10 +266,14 @@ def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def _make_group(
-    roots: list[nn.Module], slots: dict[str, list[Slot]], mesh: DataMesh, policy: MixedPrecisionPolicy
+    roots: list[nn.Module],
+    slots: dict[str, list[Slot]],
+    dims: dict[str, int],
+    mesh: DataMesh,
+    policy: MixedPrecisionPolicy,
 ) -> FSDPParamGroup:
     originals = [parameter_slots[0].get() for parameter_slots in slots.values()]
-    params = [FSDPParam(parameter_slots, name, mesh) for name, parameter_slots in slots.items()]
+    params = [FSDPParam(parameter_slots, name, mesh, dims[name]) for name, parameter_slots in slots.items()]
     for original, name in zip(originals, slots, strict=True):
         setattr(original, _SHARDED_AS, f"{type(roots[0]).__name__}'s {name}")
     comms = [make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group)]

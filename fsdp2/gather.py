@@ -6,12 +6,14 @@ Everything that does not change from one gather to the next (views, lists, what 
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from . import torch_compat
 from .comm import Comm, Work
 from .layout import GatherLayout
-from .pack import view_bytes
+from .pack import split_chunks, view_bytes
 
 
 class GatherPlan:
@@ -74,11 +76,19 @@ class GatherPlan:
 
     def _plan_copy_out(self, i: int, segments: Tensor) -> None:
         spec, first = self._layout.specs[i], self._layout.packed_offsets[i]
-        full = view_bytes(
+        padded = view_bytes(
             self._full, self._layout.full_offsets[i], spec.shard_numel * self._world_size, spec.compute_dtype
         )
-        self.copies_out[0].append(full.view(self._world_size, spec.shard_numel))
-        self.copies_out[1].append(segments[:, first : first + spec.compute_nbytes].view(spec.compute_dtype))
+        chunks = segments[:, first : first + spec.compute_nbytes].view(spec.compute_dtype)
+        if spec.dim == 0:
+            targets, sources = [padded.view(self._world_size, spec.shard_numel)], [chunks]
+        else:
+            targets = split_chunks(padded[: math.prod(spec.shape)].view(spec.shape), spec)
+            sources = [chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))]
+            if len(targets) > 1:
+                sources.append(chunks[spec.whole_chunks, : targets[1].numel()].view(targets[1].shape))
+        self.copies_out[0].extend(targets)
+        self.copies_out[1].extend(sources)
 
     def _slot(self, output: Tensor, nbytes: int) -> Tensor:
         return output[self._rank * nbytes : (self._rank + 1) * nbytes]

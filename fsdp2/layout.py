@@ -1,8 +1,9 @@
 """Where every byte of a group lies: sizes, offsets, padding, buckets. Pure arithmetic, no process group.
 
-One parameter of shape (R, ...) over W ranks is cut along dim 0 into chunks of ceil(R / W) rows, as torch.chunk does;
-the last ranks may hold fewer rows, or none. Padded to whole chunks, the W shards in rank order *are* the parameter,
-plus trailing padding, so an all-gather of one parameter can write straight into it:
+One parameter of shape (R, ...) over W ranks is cut along dim 0 into chunks of ceil(R / W) rows, as torch.chunk does
+(or along another dim, of which a "row" is one index); the last ranks may hold fewer rows, or none. Padded to whole
+chunks, the W shards in rank order *are* the parameter, plus trailing padding, so an all-gather of one parameter can
+write straight into it:
 
     rank     0        1        2        3
     rows   | 0 1 2 | 3 4 5 | 6 . . | . . . |        R = 7, W = 4: three rows a chunk, '.' is padding
@@ -42,18 +43,24 @@ class ParamSpec:
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
     world_size: int
+    # Along which it is cut. A "row" is what lies at one index of it.
+    dim: int = 0
 
     def __post_init__(self) -> None:
         if not self.shape:
             raise ValueError("expected a parameter of at least one dim, got a scalar")
 
     @property
+    def num_rows(self) -> int:
+        return self.shape[self.dim]
+
+    @property
     def chunk_rows(self) -> int:
-        return -(-self.shape[0] // self.world_size)
+        return -(-self.num_rows // self.world_size)
 
     @cached_property
     def row_numel(self) -> int:
-        return math.prod(self.shape[1:])
+        return math.prod(self.shape[: self.dim] + self.shape[self.dim + 1 :])
 
     @cached_property
     def shard_numel(self) -> int:
@@ -70,20 +77,20 @@ class ParamSpec:
 
     @property
     def is_even(self) -> bool:
-        return self.shape[0] % self.world_size == 0
+        return self.num_rows % self.world_size == 0
 
     @property
     def whole_chunks(self) -> int:
         """How many ranks hold a whole chunk of rows; the next one may hold fewer rows, the others hold none."""
-        return self.shape[0] // self.chunk_rows if self.chunk_rows else 0
+        return self.num_rows // self.chunk_rows if self.chunk_rows else 0
 
     def rows(self, rank: int) -> tuple[int, int]:
         """First and one-past-last row that `rank` holds."""
-        return min(rank * self.chunk_rows, self.shape[0]), min((rank + 1) * self.chunk_rows, self.shape[0])
+        return min(rank * self.chunk_rows, self.num_rows), min((rank + 1) * self.chunk_rows, self.num_rows)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         first, last = self.rows(rank)
-        return (last - first, *self.shape[1:])
+        return (*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :])
 
 
 class CastRun(NamedTuple):
@@ -172,7 +179,8 @@ def gather_layout(specs: Sequence[ParamSpec], world_size: int, direct_min_bytes:
 
 def _is_direct(spec: ParamSpec, direct_min_bytes: int) -> bool:
     nbytes = spec.compute_nbytes
-    return nbytes * spec.world_size >= direct_min_bytes and nbytes % RANK_ALIGNMENT == 0
+    # Chunks along another dim interleave in the parameter: they must be copied to their places.
+    return spec.dim == 0 and nbytes * spec.world_size >= direct_min_bytes and nbytes % RANK_ALIGNMENT == 0
 
 
 def _dtype_names(spec: ParamSpec) -> tuple[str, str]:

@@ -43,11 +43,19 @@ def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.
     return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
 
 
-class GradientSlot(NamedTuple):
-    """Where one gradient's whole chunks of rows lie in a (W, P) tensor of segments, and the rows left over."""
+def split_chunks(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
+    """Views of `whole`: its whole chunks along `spec.dim`, stacked in a new first dim; then what is left over."""
+    rows, dim = spec.whole_chunks * spec.chunk_rows, spec.dim
+    chunks = whole.narrow(dim, 0, rows).unflatten(dim, (spec.whole_chunks, spec.chunk_rows)).movedim(dim, 0)
+    return [chunks] if rows == spec.num_rows else [chunks, whole.narrow(dim, rows, spec.num_rows - rows)]
 
-    shape: tuple[int, int]
-    stride: tuple[int, int]
+
+class GradientSlot(NamedTuple):
+    """Where one gradient's whole chunks lie in a (W, P) tensor of segments, and the rows left over."""
+
+    spec: ParamSpec
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
     rows: int
     rest_numel: int
@@ -60,9 +68,11 @@ def gradient_slots(layout: BucketLayout, specs: tuple[ParamSpec, ...]) -> list[G
     for i in layout.packed:
         spec, offset = specs[i], layout.offsets[i] - layout.packed_start
         rows = spec.whole_chunks * spec.chunk_rows
-        shape, stride = (spec.whole_chunks, spec.shard_numel), (layout.packed_numel, 1)
-        rest = (spec.shape[0] - rows) * spec.row_numel
-        slots.append(GradientSlot(shape, stride, offset, rows, rest, offset + spec.whole_chunks * layout.packed_numel))
+        chunk = (spec.shard_numel,) if spec.dim == 0 else spec.local_shape(0)
+        shape, stride = (spec.whole_chunks, *chunk), (layout.packed_numel, *contiguous_stride(chunk))
+        rest = (spec.num_rows - rows) * spec.row_numel
+        rest_offset = offset + spec.whole_chunks * layout.packed_numel
+        slots.append(GradientSlot(spec, shape, stride, offset, rows, rest, rest_offset))
     return slots
 
 
@@ -72,11 +82,17 @@ def pack_gradients(gradients: Sequence[Tensor], slots: Sequence[GradientSlot], o
     Elements that are padding keep whatever they held: the sums made of them are never read.
     """
     targets, sources = [], []
-    for gradient, (shape, stride, offset, rows, rest_numel, rest_offset) in zip(gradients, slots, strict=True):
-        if rest_numel:
-            targets.append(out_WP.as_strided((rest_numel,), (1,), rest_offset))
-            sources.append(gradient[rows:].reshape(-1))
-            gradient = gradient[:rows]
+    for gradient, slot in zip(gradients, slots, strict=True):
+        spec, shape, stride, offset, rows, rest_numel, rest_offset = slot
         targets.append(out_WP.as_strided(shape, stride, offset))
-        sources.append(gradient.reshape(shape))
+        if spec.dim == 0:
+            sources.append((gradient[:rows] if rest_numel else gradient).reshape(shape))
+            rest = gradient[rows:].reshape(-1) if rest_numel else None
+        else:
+            chunks, *left = split_chunks(gradient, spec)
+            sources.append(chunks)
+            rest = left[0].reshape(-1) if left else None
+        if rest is not None:
+            targets.append(out_WP.as_strided((rest_numel,), (1,), rest_offset))
+            sources.append(rest)
     torch_compat.copy_all(targets, sources)

@@ -34,13 +34,14 @@ class Slot:
 class FSDPParam:
     """One distinct parameter (however often registered), and its two faces.
 
-    `sharded`: nn.Parameter, a DTensor of the true global shape, Shard(0), whose local tensor holds this rank's rows
-        without padding. It is the same object as long as nobody replaces it.
+    `sharded`: nn.Parameter, a DTensor of the true global shape, sharded along `dim`, whose local tensor holds this
+        rank's rows without padding. It is the same object as long as nobody replaces it.
     `full`: nn.Parameter, a plain leaf over the group's full storage; its data is there between unshard and reshard.
     """
 
-    def __init__(self, slots: list[Slot], name: str, mesh: DataMesh) -> None:
-        self.slots, self._mesh, self._placements = slots, mesh, mesh.placements()
+    def __init__(self, slots: list[Slot], name: str, mesh: DataMesh, dim: int = 0) -> None:
+        self.slots, self._mesh, self._dim = slots, mesh, dim
+        self._placements = mesh.placements(dim)
         # FQNs of the slots. Errors call the parameter by the first.
         self.names = [name] * len(slots)
         self.shape = tuple(slots[0].get().shape)
@@ -52,9 +53,10 @@ class FSDPParam:
         spec = self.spec_for(whole.dtype)
         first, last = spec.rows(self._mesh.rank)
         with torch.no_grad():
-            rows = whole.detach()[first:last]
-            if rows.device.type != "meta":
-                rows = rows.to(self._mesh.device, copy=True)
+            rows = whole.detach().narrow(self._dim, first, last - first)
+            rows = rows.to(
+                rows.device if rows.is_meta else self._mesh.device, copy=True, memory_format=torch.contiguous_format
+            )
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
 
@@ -79,7 +81,7 @@ class FSDPParam:
         return self.names[0]
 
     def spec_for(self, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> ParamSpec:
-        return ParamSpec(self.shape, dtype, compute_dtype or dtype, self._mesh.size)
+        return ParamSpec(self.shape, dtype, compute_dtype or dtype, self._mesh.size, self._dim)
 
     @property
     def local(self) -> Tensor:
