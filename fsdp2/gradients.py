@@ -35,18 +35,20 @@ class UnsyncedGrad(DTensor):
     reduced: Tensor | None = None
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """torch 2.11 handles subclasses of DTensor in C++ and doesn't ask `__torch_dispatch__`: ask here, too."""
+        if func in torch_compat.ZERO_FUNCTIONS:
+            return _set_to_zero(args[0])
+        if not torch_compat.reads_metadata(func):
+            _refuse(torch.overrides.resolve_name(func) or str(func))
+        with torch_compat.no_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func not in torch_compat.ZERO_OPS:
             _refuse(str(func))
-        several = not isinstance(args[0], Tensor)
-        for gradient in args[0] if several else [args[0]]:
-            if isinstance(gradient, UnsyncedGrad):
-                zeros = torch.zeros_like(torch_compat.local_of(gradient), memory_format=torch.contiguous_format)
-                torch_compat.set_local(gradient, zeros)
-                gradient.__class__ = DTensor  # type: ignore[assignment]
-            else:
-                torch_compat.local_of(gradient).zero_()
-        return None if several else args[0]
+        return _set_to_zero(args[0])
 
     def to_local(self, **_: Any) -> Any:
         _refuse("to_local")
@@ -56,6 +58,21 @@ class UnsyncedGrad(DTensor):
 
     def redistribute(self, *_: Any, **__: Any) -> Any:
         _refuse("redistribute")
+
+
+def _set_to_zero(gradients: Any) -> Any:
+    """What `zero_grad(set_to_none=False)` does, to one gradient or to a list in which others may stand."""
+    several = not isinstance(gradients, Tensor)
+    for gradient in gradients if several else [gradients]:
+        if isinstance(gradient, UnsyncedGrad):
+            zeros = torch.zeros_like(torch_compat.local_of(gradient), memory_format=torch.contiguous_format)
+            torch_compat.set_local(gradient, zeros)
+            gradient.__class__ = DTensor  # type: ignore[assignment]
+        elif isinstance(gradient, DTensor):
+            torch_compat.local_of(gradient).zero_()
+        else:
+            gradient.zero_()
+    return None if several else gradients
 
 
 def _refuse(what: str) -> NoReturn:

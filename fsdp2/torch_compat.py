@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = [
+    "ZERO_FUNCTIONS",
     "ZERO_OPS",
     "DTensorSpec",
     "active_pack_hook",
@@ -34,6 +35,7 @@ __all__ = [
     "no_torch_function",
     "on_backward_end",
     "optimizer_steps",
+    "reads_metadata",
     "set_local",
     "single_tensor_collectives",
     "storage_id",
@@ -75,6 +77,23 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 """What `zero_grad(set_to_none=False)` calls on gradients, one by one or all at once."""
+ZERO_FUNCTIONS = (Tensor.zero_, torch._foreach_zero_)
+"""The same, as `__torch_function__` sees it."""
+
+_COMPUTED_ATTRIBUTES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+_METADATA_METHODS = (
+    *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.element_size, Tensor.storage_offset),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.requires_grad_, Tensor.detach_),
+    *(Tensor.__hash__, Tensor.__len__, Tensor.register_hook),
+)
+
+
+def reads_metadata(func: Any) -> bool:
+    """Whether what `__torch_function__` is asked for computes nothing from the values."""
+    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        return attribute not in _COMPUTED_ATTRIBUTES
+    return func in _METADATA_METHODS
 
 
 def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
