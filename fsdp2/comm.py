@@ -320,3 +320,11 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
 def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A process group over the same ranks as `group`, made once. All of these ranks must call it."""
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+
+@cache
+def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """The process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it."""
+    ranks = dist.get_process_group_ranks(group)
+    first = group.rank() // size * size
+    return dist.new_group(ranks[first : first + size], use_local_synchronization=True)

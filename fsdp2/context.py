@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from . import torch_compat
+from .comm import Comm
 from .gradients import ReductionQueue
 from .order import Cursor, within_budget
 from .param_group import SHARDED, UNSHARDED, FSDPParamGroup
@@ -33,10 +34,14 @@ class FSDPState:
         group: FSDPParamGroup,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        few: Comm | None = None,
     ) -> None:
         self.modules, self.group, self.policy = modules, group, policy
         # What a user may set: see the methods of FSDPModule.
         self.reshard_after_forward = reshard_after_forward
+        # Instead of all, free all but a part, from which few ranks restore the rest.
+        self.keeps_part = few is not None
+        group.keep_part_among(few)
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.forward_prefetch: list[FSDPState] | None = None
@@ -63,20 +68,23 @@ class FSDPState:
     def __repr__(self) -> str:
         return self.group.name
 
-    def keeps_after_forward(self) -> bool:
+    def _keeps_after_forward(self) -> bool:
         """Whether the full parameters stay for backward: by default those that it needs at once, of root and last."""
         if self.reshard_after_forward is None:
             return self.context.root is self or self.last_in_pass
-        return not self.reshard_after_forward
+        return self.reshard_after_forward is False
 
-    def settle(self, keep: bool) -> None:
-        """Forward is over: register the sharded parameters; free the full ones' data, or keep it for backward."""
+    def settle(self, backward_follows: bool) -> None:
+        """Forward is over: register the sharded parameters; free the full ones' data, or keep all or some of it."""
         self.finished.clear()
-        if keep:
+        self.kept = backward_follows
+        if backward_follows and self._keeps_after_forward():
             self.group.uninstall()
+        elif backward_follows and self.keeps_part and self.group.is_unsharded and not self.context.graph_reads_weights:
+            self.group.shrink()
         else:
+            self.kept = False
             self._reshard()
-        self.kept = keep
 
     def release(self) -> None:
         """Reshard, unless a forward of the group runs (a backward may run inside it)."""
@@ -141,7 +149,7 @@ class Context:
         self._ran: deque[FSDPState] = deque(maxlen=_MAX_HISTORY)
         self._backward = Cursor[FSDPState](())
         self._prefetched: set[FSDPState] = set()
-        # Lists of modules of which not all have run yet in this pass, and whether to keep their parameters then.
+        # Lists of modules of which not all have run yet in this pass, and whether backward may come back to them.
         self.unfinished: dict[FSDPState, bool] = {}
         self.in_backward = False
         # A backward with create_graph has saved weights where our hooks don't see it: until another backward has
@@ -185,8 +193,8 @@ class Context:
         if not self.running:
             self._saved_tensors.deactivate()
             self._order = self._order_now
-            for state, keep in self.unfinished.items():
-                state.settle(keep)
+            for state, backward_follows in self.unfinished.items():
+                state.settle(backward_follows)
             self.unfinished.clear()
             if not self.in_backward:
                 self._drop_prefetched()

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from . import hooks
-from .comm import make_comm
+from .comm import Comm, make_comm, subgroup
 from .context import FSDPState
 from .mesh import DataMesh, data_mesh, default_mesh
 from .module import public_methods, sharded_class
@@ -53,14 +53,14 @@ def fully_shard(
             accelerator if there is one, else on the CPU.
         reshard_after_forward: free the full parameters after forward (less memory, one more gather in backward). None:
             True, except for what backward needs first: the root (the outermost sharded module), and the group that
-            was last in the forward before.
+            was last in the forward before. An int k, a divisor of the number of ranks: each rank keeps 1/k of them
+            (in compute dtypes), and backward gathers among k neighbouring ranks only, on one machine say.
         shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
             need not divide evenly. Parameters sharded along dims other than 0 are copied once more per gather.
         mp_policy: dtypes of compute and reduction.
         ignored_params: parameters to leave as they are: not sharded, moved or reduced.
 
-    Declared, and refused with NotImplementedError until they exist: an int as `reshard_after_forward`,
-    a `CPUOffloadPolicy`, `dp_mesh_dims`.
+    Declared, and refused with NotImplementedError until they exist: a `CPUOffloadPolicy`, `dp_mesh_dims`.
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
@@ -87,13 +87,12 @@ def fully_shard(
     for root in roots:
         _check_names(root)
     shards = data_mesh(mesh if mesh is not None else default_mesh())
+    _check_reshard(reshard_after_forward, shards)
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     _move_buffers(managed, shards.device)
     group = _make_group(roots, slots, dims, shards, policy)
-    hooks.install(
-        FSDPState(roots, group, policy, None if reshard_after_forward is None else bool(reshard_after_forward))
-    )
+    hooks.install(FSDPState(roots, group, policy, *_reshard_choice(reshard_after_forward, shards)))
     for root, cls in zip(roots, classes, strict=True):
         root.__class__ = cls
     return module
@@ -127,12 +126,7 @@ def _check_modules(module: Any) -> list[nn.Module]:
 def _refuse_undeclared(
     reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any, ignored_params: Any, dp_mesh_dims: Any
 ) -> None:
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        raise NotImplementedError(
-            f"reshard_after_forward={reshard_after_forward}: resharding to a smaller group is not supported yet. "
-            "Use True or False."
-        )
-    if not isinstance(reshard_after_forward, (bool, type(None))):
+    if not isinstance(reshard_after_forward, (int, type(None))):
         raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {reshard_after_forward!r}")
     if hasattr(offload_policy, "pin_memory"):
         raise NotImplementedError("offload_policy: CPU offloading is not supported yet. Leave it out.")
@@ -146,6 +140,16 @@ def _refuse_undeclared(
     for name, given in (("dp_mesh_dims", dp_mesh_dims is not None),):
         if given:
             raise NotImplementedError(f"{name} is not supported yet. Leave it out.")
+
+
+def _check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
+    if choice is None or isinstance(choice, bool):
+        return
+    if choice < 1 or mesh.size % choice != 0:
+        raise ValueError(
+            f"reshard_after_forward={choice}: expected a divisor of {mesh.size}, the number of ranks that share the "
+            "parameters: each of so many ranks keeps a part after forward."
+        )
 
 
 def _check_policy(policy: Any) -> MixedPrecisionPolicy:
@@ -263,6 +267,15 @@ def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type != "meta":
                 module._buffers[name] = buffer.to(device)
+
+
+def _reshard_choice(choice: bool | int | None, mesh: DataMesh) -> tuple[bool | None, Comm | None]:
+    """As a bool, and the ranks among which a part stays after forward, if that is neither all ranks nor this one."""
+    if choice is None or isinstance(choice, bool):
+        return choice, None
+    if choice in (1, mesh.size) or mesh.shard_group is None:
+        return choice != 1, None
+    return True, make_comm(subgroup(mesh.shard_group, choice), mesh.device)
 
 
 def _make_group(

@@ -6,8 +6,6 @@ Everything that does not change from one gather to the next (views, lists, what 
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from . import torch_compat
@@ -83,7 +81,7 @@ class GatherPlan:
         if spec.dim == 0:
             targets, sources = [padded.view(self._world_size, spec.shard_numel)], [chunks]
         else:
-            targets = split_chunks(padded[: math.prod(spec.shape)].view(spec.shape), spec)
+            targets = split_chunks(padded[: spec.numel].view(spec.shape), spec)
             sources = [chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))]
             if len(targets) > 1:
                 sources.append(chunks[spec.whole_chunks, : targets[1].numel()].view(targets[1].shape))

@@ -119,7 +119,7 @@ def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     # Reentrant checkpointing runs the forward without grad, and once more in backward.
     if differentiable or (state.context.pass_has_grad and not torch.is_grad_enabled()):
         state.context.ran(state)
-    _settle(state, module, keep=differentiable and state.keeps_after_forward())
+    _settle(state, module, backward_follows=differentiable)
     return output
 
 
@@ -145,16 +145,16 @@ def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     return bool(differentiable)
 
 
-def _settle(state: FSDPState, module: nn.Module, keep: bool) -> None:
+def _settle(state: FSDPState, module: nn.Module, backward_follows: bool) -> None:
     """Settle the group, unless its parameters are still in use, or will be: a list of modules shares one group."""
     if state.running > 1:
         return
     state.finished.add(module)
     if len(state.context.running) > 1 and not state.finished.issuperset(state.modules):
-        state.context.unfinished[state] = keep
+        state.context.unfinished[state] = backward_follows
     else:
         state.context.unfinished.pop(state, None)
-        state.settle(keep)
+        state.settle(backward_follows)
 
 
 def unshard(state: FSDPState) -> None:

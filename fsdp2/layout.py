@@ -67,6 +67,10 @@ class ParamSpec:
         """Elements of one padded shard; the same on every rank."""
         return self.chunk_rows * self.row_numel
 
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
     @property
     def storage_nbytes(self) -> int:
         return self.shard_numel * self.storage_dtype.itemsize

@@ -104,10 +104,12 @@ class FSDPModule:
             state.group.gradients.reduction.all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether the full parameters are freed after forward (and gathered again in backward)."""
+        """Choose whether the full parameters are freed after forward (and gathered again in backward). This replaces
+        an int given to `fully_shard`.
+        """
         _check_bool("reshard_after_forward", reshard_after_forward)
         for state in _states(self, recurse):
-            state.reshard_after_forward = reshard_after_forward
+            state.reshard_after_forward, state.keeps_part = reshard_after_forward, False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Choose whether the full parameters are freed after backward.
@@ -249,9 +251,7 @@ class FSDPModule:
         """Keep the memory of the full parameters when they are resharded, so that pointers into it stay valid."""
         _check_bool("keep", keep)
         for state in _states(self, recurse):
-            state.group.keeps_storage = keep
-            if not state.group.is_unsharded:
-                state.group.reshard()
+            state.group.keep_storage(keep)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Leave reductions in flight at the end of backward, until `finalize_backward` is called. On the root only.

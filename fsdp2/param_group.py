@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import gather, torch_compat
+from . import torch_compat
+from .buffers import GroupBuffers
 from .comm import Comm, make_comm, second_group
-from .gather import GatherPlan, PendingGather
+from .gather import PendingGather
 from .gradients import GroupGradients
 from .layout import GatherLayout, gather_layout
 from .mesh import DataMesh
-from .pack import alias, leaf_over
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
@@ -65,11 +65,11 @@ class FSDPParamGroup:
         # Identity of the storage that all full parameters share.
         self.storage_id = 0
         self.has_frozen = False
-        # Keep the full storage when its data is forgotten, so that pointers into it stay valid.
         self.keeps_storage = False
-        # Whether the full storage is allocated; an aliased one always is.
-        self._holds_data = False
-        self._layout: GatherLayout | None = None
+        # Ranks that can restore the parameters of which each has kept a part after forward.
+        self._few: Comm | None = None
+        # None while parameters are on another device, on meta say.
+        self._buffers: GroupBuffers | None = None
         self._adopt()
 
     # ---- description
@@ -82,7 +82,7 @@ class FSDPParamGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded group, in compute dtypes, padding included."""
-        return self._layout.full_nbytes if self._layout else 0
+        return self._buffers.layout.full_nbytes if self._buffers else 0
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Name the group and its parameters after the FQNs of their modules."""
@@ -97,7 +97,25 @@ class FSDPParamGroup:
         """Communicate with `shards` from now on. Every rank must call it, between steps."""
         self.reshard()
         self._comm = self.gradients.reduction.shards = shards
-        self._layout = None  # what goes direct may be another choice now
+        self._rebuild()
+
+    def keep_part_among(self, few: Comm | None) -> None:
+        """Have `shrink` keep a part, from which these ranks, this one included, restore the full parameters."""
+        if few is not self._few:
+            self._few = few
+            self._rebuild()
+
+    def keep_storage(self, keep: bool) -> None:
+        """Keep the full storage when its data is given up, so that pointers into it stay valid."""
+        self.keeps_storage = keep
+        if self._buffers is not None:
+            self._buffers.keeps_storage = keep
+            if self.state is SHARDED:
+                self._buffers.free()
+
+    def _rebuild(self) -> None:
+        self.reshard()
+        self._buffers = None
         self._adopt()
 
     def use_separate_reduce_group(self, enable: bool) -> None:
@@ -120,11 +138,8 @@ class FSDPParamGroup:
             return
         if notice_replacements:
             self._notice_replacements()
-        assert self._layout is not None
-        if not self._layout.aliased and not self._holds_data:
-            self._holds_data = True
-            self._full_storage.resize_(self._layout.full_nbytes)
-        self.state = gather.start(self._plan, self._comm)
+        assert self._buffers is not None
+        self.state = self._buffers.start_gather(self._comm)
 
     def unshard(self, notice_replacements: bool = True) -> None:
         """Have the full parameters' data: gather, or finish the gather under way."""
@@ -154,9 +169,16 @@ class FSDPParamGroup:
         state, self.state = self.state, SHARDED
         if isinstance(state, PendingGather):
             state.abandon()
-        if free and self._holds_data and not self.keeps_storage:
-            self._holds_data = False
-            self._full_storage.resize_(0)
+        if free and self._buffers is not None:
+            self._buffers.free()
+
+    def shrink(self) -> None:
+        """Register the sharded parameters; give up the full ones but for a part, from which few ranks restore them."""
+        self.uninstall()
+        assert self.state is UNSHARDED, "a forward has just used them"
+        assert self._buffers is not None
+        self.state = SHARDED
+        self._buffers.shrink()
 
     def versions(self) -> tuple[int, ...]:
         """Two per sharded parameter, one of which grows with each in-place operation on it.
@@ -168,8 +190,8 @@ class FSDPParamGroup:
 
     def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
-        assert self._layout is not None, "a full parameter was saved"
-        i = bisect_right(self._layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
+        assert self._buffers is not None, "a full parameter was saved"
+        i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
 
     def check_written(self) -> None:
@@ -197,11 +219,11 @@ class FSDPParamGroup:
         self._notice_replacements(accept_whole, may_be_meta=True)
 
     def _notice_replacements(self, accept_whole: bool = False, may_be_meta: bool = False) -> None:
-        if self._layout is None or self._is_replaced():
+        if self._buffers is None or self._is_replaced():
             self._readopt(accept_whole)
         elif self._trainable != self._find_trainable():
             self._follow_requires_grad()
-        if self._layout is None and not may_be_meta:
+        if self._buffers is None and not may_be_meta:
             names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != self.mesh.device]
             raise RuntimeError(
                 f"expected parameters on {self.mesh.device}, got {', '.join(names)}. Materialise the model "
@@ -239,48 +261,29 @@ class FSDPParamGroup:
         self._dict_slots: tuple[list[Any], list[Any]] = ([], [])
         self._setattr_slots: tuple[list[Any], list[Any]] = ([], [])
         if any(param.local.device != self.mesh.device for param in self.params):
-            self._layout = None
+            self._buffers = None
             self._watch()
             return
         specs = tuple(p.spec_for(p.local.dtype, self._policy.compute_dtype(p.local.dtype)) for p in self.params)
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
-            if self._layout is None or self._layout.specs != specs:
-                self._layout = gather_layout(specs, self.mesh.size, self._comm.direct_min_bytes)
-                self._allocate(self._layout)
-            self._move_into_shards(self._layout)
+            if self._buffers is None or self._buffers.layout.specs != specs:
+                self._allocate(gather_layout(specs, self.mesh.size, self._comm.direct_min_bytes))
+            placed = self._buffers.move_into_shards([param.local for param in self.params])  # type: ignore[union-attr]
+            for param, local in zip(self.params, placed, strict=True):
+                param.local = local
         self._watch()
         self._follow_requires_grad()
         self._prepare_slots()
 
     def _allocate(self, layout: GatherLayout) -> None:
         device = self.mesh.device
-        self._shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
-        self._full = self._shards
-        if not layout.aliased:
-            self._full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=device)
-        self._full_storage = self._full.untyped_storage()
-        self.storage_id = torch_compat.storage_id(self._full)
-        self._plan = GatherPlan(layout, self.mesh.rank, self._shards, self._full)
+        self._buffers = GroupBuffers(layout, self.mesh.rank, device, rest=device, few=self._few)
+        self._buffers.keeps_storage = self.keeps_storage
+        self.storage_id = self._buffers.storage_id
         for i, (param, spec) in enumerate(zip(self.params, layout.specs, strict=True)):
-            leaf = leaf_over(self._full, layout.full_offsets[i], spec.shape, spec.compute_dtype)
-            param.full = nn.Parameter(leaf, requires_grad=spec.compute_dtype.is_floating_point)
-        self._holds_data = False
-        if not layout.aliased:
-            self._full_storage.resize_(0)
-
-    def _move_into_shards(self, layout: GatherLayout) -> None:
-        moves = []
-        for param, spec, offset in zip(self.params, layout.specs, layout.shard_offsets, strict=True):
-            own = alias(self._shards, offset, tuple(param.local.shape), spec.storage_dtype)
-            if param.local.data_ptr() != own.data_ptr() or param.local.numel() == 0:
-                # Users may exchange two parameters, each of which then lies where the other is to go.
-                distance = param.local.data_ptr() - self._shards.data_ptr()
-                inside = 0 <= distance < layout.shard_nbytes
-                moves.append((param, own, param.local.clone() if inside else param.local))
-        for param, own, local in moves:
-            own.copy_(local)
-            param.local = own
+            requires_grad = spec.compute_dtype.is_floating_point
+            param.full = nn.Parameter(self._buffers.full_parameter(i), requires_grad=requires_grad)
 
     def _watch(self) -> None:
         """Remember what is registered where, to notice what is put there instead."""
@@ -302,7 +305,7 @@ class FSDPParamGroup:
         self._trainable = self._find_trainable()
         for param, trainable in zip(self.params, self._trainable, strict=True):
             param.full.requires_grad_(trainable)
-        specs = self._layout.specs if self._layout else ()
+        specs = self._buffers.layout.specs if self._buffers else ()
         self.gradients.prepare(
             specs,
             tuple(self._policy.gradient_dtype(spec.storage_dtype) for spec in specs),

@@ -161,8 +161,9 @@ CASES = {
     "mesh: a group": option("mesh", lambda: dist.group.WORLD, TypeError, "mesh: expected a DeviceMesh.*ProcessGroup"),
     "mesh: 3-D": option("mesh", mesh_3d, ValueError, r"mesh: expected one axis .* or two .*, got 3 .*\(2, 2, 1\)"),
     # reshard_after_forward
-    "reshard: 2": option("reshard_after_forward", lambda: 2, NotImplementedError, "reshard_after_forward=2"),
-    "reshard: 0": option("reshard_after_forward", lambda: 0, NotImplementedError, "reshard_after_forward=0"),
+    "reshard: 3": option("reshard_after_forward", lambda: 3, ValueError, "reshard_after_forward=3.*divisor of 4"),
+    "reshard: 0": option("reshard_after_forward", lambda: 0, ValueError, "reshard_after_forward=0.*divisor of 4"),
+    "reshard: 8": option("reshard_after_forward", lambda: 8, ValueError, "reshard_after_forward=8.*divisor of 4"),
     "reshard: text": option("reshard_after_forward", lambda: "yes", TypeError, "reshard_after_forward.*'yes'"),
     "reshard: float": option("reshard_after_forward", lambda: 1.0, TypeError, r"reshard_after_forward.*1\.0"),
     # policies
@@ -175,7 +176,6 @@ CASES = {
     "offload_policy: a class": option("offload_policy", lambda: OffloadPolicy, TypeError),
     "offload_policy: CPU": option("offload_policy", CPUOffloadPolicy, NotImplementedError),
     # declared, not there yet
-    "shard_placement_fn": option("shard_placement_fn", lambda: lambda p: Shard(0), NotImplementedError),
     "ignored_params: names": option("ignored_params", lambda: {"weight"}, TypeError),
     "ignored_params: a parameter": option("ignored_params", lambda: parameter(4), TypeError),
     "dp_mesh_dims": option("dp_mesh_dims", lambda: ("replicate", "shard"), NotImplementedError),

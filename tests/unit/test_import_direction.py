@@ -25,6 +25,7 @@ ORDER = (
     "param_group",
     "gradients",
     "param",
+    "buffers",
     "gather",
     "reduce",
     "pack",

@@ -1,0 +1,161 @@
+"""The memory of one group: its shards at rest, the full parameters, and the part that may stay after forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import gather, torch_compat
+from .comm import Comm
+from .gather import GatherPlan, PendingGather
+from .layout import GatherLayout, gather_layout
+from .pack import alias, leaf_over, view_bytes
+
+
+class GroupBuffers:
+    """One flat buffer of shards, and one storage for the full parameters, allocated from `start_gather` to `free`.
+
+    Args:
+        layout: where everything lies.
+        rank: this rank's place among those that share the parameters.
+        device: where the full parameters live and compute.
+        rest: where the shards live; if that is another device, they are copied to `device` for each gather.
+        pin: allocate the shards in page-locked memory, which is copied to another device without a wait.
+        few: some of these ranks, this one included, which can restore the full parameters after `shrink`.
+    """
+
+    def __init__(
+        self,
+        layout: GatherLayout,
+        rank: int,
+        device: torch.device,
+        rest: torch.device,
+        pin: bool = False,
+        few: Comm | None = None,
+    ) -> None:
+        self.layout = layout
+        self.shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=rest, pin_memory=pin)
+        # Where the collective finds the shards.
+        self._staged = self.shards if rest == device else torch.empty_like(self.shards, device=device)
+        self._is_aliased = layout.aliased and rest == device
+        self._full_nbytes, kept = layout.full_nbytes, None
+        if few is not None:
+            kept = _kept_layout(layout, few)
+            self._full_nbytes = max(self._full_nbytes, kept.packed_start + kept.packed_nbytes * few.size)
+        self._full = self.shards
+        if not self._is_aliased:
+            self._full = torch.empty(self._full_nbytes, dtype=torch.uint8, device=device)
+        self._plan = GatherPlan(layout, rank, self._staged, self._full)
+        self._kept = _KeptPart(kept, few, self._full) if kept is not None and few is not None else None
+        # Keep the full storage when it is given up, so that pointers into it stay valid.
+        self.keeps_storage = False
+        self._is_allocated = True
+        self._staged_storage, self._full_storage = self._staged.untyped_storage(), self._full.untyped_storage()
+        self.storage_id = torch_compat.storage_id(self._full)
+        self._unstage()
+        self.free()
+
+    def full_parameter(self, i: int) -> Tensor:
+        """The memory of full parameter i, as a tensor to build it upon."""
+        spec = self.layout.specs[i]
+        return leaf_over(self._full, self.layout.full_offsets[i], spec.shape, spec.compute_dtype)
+
+    def move_into_shards(self, locals_: Sequence[Tensor]) -> list[Tensor]:
+        """Copy each local tensor to its place in the shard buffer, if it isn't there, and return those in place."""
+        placed, copies = [], []
+        for local, spec, offset in zip(locals_, self.layout.specs, self.layout.shard_offsets, strict=True):
+            own = alias(self.shards, offset, tuple(local.shape), spec.storage_dtype)
+            if local.data_ptr() == own.data_ptr() and local.numel() > 0:
+                placed.append(local)
+                continue
+            # Users may exchange two parameters, each of which then lies where the other is to go.
+            inside = 0 <= local.data_ptr() - self.shards.data_ptr() < self.layout.shard_nbytes
+            copies.append((own, local.clone() if inside else local))
+            placed.append(own)
+        for own, local in copies:
+            own.copy_(local)
+        return placed
+
+    def start_gather(self, comm: Comm) -> PendingGather:
+        """Begin to fill the full parameters. Every rank of `comm` must call it, in the same order."""
+        if not self._is_allocated:
+            self._is_allocated = True
+            self._full_storage.resize_(self._full_nbytes)
+        if self._kept is not None and self._kept.is_filled:
+            return self._kept.start_gather()
+        if self._staged is not self.shards:
+            self._staged_storage.resize_(self.layout.shard_nbytes)
+            self._staged.copy_(self.shards, non_blocking=True)
+        return gather.start(self._plan, comm)
+
+    def shrink(self) -> None:
+        """Give up the full parameters but for this rank's part, which the next gather needs, among few ranks only."""
+        if self._kept is not None:
+            self._kept.fill()
+        self._unstage()
+        self._free_full()
+
+    def free(self) -> None:
+        """Give up the full parameters, and what `shrink` has kept of them."""
+        if self._kept is not None:
+            self._kept.drop()
+        self._unstage()
+        self._free_full()
+
+    def _free_full(self) -> None:
+        if self._is_allocated and not self._is_aliased and not self.keeps_storage:
+            self._is_allocated = False
+            self._full_storage.resize_(0)
+
+    def _unstage(self) -> None:
+        if self._staged is not self.shards:
+            self._staged_storage.resize_(0)
+
+
+class _KeptPart:
+    """This rank's part of the full parameters in compute dtypes, cut among `few` ranks instead of all."""
+
+    def __init__(self, layout: GatherLayout, few: Comm, full: Tensor) -> None:
+        self._comm, self._nbytes = few, layout.shard_nbytes
+        self.is_filled = False
+        self._part = torch.empty(self._nbytes, dtype=torch.uint8, device=full.device)
+        self._storage = self._part.untyped_storage()
+        self._plan = GatherPlan(layout, few.rank, self._part, full)
+        self._targets, self._sources = self._plan_fill(layout, few.rank, full)
+        self._storage.resize_(0)
+
+    def _plan_fill(self, layout: GatherLayout, rank: int, full: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        targets, sources = [], []
+        for spec, offset, full_offset in zip(layout.specs, layout.shard_offsets, layout.full_offsets, strict=True):
+            shape, (first, last) = spec.local_shape(rank), spec.rows(rank)
+            whole = view_bytes(full, full_offset, spec.numel, spec.compute_dtype).view(spec.shape)
+            own = whole.narrow(spec.dim, first, last - first)
+            targets.append(view_bytes(self._part, offset, own.numel(), spec.compute_dtype).view(shape))
+            sources.append(own)
+        return targets, sources
+
+    def fill(self) -> None:
+        self.is_filled = True
+        self._storage.resize_(self._nbytes)
+        torch_compat.copy_all(self._targets, self._sources)
+
+    def drop(self) -> None:
+        if self.is_filled:
+            self.is_filled = False
+            self._storage.resize_(0)
+
+    def start_gather(self) -> PendingGather:
+        return gather.start(self._plan, self._comm)
+
+
+def _kept_layout(layout: GatherLayout, few: Comm) -> GatherLayout:
+    """How the parameters lie when they are cut among fewer ranks, in compute dtypes, into the same full storage.
+
+    Chunks of fewer ranks need no more padding: they fit where those of all ranks do. What is packed lies behind them.
+    """
+    specs = [replace(spec, storage_dtype=spec.compute_dtype, world_size=few.size) for spec in layout.specs]
+    own = gather_layout(specs, few.size, few.direct_min_bytes)
+    return replace(own, full_offsets=layout.full_offsets, packed_start=layout.packed_start)
