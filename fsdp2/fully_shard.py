@@ -58,9 +58,11 @@ def fully_shard(
         shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
             need not divide evenly. Parameters sharded along dims other than 0 are copied once more per gather.
         mp_policy: dtypes of compute and reduction.
+        offload_policy: a CPUOffloadPolicy has sharded parameters and gradients, hence the optimizer, live on the CPU,
+            and copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already.
         ignored_params: parameters to leave as they are: not sharded, moved or reduced.
 
-    Declared, and refused with NotImplementedError until they exist: a `CPUOffloadPolicy`, `dp_mesh_dims`.
+    Declared, and refused with NotImplementedError until it exists: `dp_mesh_dims`.
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
@@ -91,7 +93,7 @@ def fully_shard(
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     _move_buffers(managed, shards.device)
-    group = _make_group(roots, slots, dims, shards, policy)
+    group = _make_group(roots, slots, dims, shards, policy, offload_policy)
     hooks.install(FSDPState(roots, group, policy, *_reshard_choice(reshard_after_forward, shards)))
     for root, cls in zip(roots, classes, strict=True):
         root.__class__ = cls
@@ -128,9 +130,8 @@ def _refuse_undeclared(
 ) -> None:
     if not isinstance(reshard_after_forward, (int, type(None))):
         raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {reshard_after_forward!r}")
-    if hasattr(offload_policy, "pin_memory"):
-        raise NotImplementedError("offload_policy: CPU offloading is not supported yet. Leave it out.")
-    if not isinstance(offload_policy, OffloadPolicy) and type(offload_policy).__name__ != "OffloadPolicy":
+    is_policy = isinstance(offload_policy, OffloadPolicy) or type(offload_policy).__name__ == "OffloadPolicy"
+    if isinstance(offload_policy, type) or not (is_policy or hasattr(offload_policy, "pin_memory")):
         raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
     if not isinstance(ignored_params, (set, frozenset, type(None))):
         raise TypeError(f"ignored_params: expected a set of parameters or None, got {type(ignored_params).__name__}")
@@ -284,11 +285,16 @@ def _make_group(
     dims: dict[str, int],
     mesh: DataMesh,
     policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
 ) -> FSDPParamGroup:
+    # A policy of torch's own is accepted, too.
+    offloads = hasattr(offload, "pin_memory") and mesh.device != torch.device("cpu")
+    rest = torch.device("cpu") if offloads else mesh.device
     originals = [parameter_slots[0].get() for parameter_slots in slots.values()]
-    params = [FSDPParam(parameter_slots, name, mesh, dims[name]) for name, parameter_slots in slots.items()]
+    params = [FSDPParam(parameter_slots, name, mesh, dims[name], rest) for name, parameter_slots in slots.items()]
     for original, name in zip(originals, slots, strict=True):
         setattr(original, _SHARDED_AS, f"{type(roots[0]).__name__}'s {name}")
     comms = [make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group)]
-    reduction = Reduction(comms[0], comms[1] if comms[1].size > 1 else None)
-    return FSDPParamGroup(roots, params, mesh, reduction, policy)
+    reduction = Reduction(comms[0], comms[1] if comms[1].size > 1 else None, rest=rest if offloads else None)
+    pin = offloads and bool(getattr(offload, "pin_memory", False)) and torch.accelerator.is_available()
+    return FSDPParamGroup(roots, params, mesh, reduction, policy, pin)

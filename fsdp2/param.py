@@ -39,8 +39,12 @@ class FSDPParam:
     `full`: nn.Parameter, a plain leaf over the group's full storage; its data is there between unshard and reshard.
     """
 
-    def __init__(self, slots: list[Slot], name: str, mesh: DataMesh, dim: int = 0) -> None:
+    def __init__(
+        self, slots: list[Slot], name: str, mesh: DataMesh, dim: int = 0, rest: torch.device | None = None
+    ) -> None:
         self.slots, self._mesh, self._dim = slots, mesh, dim
+        # Where the sharded face lives.
+        self.rest = mesh.device if rest is None else rest
         self._placements = mesh.placements(dim)
         # FQNs of the slots. Errors call the parameter by the first.
         self.names = [name] * len(slots)
@@ -54,9 +58,7 @@ class FSDPParam:
         first, last = spec.rows(self._mesh.rank)
         with torch.no_grad():
             rows = whole.detach().narrow(self._dim, first, last - first)
-            rows = rows.to(
-                rows.device if rows.is_meta else self._mesh.device, copy=True, memory_format=torch.contiguous_format
-            )
+            rows = rows.to(rows.device if rows.is_meta else self.rest, copy=True, memory_format=torch.contiguous_format)
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
 

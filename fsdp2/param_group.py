@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -54,10 +55,14 @@ class FSDPParamGroup:
         mesh: DataMesh,
         reduction: Reduction,
         policy: MixedPrecisionPolicy,
+        pin: bool = False,
     ) -> None:
         self.modules, self.params, self.mesh = list(modules), list(params), mesh
         self._comm, self._policy = reduction.shards, policy
         self.name = type(modules[0]).__name__
+        # Where shards live, and whether in page-locked memory there.
+        self._rest = params[0].rest if params else mesh.device
+        self._pin = pin
         self.state: _Settled | PendingGather = SHARDED
         self.installed = False
         self.gradients = GroupGradients(self.params, reduction)
@@ -224,10 +229,10 @@ class FSDPParamGroup:
         elif self._trainable != self._find_trainable():
             self._follow_requires_grad()
         if self._buffers is None and not may_be_meta:
-            names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != self.mesh.device]
+            names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != self._rest]
             raise RuntimeError(
-                f"expected parameters on {self.mesh.device}, got {', '.join(names)}. Materialise the model "
-                f"before its first forward: model.to_empty(device={self.mesh.device.type!r}), then initialise or load."
+                f"expected parameters on {self._rest}, got {', '.join(names)}. Materialise the model "
+                f"before its first forward: model.to_empty(device={self._rest.type!r}), then initialise or load."
             )
 
     def is_as_watched(self) -> bool:
@@ -260,7 +265,7 @@ class FSDPParamGroup:
         # What to write where, to register the sharded parameters and the full ones.
         self._dict_slots: tuple[list[Any], list[Any]] = ([], [])
         self._setattr_slots: tuple[list[Any], list[Any]] = ([], [])
-        if any(param.local.device != self.mesh.device for param in self.params):
+        if any(param.local.device != self._rest for param in self.params):
             self._buffers = None
             self._watch()
             return
@@ -278,7 +283,9 @@ class FSDPParamGroup:
 
     def _allocate(self, layout: GatherLayout) -> None:
         device = self.mesh.device
-        self._buffers = GroupBuffers(layout, self.mesh.rank, device, rest=device, few=self._few)
+        if self._rest != device:
+            layout = replace(layout, aliased=False)
+        self._buffers = GroupBuffers(layout, self.mesh.rank, device, self._rest, self._pin, self._few)
         self._buffers.keeps_storage = self.keeps_storage
         self.storage_id = self._buffers.storage_id
         for i, (param, spec) in enumerate(zip(self.params, layout.specs, strict=True)):

@@ -61,6 +61,10 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, gradients and optimizer states rest on the CPU. Declared; not implemented yet."""
+    """Sharded parameters, gradients and optimizer states rest on the CPU.
+
+    Args:
+        pin_memory: in page-locked memory, from which copies to an accelerator need not wait; ignored without one.
+    """
 
     pin_memory: bool = True

@@ -27,6 +27,7 @@ class Reduction:
         divisor: what the sum over all ranks is divided by. None: their number.
         all_reduce: also sum between replicas, or keep what this rank got until a later reduction does.
         hook: called with each reduced, flat tensor, in the reduce dtype, before it becomes gradients.
+        rest: where gradients go. None: they stay where they were computed.
     """
 
     shards: Comm
@@ -34,6 +35,7 @@ class Reduction:
     divisor: float | None = None
     all_reduce: bool = True
     hook: Callable[[Tensor], None] | None = None
+    rest: torch.device | None = None
 
     def divisors(self) -> tuple[float, float]:
         """Of the reduce-scatter, and of the all-reduce behind it."""
@@ -84,7 +86,7 @@ class PendingReduce:
         if not self.is_partial:
             if self._reduction.hook is not None:
                 self._reduction.hook(shards)
-            shards = shards.to(self._layout.storage_dtype)
+            shards = shards.to(self._reduction.rest, self._layout.storage_dtype)
         return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
 
     def abandon(self) -> None:
@@ -147,7 +149,7 @@ def start(
     """
     layout, comm = plan.layout, reduction.shards
     if comm.size == 1:
-        if reduction.replicas is None and reduction.hook is None:
+        if reduction.replicas is None and reduction.hook is None and reduction.rest is None:
             return _Local({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices})
         output = _flatten(gradients, layout)
         if reduction.replicas is None and reduction.divisor is not None:

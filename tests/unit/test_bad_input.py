@@ -174,7 +174,7 @@ CASES = {
     "offload_policy: None": option("offload_policy", lambda: None, TypeError),
     "offload_policy: a flag": option("offload_policy", lambda: True, TypeError, "offload_policy.*True"),
     "offload_policy: a class": option("offload_policy", lambda: OffloadPolicy, TypeError),
-    "offload_policy: CPU": option("offload_policy", CPUOffloadPolicy, NotImplementedError),
+    "offload_policy: the class": option("offload_policy", lambda: CPUOffloadPolicy, TypeError),
     # declared, not there yet
     "ignored_params: names": option("ignored_params", lambda: {"weight"}, TypeError),
     "ignored_params: a parameter": option("ignored_params", lambda: parameter(4), TypeError),
