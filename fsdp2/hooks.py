@@ -59,6 +59,7 @@ def _after_load(module: nn.Module, _: Any) -> None:
     module.__dict__[_STATE].group.adopt_replacements(accept_whole=True)
 
 
+@torch_compat.untraced
 def run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`forward(*args, **kwargs)` with the full parameters of `module`, which the sharded class calls around its own.
 

@@ -374,7 +374,9 @@ def sharded_class(cls: Any) -> Any:
         plain: nn.Module = cls(*args, **kwargs)
         return plain
 
+    @torch_compat.untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        torch_compat.keep_out_of_graphs()
         return hooks.run_forward(self, partial(cls.__call__, self), args, kwargs)
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:

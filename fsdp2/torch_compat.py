@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -31,6 +33,7 @@ __all__ = [
     "dtensor_spec",
     "gradient_hooks",
     "graph_task",
+    "keep_out_of_graphs",
     "local_of",
     "no_torch_function",
     "on_backward_end",
@@ -40,6 +43,7 @@ __all__ = [
     "single_tensor_collectives",
     "storage_id",
     "take_hooks",
+    "untraced",
 ]
 
 
@@ -144,6 +148,32 @@ def active_pack_hook() -> Callable[[Tensor], Any] | None:
 
 # Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """Decorator: torch.compile breaks its graph at a call of `function` and runs it as it is, but may compile what it
+    calls. Costs nothing per call, unlike `torch.compiler.disable`, which wraps, and imports dynamo: seconds.
+    """
+    actions = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+_dynamo_knows = False
+
+
+@untraced
+def keep_out_of_graphs() -> None:
+    """Tell dynamo, once it is there, that none of our functions is to be compiled."""
+    global _dynamo_knows
+    if not _dynamo_knows and "torch._dynamo" in sys.modules:
+        _dynamo_knows = True
+        sys.modules["torch._dynamo"].trace_rules.add(__package__)
 
 
 _optimizer_steps = 0
