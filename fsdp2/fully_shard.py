@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
-from . import hooks
+from . import hooks, torch_compat
 from .comm import Comm, make_comm, subgroup
 from .context import FSDPState
-from .mesh import DataMesh, data_mesh, default_mesh
+from .mesh import DataMesh, Distribution, data_mesh, default_mesh, distribute
 from .module import public_methods, sharded_class
 from .param import FSDPParam, Slot
 from .param_group import FSDPParamGroup
@@ -68,7 +68,7 @@ def fully_shard(
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
         ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is a
             scalar, uninitialised, tied to one of another group, or over the same memory as another.
-        NotImplementedError: something declared above; a parameter that is a DTensor, a tensor subclass, complex, or
+        NotImplementedError: something declared above; a parameter that is a tensor subclass, complex, or
             not contiguous; embeddings with sparse gradients or `max_norm`.
 
     After any of these errors nothing has been changed.
@@ -90,10 +90,11 @@ def fully_shard(
         _check_names(root)
     shards = data_mesh(mesh if mesh is not None else default_mesh())
     _check_reshard(reshard_after_forward, shards)
+    kinds = {name: _distribute(name, each[0].get(), shards, dims[name]) for name, each in slots.items()}
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     _move_buffers(managed, shards.device)
-    group = _make_group(roots, slots, dims, shards, policy, offload_policy)
+    group = _make_group(roots, slots, kinds, shards, policy, offload_policy)
     hooks.install(FSDPState(roots, group, policy, *_reshard_choice(reshard_after_forward, shards)))
     for root, cls in zip(roots, classes, strict=True):
         root.__class__ = cls
@@ -170,15 +171,14 @@ def _check_parameter(name: str, slots: list[Slot]) -> None:
     what = f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
     if parameter.layout is not torch.strided:
         raise NotImplementedError(f"{what} has the sparse layout {parameter.layout}; expected a dense tensor.")
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(f"{what} is a DTensor already. Tensor-parallel parameters are not supported yet.")
-    if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
+    data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
+    if type(parameter) not in (nn.Parameter, DTensor) or type(data) is not Tensor:
         raise NotImplementedError(f"{what} is a {type(parameter).__name__}. Tensor subclasses are not supported yet.")
     if parameter.dim() == 0:
         raise ValueError(f"{what} a scalar can't be sharded along dim 0. Make it a tensor of shape (1,).")
     if parameter.is_complex():
         raise NotImplementedError(f"{what} complex parameters are not supported yet. Store torch.view_as_real of it.")
-    if not parameter.is_contiguous():
+    if not data.is_contiguous():
         raise NotImplementedError(f"{what} has strides {parameter.stride()}; expected a contiguous tensor.")
     owner = getattr(parameter, _SHARDED_AS, None)
     if owner is not None:
@@ -207,13 +207,21 @@ def _choose_dim(name: str, parameter: nn.Parameter, choose: Callable[[nn.Paramet
     return dim % ndim
 
 
+def _distribute(name: str, parameter: nn.Parameter, mesh: DataMesh, dim: int) -> Distribution:
+    try:
+        return distribute(parameter, mesh, dim)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def _check_memory(slots: dict[str, list[Slot]]) -> None:
     """Two parameters over the same memory, not being one object, would be two after sharding."""
     owners: dict[int, str] = {}
     for name, (slot, *_) in slots.items():
         parameter = slot.get()
-        if parameter.numel() and parameter.device.type != "meta":
-            other = owners.setdefault(parameter.data_ptr(), name)
+        data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        if data.numel() and data.device.type != "meta":
+            other = owners.setdefault(data.data_ptr(), name)
             if other != name:
                 raise ValueError(f"{name} and {other} share memory. Tie them as one nn.Parameter, or copy one of them.")
 
@@ -282,7 +290,7 @@ def _reshard_choice(choice: bool | int | None, mesh: DataMesh) -> tuple[bool | N
 def _make_group(
     roots: list[nn.Module],
     slots: dict[str, list[Slot]],
-    dims: dict[str, int],
+    kinds: dict[str, Distribution],
     mesh: DataMesh,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
@@ -291,7 +299,7 @@ def _make_group(
     offloads = hasattr(offload, "pin_memory") and mesh.device != torch.device("cpu")
     rest = torch.device("cpu") if offloads else mesh.device
     originals = [parameter_slots[0].get() for parameter_slots in slots.values()]
-    params = [FSDPParam(parameter_slots, name, mesh, dims[name], rest) for name, parameter_slots in slots.items()]
+    params = [FSDPParam(parameter_slots, name, mesh, kinds[name], rest) for name, parameter_slots in slots.items()]
     for original, name in zip(originals, slots, strict=True):
         setattr(original, _SHARDED_AS, f"{type(roots[0]).__name__}'s {name}")
     comms = [make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group)]

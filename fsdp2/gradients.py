@@ -228,7 +228,7 @@ class GroupGradients:
                 for i in bucket.indices:
                     full = self._params[i].full
                     if i not in left:
-                        full.grad = torch.zeros(full.shape, dtype=full.dtype, device=full.device)
+                        full.grad = torch.zeros_like(full)
                         left.add(i)
 
     def begin_backward(self) -> None:
@@ -305,7 +305,8 @@ class GroupGradients:
                 param.full.grad = None
                 if not param.sharded.requires_grad:
                     continue  # frozen since the forward
-                taken[i] = gradient.detach() if gradient.requires_grad else gradient  # of a graph, under create_graph
+                gradient = gradient.detach() if gradient.requires_grad else gradient  # of a graph, under create_graph
+                taken[i] = param.gathered_gradient(gradient)
             if i in self._waiting:
                 waited = self._waiting.pop(i)
                 taken[i] = waited.add_(taken[i]) if i in taken else waited

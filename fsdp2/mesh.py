@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from . import torch_compat
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,48 @@ def data_mesh(mesh: DeviceMesh) -> DataMesh:
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}")
     return DataMesh(mesh, 0) if mesh.ndim == 1 else DataMesh(mesh, 1, 0)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How one parameter lies.
+
+    `mesh`, `placements`: of the sharded parameter.
+    `full_mesh`, `full_placements`: of the full parameter, a DTensor under tensor parallelism; None: a plain tensor.
+    `dim`: along which the data-parallel ranks cut it.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    full_mesh: DeviceMesh | None
+    full_placements: tuple[Placement, ...]
+    dim: int
+
+
+def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
+    """How `parameter` lies when `mesh` shards it along `dim`. A DTensor is cut further, on axes beside its own.
+
+    Raises:
+        ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.
+    """
+    if not isinstance(parameter, DTensor):
+        return Distribution(mesh.mesh, mesh.placements(dim), None, (), dim)
+    inner, placements = parameter.device_mesh, parameter.placements
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"expected a DTensor that is sharded or replicated, got placements {placements}")
+    try:
+        whole = torch_compat.concatenate_meshes(mesh.mesh, inner)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected a DTensor on axes of the same device mesh as {mesh.mesh}, got one on {inner}. Build one mesh of "
+            "all axes by init_device_mesh, and slice it by name."
+        ) from error
+    parts = [inner.size(axis) for axis, placement in enumerate(placements) if placement.is_shard(dim)]
+    outer = mesh.placements(dim)
+    if math.prod(parts) > 1:
+        strided = torch_compat.strided_shard(dim, math.prod(parts))
+        outer = tuple(strided if placement.is_shard() else placement for placement in outer)
+    return Distribution(whole, outer + placements, inner, placements, dim)
 
 
 def default_mesh() -> DeviceMesh:

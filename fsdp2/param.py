@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from . import torch_compat
 from .layout import ParamSpec
-from .mesh import DataMesh
+from .mesh import DataMesh, Distribution
 from .pack import contiguous_stride
 
 
@@ -36,28 +36,37 @@ class FSDPParam:
 
     `sharded`: nn.Parameter, a DTensor of the true global shape, sharded along `dim`, whose local tensor holds this
         rank's rows without padding. It is the same object as long as nobody replaces it.
-    `full`: nn.Parameter, a plain leaf over the group's full storage; its data is there between unshard and reshard.
+    `full`: nn.Parameter, a leaf over the group's full storage, whose data is there between unshard and reshard; a plain
+        tensor, or the DTensor that tensor parallelism has made.
     """
 
     def __init__(
-        self, slots: list[Slot], name: str, mesh: DataMesh, dim: int = 0, rest: torch.device | None = None
+        self, slots: list[Slot], name: str, mesh: DataMesh, distribution: Distribution, rest: torch.device
     ) -> None:
-        self.slots, self._mesh, self._dim = slots, mesh, dim
+        self.slots, self._mesh, self._distribution = slots, mesh, distribution
         # Where the sharded face lives.
-        self.rest = mesh.device if rest is None else rest
-        self._placements = mesh.placements(dim)
+        self.rest = rest
         # FQNs of the slots. Errors call the parameter by the first.
         self.names = [name] * len(slots)
-        self.shape = tuple(slots[0].get().shape)
+        original = slots[0].get()
+        # Of all of it, and of what the ranks of `mesh` share: the same but for tensor parallelism.
+        self.shape = self.gathered_shape = tuple(original.shape)
+        if isinstance(original, DTensor):
+            self.gathered_shape = tuple(torch_compat.local_of(original).shape)
         self.full = nn.Parameter(torch.empty(0))  # until the group has its storage
-        self._shard(slots[0].get())
+        self._shard(original)
 
     def _shard(self, whole: Tensor) -> None:
         """Replace the whole parameter, in all its slots, by this rank's rows of it."""
-        spec = self.spec_for(whole.dtype)
+        spec, kind = self.spec_for(whole.dtype), self._distribution
         first, last = spec.rows(self._mesh.rank)
         with torch.no_grad():
-            rows = whole.detach().narrow(self._dim, first, last - first)
+            gathered = whole.detach()
+            if kind.full_mesh is not None:
+                if not isinstance(gathered, DTensor):
+                    gathered = distribute_tensor(gathered, kind.full_mesh, kind.full_placements, src_data_rank=None)
+                gathered = torch_compat.local_of(gathered)
+            rows = gathered.narrow(kind.dim, first, last - first)
             rows = rows.to(rows.device if rows.is_meta else self.rest, copy=True, memory_format=torch.contiguous_format)
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
@@ -65,7 +74,11 @@ class FSDPParam:
     def _prepare_gradients(self, local: Tensor) -> None:
         """What all gradients have in common: they lie like `local`, the sharded face's local tensor, if contiguous."""
         self.dtensor_spec = torch_compat.dtensor_spec(
-            self._mesh.mesh, self._placements, self.shape, contiguous_stride(self.shape), local.dtype
+            self._distribution.mesh,
+            self._distribution.placements,
+            self.shape,
+            contiguous_stride(self.shape),
+            local.dtype,
         )
         self._local_shape, self._local_stride = local.shape, contiguous_stride(local.shape)
 
@@ -83,7 +96,29 @@ class FSDPParam:
         return self.names[0]
 
     def spec_for(self, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> ParamSpec:
-        return ParamSpec(self.shape, dtype, compute_dtype or dtype, self._mesh.size, self._dim)
+        shape, dim = self.gathered_shape, self._distribution.dim
+        return ParamSpec(shape, dtype, compute_dtype or dtype, self._mesh.size, dim)
+
+    def build_full(self, memory: Tensor) -> None:
+        """Make the full face, over `memory`, which has its dtype and the gathered shape."""
+        kind, value = self._distribution, memory
+        if kind.full_mesh is not None:
+            stride = contiguous_stride(self.shape)
+            spec = torch_compat.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, stride, memory.dtype)
+            value = torch_compat.dtensor(memory, spec)
+        self.full = nn.Parameter(value, requires_grad=memory.is_floating_point())
+        if kind.full_mesh is not None:
+            torch_compat.set_local(self.full, memory)
+
+    def gathered_gradient(self, gradient: Tensor) -> Tensor:
+        """A gradient of the full face as the ranks of the mesh share it."""
+        kind = self._distribution
+        if kind.full_mesh is None:
+            return gradient
+        assert isinstance(gradient, DTensor), "a gradient is distributed like its parameter"
+        if gradient.placements != kind.full_placements:
+            gradient = gradient.redistribute(placements=kind.full_placements)
+        return torch_compat.local_of(gradient)
 
     @property
     def local(self) -> Tensor:
@@ -123,16 +158,26 @@ class FSDPParam:
                     "would never see it change. Load whole tensors with load_state_dict(..., assign=True), or "
                     "distribute it like the parameter it replaces."
                 )
-        elif found.placements != self._placements or found.device_mesh != self._mesh.mesh:
+        elif not self._is_sharded_like_ours(found) and not (accept_whole and self._is_whole(found)):
+            kind = self._distribution
             raise ValueError(
-                f"{self.name}: expected a DTensor with placements {self._placements} on {self._mesh.mesh}, got "
+                f"{self.name}: expected a DTensor with placements {kind.placements} on {kind.mesh}, got "
                 f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."
             )
         return found
 
+    def _is_sharded_like_ours(self, found: DTensor) -> bool:
+        kind = self._distribution
+        return found.placements == kind.placements and found.device_mesh == kind.mesh
+
+    def _is_whole(self, found: DTensor) -> bool:
+        """Whether it is the parameter of tensor parallelism alone."""
+        kind = self._distribution
+        return found.placements == kind.full_placements and found.device_mesh == kind.full_mesh
+
     def replace(self, found: nn.Parameter) -> None:
         """Take what `find_replacement` found as the sharded face."""
-        if not isinstance(found, DTensor):
+        if not isinstance(found, DTensor) or not self._is_sharded_like_ours(found):
             self._shard(found)
             return
         if found.stride() != contiguous_stride(self.shape):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .buffers import GroupBuffers
@@ -196,6 +197,7 @@ class FSDPParamGroup:
     def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
         assert self._buffers is not None, "a full parameter was saved"
+        weight = torch_compat.local_of(weight) if isinstance(weight, DTensor) else weight
         i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
 
@@ -288,9 +290,8 @@ class FSDPParamGroup:
         self._buffers = GroupBuffers(layout, self.mesh.rank, device, self._rest, self._pin, self._few)
         self._buffers.keeps_storage = self.keeps_storage
         self.storage_id = self._buffers.storage_id
-        for i, (param, spec) in enumerate(zip(self.params, layout.specs, strict=True)):
-            requires_grad = spec.compute_dtype.is_floating_point
-            param.full = nn.Parameter(self._buffers.full_parameter(i), requires_grad=requires_grad)
+        for i, param in enumerate(self.params):
+            param.build_full(self._buffers.full_parameter(i))
 
     def _watch(self) -> None:
         """Remember what is registered where, to notice what is put there instead."""

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "active_pack_hook",
     "backend_name",
     "chunk_cat",
+    "concatenate_meshes",
     "copy_all",
     "count_optimizer_steps",
     "dtensor",
@@ -42,6 +43,7 @@ __all__ = [
     "set_local",
     "single_tensor_collectives",
     "storage_id",
+    "strided_shard",
     "take_hooks",
     "untraced",
 ]
@@ -72,6 +74,23 @@ local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 def set_local(tensor: Tensor, local: Tensor) -> None:
     """Put `local`, of equal shape and dtype, behind an existing DTensor: users and optimizers hold that object."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """The placement of what is cut along `dim` after another mesh axis has cut it into `split_factor` parts.
+
+    Axes to the left cut first in a plain Shard; here the data-parallel axis stands left, and cuts last.
+    """
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The mesh of the axes of both, which must be parts of one mesh. There is no public way to build it.
+
+    Raises:
+        RuntimeError: they aren't.
+    """
+    return DeviceMesh._concatenate([first, second])
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -124,6 +143,8 @@ def storage_id(tensor: Tensor) -> int:
 
     -1 for what has no storage, hence is no view of anything: sparse tensors, functorch's wrappers.
     """
+    if type(tensor) is not Tensor and isinstance(tensor, DTensor):
+        tensor = local_of(tensor)  # the storage of the wrapper itself is none
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

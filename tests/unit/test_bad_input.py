@@ -138,10 +138,10 @@ CASES = {
     "complex": weight(lambda: parameter(4, 4, dtype=torch.complex64), NotImplementedError, "complex"),
     "non-contiguous": weight(lambda: nn.Parameter(torch.ones(4, 6).T), NotImplementedError, r"strides \(1, 6\)"),
     "sparse layout": weight(lambda: nn.Parameter(torch.eye(4).to_sparse()), NotImplementedError, "sparse"),
-    "DTensor": weight(
+    "DTensor on a mesh of its own": weight(
         lambda: nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Shard(0)])),
-        NotImplementedError,
-        "DTensor",
+        ValueError,
+        "axes of the same device mesh",
     ),
     "tensor subclass": weight(
         lambda: nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4))), NotImplementedError, "TwoTensor"
