@@ -1,6 +1,7 @@
 """Fully sharded data parallel training for PyTorch, with the API of torch's FSDP2."""
 
-from .fully_shard import fully_shard
+from .fully_shard import fully_shard, replicate
+from .mesh import DataParallelMeshDims
 from .module import (
     FSDPModule,
     GradientReductionHandle,
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
@@ -21,5 +23,6 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
 ]

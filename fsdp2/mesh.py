@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,37 +17,55 @@ from . import torch_compat
 
 
 @dataclass(frozen=True)
-class DataMesh:
-    """Which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication alike.
+class DataParallelMeshDims:
+    """Which named axes of a device mesh shard the parameters and which replicate them; the others belong to the model.
 
-    `shard_axis`, `replicate_axis`: axes of `mesh`, None if there is none.
+    Several names count as one axis, in the order of the mesh.
+
+    Raises:
+        ValueError: neither is given.
     """
 
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard and not self.replicate:
+            raise ValueError("DataParallelMeshDims: expected names for shard or replicate, got neither")
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """Which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication alike."""
+
     mesh: DeviceMesh
-    shard_axis: int | None
-    replicate_axis: int | None = None
+    shard_axes: tuple[int, ...]
+    replicate_axes: tuple[int, ...] = ()
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
+        return torch_compat.group_over(self.mesh, self.shard_axes)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
-        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
+        return torch_compat.group_over(self.mesh, self.replicate_axes)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks that share one copy of the parameters."""
-        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
+        return math.prod(self.mesh.size(axis) for axis in self.shard_axes)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Place of this rank among those."""
-        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
+        rank = 0
+        for axis in self.shard_axes:
+            rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return rank
 
     def placements(self, dim: int = 0) -> tuple[Placement, ...]:
         """How a parameter that is sharded along `dim` lies on `mesh`."""
-        return tuple(Shard(dim) if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim))
+        return tuple(Shard(dim) if axis in self.shard_axes else Replicate() for axis in range(self.mesh.ndim))
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +84,31 @@ def data_mesh(mesh: DeviceMesh) -> DataMesh:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}")
-    return DataMesh(mesh, 0) if mesh.ndim == 1 else DataMesh(mesh, 1, 0)
+    return DataMesh(mesh, (0,)) if mesh.ndim == 1 else DataMesh(mesh, (1,), (0,))
+
+
+def replicated_data_mesh(mesh: DeviceMesh) -> DataMesh:
+    """One axis, which replicates."""
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one axis, which replicates, got {mesh.ndim} (shape {tuple(mesh.shape)})")
+    return DataMesh(mesh, (), (0,))
+
+
+def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    """The axes of `mesh` that `dims`, a DataParallelMeshDims, names.
+
+    Raises:
+        ValueError: the mesh has no such name, or no names.
+    """
+    axes = []
+    for names in (dims.shard, dims.replicate):
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        known = mesh.mesh_dim_names or ()
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"dp_mesh_dims: expected names among {known}, got {unknown}")
+        axes.append(tuple(sorted(known.index(name) for name in names)))
+    return DataMesh(mesh, *axes)
 
 
 @dataclass(frozen=True)
@@ -89,6 +133,10 @@ def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
     Raises:
         ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.
     """
+    if isinstance(parameter, DTensor) and parameter.device_mesh == mesh.mesh:
+        return _distribute_on_same_mesh(parameter, mesh, dim)
+    if mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
+        raise ValueError(f"dp_mesh_dims: expected a DTensor on {mesh.mesh}, got a {type(parameter).__name__}")
     if not isinstance(parameter, DTensor):
         return Distribution(mesh.mesh, mesh.placements(dim), None, (), dim)
     inner, placements = parameter.device_mesh, parameter.placements
@@ -107,6 +155,32 @@ def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
         strided = torch_compat.strided_shard(dim, math.prod(parts))
         outer = tuple(strided if placement.is_shard() else placement for placement in outer)
     return Distribution(whole, outer + placements, inner, placements, dim)
+
+
+def _distribute_on_same_mesh(parameter: DTensor, mesh: DataMesh, dim: int) -> Distribution:
+    """The data-parallel axes are among the parameter's own."""
+    placements, data_axes = parameter.placements, mesh.shard_axes + mesh.replicate_axes
+    if any(placement.is_partial() for placement in placements) or any(
+        not placements[axis].is_replicate() for axis in data_axes
+    ):
+        raise ValueError(f"expected Replicate on the data-parallel axes of {mesh.mesh}, got placements {placements}")
+    rows = torch_compat.local_of(parameter).shape[dim]
+    if len(mesh.shard_axes) > 1 and rows % mesh.size:
+        raise ValueError(
+            f"expected dim {dim}, of {rows} rows, to divide by {mesh.size}: a DTensor that several axes cut unevenly "
+            "lies otherwise than one that one axis cuts"
+        )
+    sharded = list(placements)
+    for axis in mesh.shard_axes:
+        # The model's axes have cut before. Those to the right of a plain Shard would cut after it.
+        later = [
+            mesh.mesh.size(other)
+            for other in range(axis + 1, mesh.mesh.ndim)
+            if other not in data_axes and placements[other].is_shard(dim)
+        ]
+        parts = math.prod(later)
+        sharded[axis] = torch_compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
+    return Distribution(mesh.mesh, tuple(sharded), mesh.mesh, placements, dim)
 
 
 def default_mesh() -> DeviceMesh:

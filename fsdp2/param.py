@@ -13,6 +13,7 @@ from . import torch_compat
 from .layout import ParamSpec
 from .mesh import DataMesh, Distribution
 from .pack import contiguous_stride
+from .policy import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,19 @@ class FSDPParam:
     """
 
     def __init__(
-        self, slots: list[Slot], name: str, mesh: DataMesh, distribution: Distribution, rest: torch.device
+        self,
+        slots: list[Slot],
+        name: str,
+        mesh: DataMesh,
+        distribution: Distribution,
+        rest: torch.device,
+        keeps_dtype: bool = False,
     ) -> None:
         self.slots, self._mesh, self._distribution = slots, mesh, distribution
         # Where the sharded face lives.
         self.rest = rest
+        # Whether it computes in the dtype in which it is stored, whatever the policy says of the others.
+        self._keeps_dtype = keeps_dtype
         # FQNs of the slots. Errors call the parameter by the first.
         self.names = [name] * len(slots)
         original = slots[0].get()
@@ -58,7 +67,7 @@ class FSDPParam:
 
     def _shard(self, whole: Tensor) -> None:
         """Replace the whole parameter, in all its slots, by this rank's rows of it."""
-        spec, kind = self.spec_for(whole.dtype), self._distribution
+        spec, kind = self._spec_for(whole.dtype, whole.dtype), self._distribution
         first, last = spec.rows(self._mesh.rank)
         with torch.no_grad():
             gathered = whole.detach()
@@ -95,9 +104,13 @@ class FSDPParam:
     def name(self) -> str:
         return self.names[0]
 
-    def spec_for(self, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> ParamSpec:
-        shape, dim = self.gathered_shape, self._distribution.dim
-        return ParamSpec(shape, dtype, compute_dtype or dtype, self._mesh.size, dim)
+    def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
+        """What the layout must know of it as it is now."""
+        stored = self.local.dtype
+        return self._spec_for(stored, stored if self._keeps_dtype else policy.compute_dtype(stored))
+
+    def _spec_for(self, stored: torch.dtype, compute: torch.dtype) -> ParamSpec:
+        return ParamSpec(self.gathered_shape, stored, compute, self._mesh.size, self._distribution.dim)
 
     def build_full(self, memory: Tensor) -> None:
         """Make the full face, over `memory`, which has its dtype and the gathered shape."""

@@ -271,7 +271,7 @@ class FSDPParamGroup:
             self._buffers = None
             self._watch()
             return
-        specs = tuple(p.spec_for(p.local.dtype, self._policy.compute_dtype(p.local.dtype)) for p in self.params)
+        specs = tuple(param.spec(self._policy) for param in self.params)
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
             if self._buffers is None or self._buffers.layout.specs != specs:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class MixedPrecisionPolicy:
             that compute in bf16 are reduced in fp32), as in torch from 2.15 on; torch 2.13 reduced in `param_dtype`.
         output_dtype: floating-point tensors in the module's output are cast to it. None: they are left alone.
         cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`, if that is set.
+        param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, that one is gathered
+            and used as it is stored; None or `param_dtype`: as the others. Alike on all ranks.
 
     Raises:
         TypeError: a dtype is not a torch.dtype.
@@ -28,8 +32,14 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise TypeError(
+                "MixedPrecisionPolicy.param_dtype_override_fn: expected a function or None, got "
+                f"{self.param_dtype_override_fn!r}"
+            )
         if not isinstance(self.cast_forward_inputs, bool):
             raise TypeError(
                 f"MixedPrecisionPolicy.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}"
@@ -44,6 +54,20 @@ class MixedPrecisionPolicy:
                 raise ValueError(
                     f"MixedPrecisionPolicy.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}"
                 )
+
+    def keeps_dtype(self, parameter: nn.Parameter) -> bool:
+        """Whether `parameter` is an exception that computes in the dtype in which it is stored.
+
+        Raises:
+            ValueError: the user's function returned another dtype than the two possible ones.
+        """
+        dtype = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
+        if dtype not in (None, self.param_dtype, parameter.dtype):
+            raise ValueError(
+                f"expected param_dtype_override_fn to return {parameter.dtype}, {self.param_dtype} or None, got "
+                f"{dtype!r}"
+            )
+        return dtype is not None and dtype == parameter.dtype
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter stored as `stored` is gathered and used."""

@@ -34,6 +34,7 @@ __all__ = [
     "dtensor_spec",
     "gradient_hooks",
     "graph_task",
+    "group_over",
     "keep_out_of_graphs",
     "local_of",
     "no_torch_function",
@@ -91,6 +92,14 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
         RuntimeError: they aren't.
     """
     return DeviceMesh._concatenate([first, second])
+
+
+def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The process group of this rank along `axes`; several count as one, for which it makes a group, once."""
+    if len(axes) < 2:
+        return mesh.get_group(axes[0]) if axes else None
+    assert mesh.mesh_dim_names is not None, "several axes are chosen by name"
+    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]._flatten().get_group()
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

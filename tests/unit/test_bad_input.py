@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from helpers import fake_world
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ CASES = {
     "DTensor on a mesh of its own": weight(
         lambda: nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Shard(0)])),
         ValueError,
-        "axes of the same device mesh",
+        "expected Replicate on the data-parallel axes",
     ),
     "tensor subclass": weight(
         lambda: nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4))), NotImplementedError, "TwoTensor"
@@ -178,7 +178,8 @@ CASES = {
     # declared, not there yet
     "ignored_params: names": option("ignored_params", lambda: {"weight"}, TypeError),
     "ignored_params: a parameter": option("ignored_params", lambda: parameter(4), TypeError),
-    "dp_mesh_dims": option("dp_mesh_dims", lambda: ("replicate", "shard"), NotImplementedError),
+    "dp_mesh_dims: a tuple": option("dp_mesh_dims", lambda: ("replicate", "shard"), TypeError),
+    "dp_mesh_dims: no mesh": option("dp_mesh_dims", lambda: DataParallelMeshDims(shard="dp"), ValueError, "mesh"),
 }
 
 

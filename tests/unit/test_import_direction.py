@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
 ORDER = (
     "__init__",
     "fully_shard",
+    "checks",
     "module",
     "hooks",
     "context",

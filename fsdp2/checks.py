@@ -1,0 +1,175 @@
+"""What fully_shard refuses: every check comes before anything is changed, and says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import UninitializedParameter
+
+from . import hooks, torch_compat
+from .mesh import DataMesh, Distribution, distribute
+from .module import public_methods
+from .param import Slot
+from .policy import MixedPrecisionPolicy, OffloadPolicy
+
+# Left on an original parameter: if it turns up again, registered elsewhere, it was tied across groups.
+SHARDED_AS = "_fsdp2_sharded_as"
+
+
+def check_modules(module: Any) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("module: expected a module or a list of at least one, got an empty list")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"module: expected an nn.Module or a list of them, got {type(each).__name__}")
+        if isinstance(each, torch.jit.ScriptModule):
+            raise TypeError(f"module: expected a Python nn.Module, got the TorchScript module {type(each).__name__}")
+        if hooks.state_of(each) is not None:
+            raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
+        if type(each).forward is nn.Module.forward:
+            raise ValueError(
+                f"{type(each).__name__} has no forward, so its parameters could never be gathered in time. Apply "
+                "fully_shard to the modules inside it, or pass them as a list to share one group."
+            )
+    if len(set(modules)) < len(modules):
+        raise ValueError("module: expected distinct modules, got the same one twice in the list")
+    inside = {inner for outer in modules for inner in outer.modules() if inner is not outer}
+    return [each for each in modules if each not in inside]
+
+
+def check_arguments(
+    mesh: Any, reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any, ignored_params: Any
+) -> None:
+    """Types only; values are checked where their meaning is known."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
+    if not isinstance(reshard_after_forward, (int, type(None))):
+        raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {reshard_after_forward!r}")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn: expected a function or None, got {shard_placement_fn!r}")
+    is_policy = isinstance(offload_policy, OffloadPolicy) or type(offload_policy).__name__ == "OffloadPolicy"
+    if isinstance(offload_policy, type) or not (is_policy or hasattr(offload_policy, "pin_memory")):
+        raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
+    if not isinstance(ignored_params, (set, frozenset, type(None))):
+        raise TypeError(f"ignored_params: expected a set of parameters or None, got {type(ignored_params).__name__}")
+    for each in ignored_params or ():
+        if not isinstance(each, nn.Parameter):
+            raise TypeError(f"ignored_params: expected parameters, got {type(each).__name__}")
+
+
+def check_mesh_dims(mesh: Any, dims: Any) -> None:
+    """Accept torch's DataParallelMeshDims, too."""
+    if dims is None:
+        return
+    if isinstance(dims, type) or not (hasattr(dims, "shard") and hasattr(dims, "replicate")):
+        raise TypeError(f"dp_mesh_dims: expected a DataParallelMeshDims or None, got {dims!r}")
+    if mesh is None:
+        raise ValueError("dp_mesh_dims names axes of `mesh`: pass the mesh, too")
+
+
+def check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
+    if choice is None or isinstance(choice, bool):
+        return
+    if choice < 1 or mesh.size % choice != 0:
+        raise ValueError(
+            f"reshard_after_forward={choice}: expected a divisor of {mesh.size}, the number of ranks that share the "
+            "parameters: each of so many ranks keeps a part after forward."
+        )
+
+
+def check_policy(policy: Any) -> MixedPrecisionPolicy:
+    """Accept any object with the fields of a MixedPrecisionPolicy: torch's own, say."""
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
+        raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
+    # Younger than the others: torch has it since 2.15.
+    override = getattr(policy, "param_dtype_override_fn", None)
+    return MixedPrecisionPolicy(*(getattr(policy, name) for name in names), param_dtype_override_fn=override)
+
+
+def check_parameter(name: str, slots: list[Slot]) -> None:
+    parameter = slots[0].get()
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(f"{name} is uninitialised. Run the lazy module once before fully_shard.")
+    what = f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
+    if parameter.layout is not torch.strided:
+        raise NotImplementedError(f"{what} has the sparse layout {parameter.layout}; expected a dense tensor.")
+    data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
+    if type(parameter) not in (nn.Parameter, DTensor) or type(data) is not Tensor:
+        raise NotImplementedError(f"{what} is a {type(parameter).__name__}. Tensor subclasses are not supported yet.")
+    if parameter.dim() == 0:
+        raise ValueError(f"{what} a scalar can't be sharded along dim 0. Make it a tensor of shape (1,).")
+    if parameter.is_complex():
+        raise NotImplementedError(f"{what} complex parameters are not supported yet. Store torch.view_as_real of it.")
+    if not data.is_contiguous():
+        raise NotImplementedError(f"{what} has strides {parameter.stride()}; expected a contiguous tensor.")
+    owner = getattr(parameter, SHARDED_AS, None)
+    if owner is not None:
+        raise ValueError(
+            f"{name} is the same parameter as {owner}, which another fully_shard call has sharded. Tied parameters "
+            "must be in one group: pass the modules that hold them as one list, fully_shard([a, b])."
+        )
+    if any(isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse for slot in slots):
+        raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
+    if any(getattr(slot.module, "max_norm", None) is not None for slot in slots):
+        raise NotImplementedError(f"{what} max_norm writes to the weight in forward; that would be lost. Leave it out.")
+
+
+def choose_dim(name: str, parameter: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None) -> int:
+    """Along which dim to shard, as the user's function says."""
+    placement = None if choose is None else choose(parameter)
+    if placement is None:
+        return 0
+    if hasattr(placement, "mesh_info"):
+        raise NotImplementedError(f"{name}: shard_placement_fn chose a mesh of its own, which is not supported yet")
+    if type(placement) is not Shard:
+        raise ValueError(f"{name}: expected shard_placement_fn to return a Shard or None, got {placement!r}")
+    dim, ndim = placement.dim, parameter.dim()
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"{name}: expected a dim of shape {tuple(parameter.shape)}, got {placement!r}")
+    return dim % ndim
+
+
+def choose_distribution(name: str, parameter: nn.Parameter, mesh: DataMesh, dim: int) -> Distribution:
+    try:
+        return distribute(parameter, mesh, dim)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def choose_dtype(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> bool:
+    """Whether the parameter is an exception from the policy's `param_dtype`."""
+    try:
+        return policy.keeps_dtype(parameter)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def check_memory(slots: dict[str, list[Slot]]) -> None:
+    """Two parameters over the same memory, not being one object, would be two after sharding."""
+    owners: dict[int, str] = {}
+    for name, (slot, *_) in slots.items():
+        parameter = slot.get()
+        data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        if data.numel() and data.device.type != "meta":
+            other = owners.setdefault(data.data_ptr(), name)
+            if other != name:
+                raise ValueError(f"{name} and {other} share memory. Tie them as one nn.Parameter, or copy one of them.")
+
+
+def check_names(root: nn.Module) -> None:
+    """What the class gains must not hide what the module has."""
+    own = {*root._modules, *root._parameters, *root._buffers, *vars(root)}
+    clash = sorted(name for name in public_methods() if name in own or hasattr(type(root), name))
+    if clash:
+        raise TypeError(
+            f"{type(root).__name__} has {', '.join(clash)} of its own, which are methods of FSDPModule. Rename them."
+        )
