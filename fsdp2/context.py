@@ -246,6 +246,7 @@ class Context:
         self._task = torch_compat.graph_task()
         torch_compat.on_backward_end(_BackwardEnd(self).run)
         self._backward = Cursor(list(reversed(self._ran)))
+        self._reductions.finish_partial()
         for state in self.states:
             state.group.gradients.begin_backward()
 

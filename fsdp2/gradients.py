@@ -33,6 +33,8 @@ class UnsyncedGrad(DTensor):
 
     # What had been reduced before, if anything.
     reduced: Tensor | None = None
+    # What waited went down with a backward pass that failed.
+    is_lost = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,6 +113,11 @@ class ReductionQueue:
         while self._running:
             self._finish_oldest()
 
+    def finish_partial(self) -> None:
+        """Finish those that leave something to be summed between replicas by a later one."""
+        while any(pending.is_partial for _, pending in self._running):
+            self._finish_oldest()
+
     def abandon_all(self) -> None:
         """After an error: wait until no buffer is in use, and drop the results."""
         while self._running:
@@ -171,6 +178,9 @@ class GroupGradients:
         # Both in the reduce dtype: full gradients, and flat padded shards that were not summed between replicas.
         self._waiting: dict[int, Tensor] = {}
         self._partial: dict[int, Tensor] = {}
+        # Of these, which have a stand-in in `.grad`; and which this backward pass has taken along.
+        self._marked: set[int] = set()
+        self._taken_along: set[int] = set()
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
 
@@ -233,13 +243,20 @@ class GroupGradients:
 
     def begin_backward(self) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
+        for param in (self._params[i] for i in self._marked):
+            if isinstance(param.sharded.grad, UnsyncedGrad) and param.sharded.grad.is_lost:
+                raise RuntimeError(
+                    f"{param.name}: gradients that waited to be synchronised were lost in a backward pass that failed. "
+                    "Call zero_grad, and repeat the accumulation."
+                )
         for i in {*self._waiting, *self._partial}:
             marker = self._params[i].sharded.grad
             if isinstance(marker, UnsyncedGrad):
                 self._params[i].sharded.grad = marker.reduced
-            else:
+            elif i in self._marked:
                 self._waiting.pop(i, None)
                 self._partial.pop(i, None)
+        self._marked.clear()
 
     def end_backward(self) -> None:
         """Reduce what is left; then let `.grad` show what must wait."""
@@ -255,33 +272,47 @@ class GroupGradients:
     def _resume(self) -> None:
         """Sum between replicas what no gradient of this backward pass has taken along."""
         while self._partial:
-            carried = dict([self._partial.popitem()])
+            carried = self._carry([next(iter(self._partial))])
             layout = self._plan(tuple(carried)).layout
             self.queue.add(self, reduce.resume(carried, layout, self.reduction, self._params[0].full.device))
 
     def mark_waiting(self) -> None:
-        """Put a stand-in into `.grad` of the parameters whose gradients wait."""
+        """The pass is over: put a stand-in into `.grad` of the parameters whose gradients wait."""
+        self._taken_along.clear()
         for i in {*self._waiting, *self._partial}:
-            param = self._params[i]
+            self._mark(i)
+
+    def _mark(self, i: int, is_lost: bool = False) -> None:
+        param = self._params[i]
+        self._marked.add(i)
+        if not isinstance(param.sharded.grad, UnsyncedGrad):
             nothing = torch.zeros((), dtype=param.local.dtype, device=param.local.device).expand(param.local.shape)
             marker = UnsyncedGrad(nothing, param.dtensor_spec, requires_grad=False)
-            marker.reduced = param.sharded.grad
+            marker.reduced, marker.is_lost = param.sharded.grad, is_lost
             param.sharded.grad = marker
 
     def discard(self) -> None:
-        """After an error: drop the gradients of the backward pass that failed, keep those of earlier ones."""
+        """After an error: drop the gradients of the backward pass that failed, keep those of earlier ones.
+
+        Unless it has added to them already: then they are lost, which their stand-ins say.
+        """
         for param in self._params:
             param.full.grad = None
         for bucket in self._buckets:
             bucket.restart()
+        for i in self._taken_along:
+            self._waiting.pop(i, None)
+            self._partial.pop(i, None)
+            self._mark(i, is_lost=True)
         self.mark_waiting()
 
     def drop_waiting(self) -> None:
         """Drop the gradients that wait, and what stands for them."""
-        for i in {*self._waiting, *self._partial}:
+        for i in {*self._waiting, *self._partial, *self._marked}:
             marker = self._params[i].sharded.grad
             if isinstance(marker, UnsyncedGrad):
                 self._params[i].sharded.grad = marker.reduced
+        self._marked.clear()
         self._waiting.clear()
         self._partial.clear()
 
@@ -291,7 +322,8 @@ class GroupGradients:
         with torch.no_grad():
             for i, (flat, offset) in shards.items():
                 if pending.is_partial:
-                    self._partial[i] = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
+                    shard = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
+                    self._partial[i] = self._partial[i] + shard if i in self._partial else shard
                 else:
                     self._params[i].accumulate(flat, offset)
 
@@ -308,6 +340,7 @@ class GroupGradients:
                 gradient = gradient.detach() if gradient.requires_grad else gradient  # of a graph, under create_graph
                 taken[i] = param.gathered_gradient(gradient)
             if i in self._waiting:
+                self._taken_along.add(i)
                 waited = self._waiting.pop(i)
                 taken[i] = waited.add_(taken[i]) if i in taken else waited
         return taken
@@ -319,7 +352,13 @@ class GroupGradients:
         if self.synchronise:
             self.queue.make_room()
             plan = self._plan(tuple(gradients))
-            carried = {i: self._partial.pop(i) for i in gradients if i in self._partial} if self._partial else {}
+            carried = self._carry(gradients)
             self.queue.add(self, reduce.start(gradients, plan, self.reduction, carried))
         else:
             self._waiting.update({i: gradient.to(self._reduce_dtypes[i]) for i, gradient in gradients.items()})
+
+    def _carry(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Take what these have left from earlier passes to be summed between replicas."""
+        carried = {i: self._partial.pop(i) for i in indices if i in self._partial} if self._partial else {}
+        self._taken_along.update(carried)
+        return carried

@@ -20,8 +20,8 @@ class MixedPrecisionPolicy:
             that compute in bf16 are reduced in fp32), as in torch from 2.15 on; torch 2.13 reduced in `param_dtype`.
         output_dtype: floating-point tensors in the module's output are cast to it. None: they are left alone.
         cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`, if that is set.
-        param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, that one is gathered
-            and used as it is stored; None or `param_dtype`: as the others. Alike on all ranks.
+        param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, that is
+            gathered and used as it is stored; None or `param_dtype`: as the others. Alike on all ranks.
 
     Raises:
         TypeError: a dtype is not a torch.dtype.

@@ -1,0 +1,1183 @@
+"""HSDP: on every mesh of replicas and shards, gradients and training are those of the plain model on the whole batch.
+
+Also what HSDP brought along: reductions in two stages that a user may switch, scale and hook, and ignored parameters.
+"""
+
+import copy
+import dataclasses
+import functools
+import itertools
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, gradients
+from fsdp2.comm import CoalescedComm
+from fsdp2.hooks import states_below
+from helpers import alone, assert_same, own_rows, run_checks, run_ranks, shard_batch
+from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
+from scenarios import TOLERANCE, WIDTH, Block, Net, Run, Wrap, blocks, describe, kept, leaves, loss_of, sgd, whole
+
+ROWS = 12  # divides by 1, 2, 3 and 4 ranks
+
+MESHES: dict[str, Callable[[], DeviceMesh]] = {
+    "2": lambda: init_device_mesh("cpu", (2,)),
+    "3": lambda: init_device_mesh("cpu", (3,)),
+    "4": lambda: init_device_mesh("cpu", (4,)),
+    "1x1": lambda: init_device_mesh("cpu", (1, 1)),
+    "1x2": lambda: init_device_mesh("cpu", (1, 2)),
+    "2x1": lambda: init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")),
+    "1x3": lambda: init_device_mesh("cpu", (1, 3), mesh_dim_names=("replicas", "shards")),
+    "4x1": lambda: init_device_mesh("cpu", (4, 1)),
+    "2x2": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")),
+    # Rank 1 is another replica of what rank 0 holds: an axis taken for the other shows.
+    "2x2 across": lambda: DeviceMesh("cpu", [[0, 2], [1, 3]]),
+    "2x2 of more": lambda: init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "r", "s"))["r", "s"],
+}
+
+
+def assert_lies_on(mesh: DeviceMesh, actual: Any, expected: Tensor | None, rtol: float, atol: float, name: str) -> None:
+    """`actual` is a DTensor on `mesh`, sharded along its last axis, and this rank's part of `expected`."""
+    if actual is None or expected is None:
+        return assert_same(actual, expected, rtol, atol, name)
+    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
+    if not isinstance(actual, DTensor) or actual.placements != placements or actual.device_mesh != mesh:
+        raise AssertionError(f"{name}: expected {placements} on {mesh}, got {actual!r}")
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{name}: expected {tuple(expected.shape)}, got {tuple(actual.shape)}")
+    rows = own_rows(expected, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    assert_same(actual.to_local(), rows, rtol, atol, f"{name} on rank {dist.get_rank()}")
+
+
+# ---- scenarios, on a plain model and on every mesh -------------------------------------------------------------------
+
+
+class MeshRun(Run):
+    """A run on `mesh`; without one, of the plain model."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None = None,
+        expected: list[tuple[str, str, Any]] | None = None,
+        tolerance: dict[str, float] = TOLERANCE,
+    ) -> None:
+        super().__init__(*((dist.get_rank(), dist.get_world_size()) if mesh else (0, 1)), expected, tolerance)
+        self.mesh = mesh
+
+    def shard(self, module: Any, **options: Any) -> Any:
+        return super().shard(module, mesh=self.mesh, **options)
+
+    def batch(self, *row_shape: int, seed: int, rows: int = ROWS) -> Tensor:
+        return super().batch(*row_shape, seed=seed, rows=rows)
+
+    def example(self, model: TinyModel, seed: int) -> Tensor:
+        batch = shard_batch(model.example(rows=ROWS, seed=seed), self.rank, self.world_size)
+        return batch.double() if batch.is_floating_point() else batch
+
+    def _compare(self, kind: str, name: str, value: Any, expected: tuple[str, str, Any]) -> None:
+        if kind == "shard" and expected[:2] == (kind, name):
+            assert self.mesh is not None
+            assert_lies_on(self.mesh, value, expected[2], **self.tolerance, name=name)
+        else:
+            super()._compare(kind, name, value, expected)
+
+
+Case = tuple[Callable[..., None], dict[str, Any]]
+
+
+def cases_of(scenario: Callable[..., None], **choices: Any) -> list[Case]:
+    """The scenario with every combination of `choices`."""
+    return [(scenario, dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
+
+
+def run_plain(cases: Sequence[Case]) -> list[list[tuple[str, str, Any]]]:
+    def plain() -> list[list[tuple[str, str, Any]]]:
+        runs = []
+        for scenario, choices in cases:
+            runs.append(MeshRun())
+            scenario(runs[-1], **choices)
+            assert runs[-1].shown, "a scenario must show something"
+        return [run.shown for run in runs]
+
+    return alone(plain)
+
+
+def check_on(name: str, cases: Sequence[Case], expected: list[list[tuple[str, str, Any]]]) -> None:
+    """Run all cases on the mesh `name` in one launch, and say what differs."""
+
+    def body(rank: int, _: int) -> list[str]:
+        different = []
+        mesh = MESHES[name]()
+        for (scenario, choices), shown in zip(cases, expected, strict=True):
+            title = f"{scenario.__name__} {describe(choices)}"
+            print(f"rank {rank}: {title}", file=sys.stderr, flush=True)  # for the report of a hang
+            run = MeshRun(mesh, shown)
+            try:
+                scenario(run, **choices)
+            except (Exception, pytest.fail.Exception):
+                run.different.append(traceback.format_exc())
+            if not run.different and len(run.shown) < len(shown):
+                run.different.append(f"expected {len(shown)} values, got {len(run.shown)}")
+            # The first differences of a case tell most: others follow from them.
+            different += [f"{title} {text}" for text in run.different[:2]]
+            dist.barrier()
+        return different
+
+    different = list(dict.fromkeys(text for texts in run_ranks(ranks_of(name), body, timeout=60) for text in texts))
+    assert not different, f"{len(different)} differences:\n" + "\n".join(different[:12])
+
+
+def ranks_of(mesh: str) -> int:
+    return functools.reduce(int.__mul__, map(int, mesh.split()[0].split("x")))
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def transformer(run: Run, model: Any) -> None:
+    """A group per block; the rest, a tied embedding and head among it, in the root."""
+    for block in model.blocks:
+        run.shard(block)
+    run.shard(model)
+
+
+def training(run: MeshRun, build: Callable[[], TinyModel], wrap: Wrap, optimizer: str) -> None:
+    model = run.build(build)
+    wrap(run, model)
+    chosen = sgd(model) if optimizer == "sgd" else torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(3):
+        model.before_step(step)
+        run.step(f"step {step}", model, chosen, mean_loss(model(run.example(model, step))))
+
+
+small_gpt = functools.partial(TinyGPT, depth=1)
+tied_gpt = functools.partial(TinyGPT, depth=1, tied=True)
+TRAINING = [
+    *cases_of(training, build=(OddMLP,), wrap=(whole, leaves), optimizer=("sgd",)),
+    *cases_of(training, build=(OddMLP,), wrap=(kept,), optimizer=("adamw",)),
+    *cases_of(training, build=(small_gpt,), wrap=(leaves,), optimizer=("sgd",)),
+    *cases_of(training, build=(TinyGPT,), wrap=(transformer,), optimizer=("adamw",)),
+    *cases_of(training, build=(tied_gpt,), wrap=(transformer,), optimizer=("sgd",)),
+    *cases_of(training, build=(FrozenMix, SkippedModule), wrap=(blocks,), optimizer=("adamw",)),
+]
+
+
+@pytest.mark.parametrize("mesh", ["1x2", "2x1", "1x3", "2x2 across"])
+def test_training_matches_the_plain_model_on_the_whole_batch(mesh: str) -> None:
+    """A gradient that misses a replica, or is divided for it twice; replicas that drift apart."""
+    cases = TRAINING[:4] if mesh.startswith("1x") else TRAINING
+    check_on(mesh, cases, run_plain(cases))
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16_REDUCE_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """One model, trained in fp32 or less."""
+
+    build: Callable[[], TinyModel]
+    wrap: Wrap
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+
+    def model(self) -> tuple[TinyModel, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = self.build()
+        return model, sgd(model)
+
+    def reduced_by_hand(self, model: nn.Module, ranks: list[list[Tensor]]) -> None:
+        """Leave in `model` the gradients of `ranks` (row by row of a mesh, a batch for each), in the reduce dtype."""
+        rows = []
+        for row in ranks:
+            copies = [copy.deepcopy(model).to(self.policy.param_dtype or torch.float32) for _ in row]
+            for each, batch in zip(copies, row, strict=True):
+                floats = batch.to(self.policy.param_dtype) if self.policy.param_dtype else batch
+                mean_loss(each(floats if batch.is_floating_point() else batch)).backward()
+            rows.append([[p.grad for p in each.parameters()] for each in copies])
+        for i, p in enumerate(model.parameters()):
+            if p.requires_grad:
+                parts = [[grads[i].to(self.policy.reduce_dtype or p.dtype) for grads in row] for row in rows]
+                p.grad = (sum(sum(row) / len(row) for row in parts) / len(parts)).to(p.dtype)
+
+
+class Sharded:
+    """What the ways to wrap need of a run."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def shard(self, module: Any, **options: Any) -> Any:
+        return fully_shard(module, **self.options, **options)
+
+
+PRECISIONS = {
+    "fp32": Precision(OddMLP, blocks),
+    "bf16, blocks": Precision(small_gpt, transformer, BF16),
+    "bf16, leaves": Precision(OddMLP, leaves, BF16),
+    "bf16, frozen": Precision(FrozenMix, kept, BF16),
+    "bf16 throughout": Precision(OddMLP, whole, BF16_REDUCE_BF16),
+}
+
+
+def mixed_precision_is_bitwise(mesh: DeviceMesh, case: Precision) -> None:
+    """Two terms add up in one order only: what is cast too early, or summed in the wrong dtype, moves a bit."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, plain_optimizer = case.model()
+    model, _ = case.model()
+    case.wrap(Sharded(mesh=mesh, mp_policy=case.policy), model)  # type: ignore[arg-type]
+    optimizer = sgd(model)
+    for step in range(2):
+        batch = plain.example(rows=ROWS, seed=step)
+        case.reduced_by_hand(plain, [[shard_batch(batch, r, ranks) for r in row] for row in mesh.mesh.tolist()])
+        mean_loss(model(shard_batch(batch, rank, ranks))).backward()
+        pairs = list(zip(plain.named_parameters(), model.parameters(), strict=True))
+        for (name, expected), p in pairs:
+            assert_lies_on(mesh, p.grad, expected.grad, 0, 0, f"step {step}: {name}.grad")
+        plain_optimizer.step(), optimizer.step()
+        for (name, expected), p in pairs:
+            assert_lies_on(mesh, p, expected.detach(), 0, 0, f"step {step}: {name}")
+        plain_optimizer.zero_grad(), optimizer.zero_grad()
+
+
+# ---- accumulation ----------------------------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Two towers and a head; `use` says which towers a forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Block(), Block()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, use: str = "lrh") -> Tensor:
+        if "l" in use:
+            x = self.left(x)
+        if "r" in use:
+            x = self.right(x)
+        return self.head(x) if "h" in use else x
+
+
+def set_mode(model: nn.Module, mode: str) -> None:
+    """What the next backward does with gradients: "wait" in full, "scatter" within replicas, or "reduce" altogether."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(mode != "wait")
+        model.set_requires_all_reduce(mode == "reduce")
+
+
+def backward(run: Run, model: nn.Module, seed: int, mode: str = "reduce", use: str = "lrh") -> None:
+    set_mode(model, mode)
+    loss_of(model(run.batch(seed=seed), use)).backward()
+
+
+MODES = ("wait", "scatter", "reduce")
+ZERO: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
+    "optimizer, to None": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
+    "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "module, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "a child, to None": lambda model, optimizer: model.left.zero_grad(set_to_none=True),
+}
+
+
+def every_order_of_modes(run: MeshRun, first: str, second: str, wrap: Wrap) -> None:
+    """What waits in full, as a shard, and what is reduced add up once."""
+    model = run.build(Towers)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        for i, mode in enumerate((first, second, "reduce")):
+            backward(run, model, 10 * step + i, mode)
+        run.step(f"step {step}", model, optimizer)
+
+
+def unused_in_some_micro_batches(run: MeshRun, modes: tuple[str, ...], uses: tuple[str, str], wrap: Wrap) -> None:
+    """What was left in an earlier one is summed between replicas, though the last brings nothing for it."""
+    model = run.build(Towers)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for i, mode in enumerate(modes):
+        backward(run, model, i, mode, uses[0])
+    backward(run, model, 9, "reduce", uses[1])
+    run.step("then", model, optimizer)
+
+
+def cleared_amid_an_accumulation(run: MeshRun, zero: str, modes: tuple[str, str]) -> None:
+    """What is cleared must not come back, whether the last backward brings more for it or not; None is not zero."""
+    for point, last in ((1, "h"), (2, "lrh"), (2, "h")):
+        model = run.build(Towers)
+        blocks(run, model)
+        optimizer = sgd(model)
+        for i, (mode, use) in enumerate(zip((*modes, "reduce"), ("lrh", "lh", last), strict=True)):
+            if i == point:
+                ZERO[zero](model, optimizer)
+            backward(run, model, i, mode, use)
+        run.step(f"cleared before {point}, then {last}", model, optimizer)
+
+
+def on_top_of_reduced_gradients(run: MeshRun, mode: str, wrap: Wrap) -> None:
+    """Without zero_grad: what `.grad` held before the stand-in counts, in all the micro-batches that follow."""
+    model = run.build(Towers)
+    wrap(run, model)
+    optimizer = sgd(model)
+    backward(run, model, 0)
+    for i in range(2):
+        backward(run, model, 3 * i + 1, mode)
+        backward(run, model, 3 * i + 2, mode, "l")
+        backward(run, model, 3 * i + 3, "reduce", "h")
+        run.grads(f"accumulation {i}", model)
+    run.step("then", model, optimizer)
+
+
+def what_waits_refuses_use(run: MeshRun, mode: str) -> None:
+    """A clipping or a step before the all-reduce would use other numbers on each replica."""
+    model = run.build(Towers)
+    blocks(run, model)
+    optimizer = sgd(model)
+    backward(run, model, 1, mode, "lh")
+    run.value("present", {name: p.grad is not None for name, p in model.named_parameters()})
+    if run.sharded and (mode == "wait" or run.mesh.size(0) > 1):
+        waiting = model.head.weight.grad
+        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
+        for use in (optimizer.step, clip, waiting.to_local, waiting.full_tensor, waiting.clone, waiting.norm):
+            with pytest.raises(RuntimeError, match="not synchronised"):
+                use()
+    run.params("unchanged", model)
+    backward(run, model, 2)
+    run.step("then", model, optimizer)
+
+
+def frozen_amid_an_accumulation(run: MeshRun, what: str, mode: str, wrap: Wrap) -> None:
+    """Frozen parameters keep what they had, as in plain training; thawed ones go on from there."""
+    model = run.build(Towers)
+    wrap(run, model)
+    optimizer = sgd(model)
+    chosen = [p for name, p in model.named_parameters() if what in name]
+    for p in chosen[:1]:
+        p.requires_grad_(False)
+    backward(run, model, 0, mode)
+    for p in chosen:
+        p.requires_grad_(p is chosen[0])
+    backward(run, model, 1, mode)
+    run.value("present", {name: p.grad is not None for name, p in model.named_parameters()})
+    backward(run, model, 2)
+    run.grads("frozen", model)
+    for p in chosen:
+        p.requires_grad_(True)
+    backward(run, model, 3)
+    run.step("thawed", model, optimizer)
+
+
+def some_modules_only(run: MeshRun) -> None:
+    """`recurse=False` and calls on children: each group is summed between replicas by itself."""
+    model = run.build(Towers)
+    blocks(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        set_mode(model, "reduce")
+        if isinstance(model, FSDPModule):
+            model.left.set_requires_all_reduce(False)
+            model.set_requires_all_reduce(False, recurse=False)
+            model.right.set_requires_gradient_sync(False)
+        loss_of(model(run.batch(seed=step))).backward()
+        if run.sharded:
+            model.head.weight.grad.full_tensor()  # reduced: it refuses nothing
+            for tower in (model.left, model.right):
+                with pytest.raises(RuntimeError, match="not synchronised"):
+                    tower.up.weight.grad.full_tensor()
+        backward(run, model, step + 3)
+        run.step(f"step {step}", model, optimizer)
+
+
+def gradients_that_come_more_than_once(run: MeshRun, how: str, mode: str, wrap: Wrap) -> None:
+    """In one backward (checkpointing), or through one forward again: no shard may take the place of another."""
+    model = run.build(Towers)
+    wrap(run, model)
+    optimizer = sgd(model)
+    set_mode(model, mode)
+    x = run.batch(seed=0).requires_grad_()
+    if how == "retain_graph":
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+    elif how == "two forwards":
+        loss = loss_of(model(x)) + loss_of(model(model(x, "l"), "rh"))
+    else:
+        reentrant = how == "reentrant"
+        inner = checkpoint(model, x, "lr", use_reentrant=reentrant)
+        loss = loss_of(checkpoint(model, inner, "lrh", use_reentrant=reentrant))
+    loss.backward()
+    backward(run, model, 1, "reduce", "h")
+    run.step("then", model, optimizer)
+
+
+def finalised_by_hand(run: MeshRun, first: str, second: str, each: bool) -> None:
+    """Reductions are left in flight over several backwards, each switched otherwise."""
+    model = run.build(Towers)
+    blocks(run, model)
+    optimizer = sgd(model)
+    if isinstance(model, FSDPModule):
+        model.set_manual_backward_finalization(True)
+    for i, mode in enumerate((first, second, "reduce")):
+        backward(run, model, i, mode, "lrh" if i < 2 else "rh")
+        if isinstance(model, FSDPModule) and (each or i == 2):
+            model.finalize_backward()
+    run.step("then", model, optimizer)
+
+
+def finalised_again(run: MeshRun, mode: str) -> None:
+    """With nothing in flight it does nothing, also to what waits."""
+    model = run.build(Towers)
+    blocks(run, model)
+    optimizer = sgd(model)
+    backward(run, model, 0)
+    backward(run, model, 1, mode)
+    if isinstance(model, FSDPModule):
+        model.finalize_backward()
+    backward(run, model, 2, "reduce", "rh")
+    run.step("then", model, optimizer)
+
+
+def reset_amid_an_accumulation(run: MeshRun, mode: str) -> None:
+    """What waits is dropped, and what had been reduced before is in `.grad` again."""
+    model = run.build(Towers)
+    blocks(run, model)
+    optimizer = sgd(model)
+    backward(run, model, 0)
+    if isinstance(model, FSDPModule):
+        backward(run, model, 1, mode)
+        model.reset_iter_state()
+    run.grads("reset", model)
+    backward(run, model, 2)
+    run.step("then", model, optimizer)
+
+
+def an_error_amid_an_accumulation(run: MeshRun, mode: str, wrap: Wrap) -> None:
+    """The micro-batches before the one that failed still count."""
+    model = run.build(Towers)
+    wrap(run, model)
+    optimizer = sgd(model)
+    backward(run, model, 0, mode)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    # It fails before any gradient of a parameter is there: plain torch keeps those that have come, too.
+    set_mode(model, "reduce")
+    output = model(run.batch(seed=1))
+    output.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(output).backward()
+    backward(run, model, 2, "reduce", "h")
+    run.step("after", model, optimizer)
+
+
+def an_error_behind_some_gradients(run: MeshRun, mode: str) -> None:
+    """Unlike plain torch, the backward that failed leaves nothing; what had waited before it is there again."""
+    model = run.build(Towers)
+    blocks(run, model)
+    optimizer = sgd(model)
+    backward(run, model, 0, mode)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    if run.sharded:
+        set_mode(model, "reduce")
+        hidden = model(run.batch(seed=1), "l")
+        hidden.register_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            loss_of(model(hidden, "rh")).backward()
+    backward(run, model, 2, "reduce", "h")
+    run.step("after", model, optimizer)
+
+
+def clipping(run: MeshRun, norm_type: float, wrap: Wrap) -> None:
+    """Replicas hold the same shards: a norm that counted each would be too large."""
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step, mode in enumerate(("scatter", "reduce")):
+        set_mode(model, mode)
+        loss_of(model(run.batch(seed=2 * step))).backward()
+        set_mode(model, "reduce")
+        loss_of(model(run.batch(seed=2 * step + 1))).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type)
+        run.value("norm", norm.full_tensor() if run.sharded else norm)
+        run.step(f"step {step}", model, optimizer)
+
+
+USES = (("lrh", "h"), ("h", "lrh"), ("l", "rh"), ("rh", "l"))
+ACCUMULATION = [
+    *cases_of(every_order_of_modes, first=MODES[:2], second=MODES[:2], wrap=(whole,)),
+    *cases_of(every_order_of_modes, first=("scatter",), second=("wait",), wrap=(blocks,)),
+    *cases_of(unused_in_some_micro_batches, modes=(("scatter",), ("scatter", "wait")), uses=USES, wrap=(blocks,)),
+    *cases_of(cleared_amid_an_accumulation, zero=("optimizer, to zero",), modes=(("scatter", "wait"),)),
+    *cases_of(on_top_of_reduced_gradients, mode=("scatter",), wrap=(leaves,)),
+    *cases_of(what_waits_refuses_use, mode=MODES[:2]),
+    *cases_of(frozen_amid_an_accumulation, what=("left.up.weight",), mode=("scatter",), wrap=(whole,)),
+    *cases_of(some_modules_only),
+    *cases_of(clipping, norm_type=(2.0, float("inf")), wrap=(blocks,)),
+]
+CORNERS = [
+    *cases_of(every_order_of_modes, first=MODES[:2], second=("reduce",), wrap=(whole,)),
+    *cases_of(every_order_of_modes, first=("reduce",), second=MODES[:2], wrap=(whole,)),
+    *cases_of(unused_in_some_micro_batches, modes=(("wait",), ("wait", "scatter")), uses=USES, wrap=(blocks,)),
+    *cases_of(unused_in_some_micro_batches, modes=(("scatter",),), uses=USES, wrap=(whole,)),
+    *cases_of(
+        cleared_amid_an_accumulation,
+        zero=tuple(ZERO),
+        modes=(("scatter", "scatter"), ("reduce", "scatter")),
+    ),
+    *cases_of(on_top_of_reduced_gradients, mode=MODES[:2], wrap=(whole, leaves)),
+    *cases_of(frozen_amid_an_accumulation, what=("left.up.weight", "bias"), mode=MODES[:2], wrap=(whole,)),
+    *cases_of(frozen_amid_an_accumulation, what=("left",), mode=MODES[:2], wrap=(blocks,)),
+    *cases_of(an_error_amid_an_accumulation, mode=MODES[:2], wrap=(blocks,)),
+]
+REPEATED = cases_of(
+    gradients_that_come_more_than_once,
+    how=("retain_graph", "two forwards", "reentrant", "non-reentrant"),
+    mode=("scatter",),
+    wrap=(whole, blocks),
+)
+BEHIND = cases_of(an_error_behind_some_gradients, mode=MODES[:2])
+BY_HAND = [
+    *cases_of(finalised_by_hand, first=MODES, second=MODES[:2], each=(False,)),
+    *cases_of(finalised_by_hand, first=("scatter",), second=("wait",), each=(True,)),
+    *cases_of(finalised_again, mode=MODES[:2]),
+    *cases_of(reset_amid_an_accumulation, mode=MODES[:2]),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cases"),
+    [
+        ("2x2 of more", ACCUMULATION),
+        ("2x1", [*ACCUMULATION, *CORNERS]),
+        ("2x1", REPEATED),
+        ("2x1", BEHIND),
+        ("2x1", BY_HAND),
+        ("1x2", [case for case in BY_HAND if "scatter" not in case[1].values()]),
+    ],
+    ids=["2x2 of more", "2x1", "2x1 repeated", "2x1 failed", "2x1 by hand", "1x2 by hand"],
+)
+def test_accumulation_matches_the_plain_model(mesh: str, cases: list[Case]) -> None:
+    """Gradients wait whole or as one replica's shards; in the end each counts once, for every replica."""
+    check_on(mesh, cases, run_plain(cases))
+
+
+# ---- checks on one mesh after the other ------------------------------------------------------------------------------
+
+
+Check = Callable[[DeviceMesh], None]
+
+
+def check_each(plan: dict[str, Sequence[Check]]) -> None:
+    """On meshes of as many ranks, in one launch."""
+    made = functools.cache(lambda name: MESHES[name]())
+
+    def bound(check: Check, name: str) -> Callable[[], None]:
+        return lambda: check(made(name))
+
+    checks = [(f"{name}: {check.__name__}", bound(check, name)) for name, checks in plan.items() for check in checks]
+    run_checks(ranks_of(next(iter(plan))), checks)
+
+
+def titled(title: str, check: Callable[..., None], *args: Any) -> Check:
+    def on_mesh(mesh: DeviceMesh) -> None:
+        check(mesh, *args)
+
+    on_mesh.__name__ = title
+    return on_mesh
+
+
+def new_net(seed: int = 1) -> Net:
+    torch.manual_seed(seed)
+    return Net(depth=1).double()
+
+
+def sharded_net(mesh: DeviceMesh, wrap: Wrap = blocks, **options: Any) -> Any:
+    model = new_net()
+    wrap(Sharded(mesh=mesh, **options), model)  # type: ignore[arg-type]
+    return model
+
+
+def inputs(seed: int) -> list[Tensor]:
+    """Each rank's batch; of different sizes of numbers, so that a rank too much or too few shows."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = torch.randn(dist.get_world_size(), 3, WIDTH, generator=generator, dtype=torch.float64)
+    return [batch * (rank + 1) for rank, batch in enumerate(batches)]
+
+
+def own_backward(model: nn.Module, seed: int = 0) -> None:
+    loss_of(model(inputs(seed)[dist.get_rank()])).backward()
+
+
+def summed(model: Net, *seeds: int) -> dict[str, Tensor]:
+    """Gradients of the sum of all ranks' losses."""
+    sum(loss_of(model(batch)) for seed in seeds or (0,) for batch in inputs(seed)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_gradients(mesh: DeviceMesh, model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for name, p in model.named_parameters():
+        assert_lies_on(mesh, p.grad, expected[name], 1e-10, 1e-12, f"{name}.grad")
+
+
+def divide_factor_replaces_the_number_of_ranks(mesh: DeviceMesh) -> None:
+    """The sum over all ranks, of all replicas, divided once."""
+    expected = summed(new_net())
+    for factor in (0.5, 3):
+        model = sharded_net(mesh)
+        model.set_gradient_divide_factor(factor, recurse=True)
+        own_backward(model)
+        assert_gradients(mesh, model, {name: grad / factor for name, grad in expected.items()})
+
+
+def divide_factor_of_one_group(mesh: DeviceMesh) -> None:
+    """By default of the module's own group; the other groups go on to take the mean."""
+    expected = summed(new_net())
+    for setter in ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"):
+        model = sharded_net(mesh)
+        getattr(model, setter)(0.25)
+        own_backward(model)
+        mean = dist.get_world_size()
+        own = ("scale",)  # the children have groups of their own
+        assert_gradients(mesh, model, {k: grad / (0.25 if k in own else mean) for k, grad in expected.items()})
+
+
+def divide_factor_in_an_accumulation(mesh: DeviceMesh) -> None:
+    """Whatever waits is divided once, by the factor and not by what the stages would take for a mean."""
+    expected = {name: grad / 5 for name, grad in summed(new_net(), 0, 1, 2).items()}
+    for first, second in (("scatter", "wait"), ("wait", "scatter"), ("reduce", "reduce")):
+        model = sharded_net(mesh, whole)
+        model.set_gradient_divide_factor(5.0, recurse=True)
+        for seed, mode in enumerate((first, second, "reduce")):
+            set_mode(model, mode)
+            own_backward(model, seed)
+        assert_gradients(mesh, model, expected)
+
+
+def forced_sums_are_means_all_the_same(mesh: DeviceMesh) -> None:
+    expected = {name: grad / dist.get_world_size() for name, grad in summed(new_net()).items()}
+    for enable in (True, False):
+        model = sharded_net(mesh)
+        model.set_force_sum_reduction_for_comms(enable, recurse=True)
+        own_backward(model)
+        assert_gradients(mesh, model, expected)
+
+
+class Operations:
+    """A process group that writes down by which operation it is asked to reduce."""
+
+    def __init__(self, group: dist.ProcessGroup, operations: list[Any]) -> None:
+        self._group, self._operations = group, operations
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._group, name)
+        if "reduce" not in name:
+            return attribute
+
+        def reduce(*args: Any) -> Any:
+            self._operations.append(args[-1].reduceOp)
+            return attribute(*args)
+
+        return reduce
+
+
+def forced_sums_do_not_average(mesh: DeviceMesh) -> None:
+    """With the collectives of other backends than gloo, which average by themselves where they may."""
+    sums, ranks = summed(new_net()), dist.get_world_size()
+    operations: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        module = sys.modules["fsdp2.fully_shard"]
+        patch.setattr(module, "make_comm", lambda group, _: CoalescedComm(Operations(group, operations)))  # type: ignore[arg-type]
+        for setter, value, average, divisor in (
+            ("set_force_sum_reduction_for_comms", False, True, ranks),
+            ("set_force_sum_reduction_for_comms", True, False, ranks),
+            ("set_gradient_divide_factor", 7.0, False, 7),
+        ):
+            model = sharded_net(mesh)
+            getattr(model, setter)(value, recurse=True)
+            operations.clear()
+            own_backward(model)
+            assert len(operations) == 2 * len(GROUPS)
+            expected = {dist.ReduceOp.AVG} if average else {dist.ReduceOp.SUM}
+            assert_gradients(mesh, model, {name: grad / divisor for name, grad in sums.items()})
+            assert {dist.ReduceOp.RedOpType(op) if not hasattr(op, "op") else op.op for op in operations} == expected
+
+
+def hook_sees_the_gradients_behind_the_all_reduce(mesh: DeviceMesh) -> None:
+    """Flat, in the reduce dtype, once; what it makes of them is what users get."""
+    ranks = dist.get_world_size()
+    for policy in (MixedPrecisionPolicy(), BF16, BF16_REDUCE_BF16):
+        weight = torch.arange(8.0 * ranks).view(4 * ranks, 2)
+        model = nn.Linear(2, 4 * ranks, bias=False)
+        model.weight.data.copy_(weight)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        seen: list[Tensor] = []
+
+        def hook(reduced: Tensor, seen: list[Tensor] = seen) -> None:
+            seen.append(reduced.clone())
+            reduced.mul_(4)
+
+        model.set_all_reduce_hook(hook)
+        dtype = policy.reduce_dtype or torch.float32
+        expected = torch.full_like(weight, sum(range(1, ranks + 1)) / ranks)  # exact in bf16
+        for mode in ("scatter", "wait", "reduce"):
+            set_mode(model, mode)
+            model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        rows = own_rows(expected, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)).flatten()
+        replicates = mesh.ndim > 1 and mesh.size(0) > 1
+        for each, times in zip(seen, (3,) if replicates else (1, 2), strict=True):
+            assert_same(each, (rows * times).to(dtype), 0, 0, f"what the hook got under {policy}")
+        assert_lies_on(mesh, model.weight.grad, expected * 12, 0, 0, "what it made of it")
+        model.set_all_reduce_hook(None)
+        model.zero_grad()
+        model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+        assert_lies_on(mesh, model.weight.grad, expected, 0, 0, "without the hook")
+
+
+def buckets_of(model: nn.Module) -> int:
+    return sum(len(state.group.gradients._buckets) for state in states_below(model))
+
+
+def hook_is_called_once_per_bucket(mesh: DeviceMesh) -> None:
+    """Every element of every gradient passes through it once, also if a group is reduced in parts."""
+    expected = {name: 2 * grad / dist.get_world_size() for name, grad in summed(new_net()).items()}
+    for min_bytes in (1 << 20, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gradients, "MIN_BUCKET_BYTES", min_bytes)
+            model = sharded_net(mesh, whole)
+            blockwise = sharded_net(mesh)
+        calls: list[int] = []
+
+        def hook(reduced: Tensor, calls: list[int] = calls) -> None:
+            assert reduced.dim() == 1
+            calls.append(reduced.numel())
+            reduced.mul_(2)
+
+        model.set_all_reduce_hook(hook)
+        own_backward(model)
+        assert len(calls) == buckets_of(model)
+        assert (len(calls) == 1) == (min_bytes > 1)
+        assert_gradients(mesh, model, expected)
+        calls.clear()
+        blockwise.set_all_reduce_hook(hook, recurse=True)
+        own_backward(blockwise)
+        assert len(calls) == buckets_of(blockwise)
+        assert_gradients(mesh, blockwise, expected)
+
+
+def hook_of_one_group(mesh: DeviceMesh) -> None:
+    """By default of the module's own group; the divide factor applies before it."""
+    model = sharded_net(mesh)
+    model.set_all_reduce_hook(lambda reduced: reduced.add_(1))
+    model.set_gradient_divide_factor(0.25)
+    own_backward(model)
+    expected = {name: grad / dist.get_world_size() for name, grad in summed(new_net()).items()}
+    expected["scale"].mul_(dist.get_world_size() / 0.25).add_(1)
+    assert_gradients(mesh, model, expected)
+
+
+def hook_on_a_stream_is_refused_between_replicas(mesh: DeviceMesh) -> None:
+    """And the hook that was there before stays."""
+    model = sharded_net(mesh, whole)
+    model.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
+    with pytest.raises(ValueError, match="stream"):
+        model.set_all_reduce_hook(lambda reduced: reduced.mul_(3), stream=object())
+    own_backward(model)
+    assert_gradients(mesh, model, {k: 2 * grad / dist.get_world_size() for k, grad in summed(new_net()).items()})
+
+
+def low_precision_shards_add_up_in_the_reduce_dtype(mesh: DeviceMesh) -> None:
+    """n times one bf16 gradient, added in fp32, which bf16 sums could not hold."""
+    torch.manual_seed(1)
+    plain = Towers()
+    model, low = copy.deepcopy(plain), copy.deepcopy(plain).bfloat16()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))  # the same rows on every rank
+    loss_of(low(x.bfloat16())).backward()
+    fully_shard(model.left, mesh=mesh, mp_policy=BF16)
+    fully_shard(model, mesh=mesh, mp_policy=BF16)
+    n = 7
+    for i in range(n):
+        set_mode(model, "scatter" if i < n - 1 else "reduce")
+        loss_of(model(x)).backward()
+    for (name, p), own in zip(model.named_parameters(), low.parameters(), strict=True):
+        assert_lies_on(mesh, p.grad, own.grad.float() * n, 1e-6, 1e-9, f"{name}.grad")
+
+
+def ranks_that_use_different_parameters(mesh: DeviceMesh) -> None:
+    """With zeros reduced for what a rank has not used, in every micro-batch or when all are there."""
+    torch.manual_seed(1)
+    plain, uses = Towers().double(), ("lh", "rh", "h", "lrh")
+    seeds, ranks, rank = (0, 1), dist.get_world_size(), dist.get_rank()
+    sum(loss_of(plain(batch, uses[r])) for seed in seeds for r, batch in enumerate(inputs(seed))).backward()
+    for mode in MODES:
+        torch.manual_seed(1)
+        model = fully_shard(Towers().double(), mesh=mesh)
+        model.set_reduce_scatter_unused_params(True)
+        for seed in seeds:
+            set_mode(model, mode if seed == 0 else "reduce")
+            loss_of(model(inputs(seed)[rank], uses[rank])).backward()
+        assert_gradients(mesh, model, {name: p.grad / ranks for name, p in plain.named_parameters()})
+
+
+class Counted:
+    """A Comm that counts its calls by kind and group."""
+
+    def __init__(self, inner: Any, name: str, counts: Counter) -> None:
+        self._inner, self._name, self._counts = inner, name, counts
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute in ("all_gather", "reduce_scatter", "all_reduce"):
+            self._counts[attribute, self._name] += 1
+        return getattr(self._inner, attribute)
+
+
+def count(model: nn.Module) -> Counter:
+    counts: Counter = Counter()
+    for state in states_below(model):
+        group, reduction = state.group, state.group.gradients.reduction
+        group._comm = reduction.shards = Counted(group._comm, group.name, counts)
+        if reduction.replicas is not None:
+            reduction.replicas = Counted(reduction.replicas, group.name, counts)
+    return counts
+
+
+GROUPS = ["root", "stem", "blocks.0", "head"]
+
+
+def collectives_of_a_step(mesh: DeviceMesh) -> None:
+    """Per group one reduction, and one all-reduce behind it if there are replicas; gathers by the usual rules.
+
+    Those that backward needs first, of the root and of the group that ran last, stay unless told otherwise.
+    """
+    shards, replicas = mesh.size(1) > 1, mesh.size(0) > 1
+    for wrap, twice in (
+        (blocks, {"stem", "blocks.0"}),
+        (kept, set()),
+        (functools.partial(blocks, reshard_after_forward=True), set(GROUPS)),
+    ):
+        model = sharded_net(mesh, wrap)
+        counts = count(model)
+        expected: Counter = Counter()
+        for name in GROUPS if shards else ():
+            expected["all_gather", name] = 2 if name in twice else 1
+            expected["reduce_scatter", name] = 1
+        own_backward(model)  # no order is known yet
+        for mode in ("scatter", "wait", "reduce"):
+            counts.clear()
+            set_mode(model, mode)
+            own_backward(model)
+            step = Counter({key: n for key, n in expected.items() if mode != "wait" or key[0] != "reduce_scatter"})
+            if mode == "reduce" and replicas:
+                step.update(("all_reduce", name) for name in GROUPS)
+            assert counts == step, f"{wrap}, {mode}: expected {sorted(step.items())}, got {sorted(counts.items())}"
+
+
+def all_reduces_of_what_only_waits(mesh: DeviceMesh) -> None:
+    """A group that has run in no synchronised micro-batch since needs its all-reduce, and no further reduction."""
+    torch.manual_seed(1)
+    model = Towers().double()
+    blocks(Sharded(mesh=mesh), model)  # type: ignore[arg-type]
+    counts = count(model)
+    set_mode(model, "scatter")
+    loss_of(model(inputs(0)[dist.get_rank()], "lh")).backward()
+    counts.clear()
+    set_mode(model, "reduce")
+    loss_of(model(inputs(1)[dist.get_rank()], "h")).backward()
+    sums = {name: n for (kind, name), n in counts.items() if kind == "all_reduce"}
+    scatters = {name: n for (kind, name), n in counts.items() if kind == "reduce_scatter"}
+    assert set(sums) == {"left", "head"}
+    assert sums["head"] == 1
+    assert scatters == {"head": 1}
+
+
+def separate_group_for_reductions(mesh: DeviceMesh) -> None:
+    """It is for the reduce-scatter; replicas are summed as before."""
+    expected = {name: grad / dist.get_world_size() for name, grad in summed(new_net(), 0, 1).items()}
+    model = sharded_net(mesh)
+    model.set_separate_reduce_scatter_group(True)
+    for seed, mode in enumerate(("scatter", "reduce")):
+        set_mode(model, mode)
+        own_backward(model, seed)
+    assert_gradients(mesh, model, expected)
+
+
+REDUCTIONS: list[Check] = [
+    divide_factor_replaces_the_number_of_ranks,
+    divide_factor_of_one_group,
+    divide_factor_in_an_accumulation,
+    forced_sums_are_means_all_the_same,
+    hook_sees_the_gradients_behind_the_all_reduce,
+    hook_is_called_once_per_bucket,
+    hook_of_one_group,
+    low_precision_shards_add_up_in_the_reduce_dtype,
+    separate_group_for_reductions,
+]
+
+
+# ---- ignored parameters ----------------------------------------------------------------------------------------------
+
+
+def ignore(mesh: DeviceMesh, build: Callable[[], TinyModel], chosen: Callable[[str], bool], wrap: Wrap) -> None:
+    """They stay what they were and get this rank's own gradients; the others are as without them.
+
+    Training goes on with ignored gradients averaged by hand, as their owner would.
+    """
+    torch.manual_seed(1)
+    plain = build().double()
+    model, own = copy.deepcopy(plain), copy.deepcopy(plain)
+    originals = {name: p for name, p in model.named_parameters(remove_duplicate=False) if chosen(name)}
+    assert originals
+    values = {name: p.detach().clone() for name, p in originals.items()}
+    wrap(Sharded(mesh=mesh, ignored_params=set(originals.values())), model)  # type: ignore[arg-type]
+    taken = {name for state in states_below(model) for param in state.group.params for name in param.names}
+    everything = dict(model.named_parameters(remove_duplicate=False))
+    assert taken == set(everything) - set(originals)
+    optimizers = [sgd(each) for each in (plain, model)]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(2):
+        batch = plain.example(rows=2 * ROWS, seed=step)
+        batch = batch.double() if batch.is_floating_point() else batch
+        own.load_state_dict(plain.state_dict())
+        own.zero_grad()
+        for micro in range(2):
+            rows = batch.chunk(2)[micro]
+            mean_loss(plain(rows)).backward()
+            mean_loss(own(shard_batch(rows, rank, ranks))).backward()
+            set_mode(model, "scatter" if micro == 0 else "reduce")
+            mean_loss(model(shard_batch(rows, rank, ranks))).backward()
+        wholes = dict(plain.named_parameters(remove_duplicate=False))
+        owns = dict(own.named_parameters(remove_duplicate=False))
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if name not in originals:
+                assert_lies_on(mesh, p.grad, wholes[name].grad, 1e-10, 1e-12, f"step {step}: {name}.grad")
+                continue
+            assert p is originals[name], name
+            assert type(p) is nn.Parameter
+            assert not isinstance(p.grad, DTensor)
+            assert_same(p.grad, owns[name].grad, 1e-10, 1e-12, f"step {step}: {name}.grad")
+            if step == 0:
+                assert_same(p, values[name], 0, 0, name)
+        for p in dict.fromkeys(originals.values()):
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= ranks
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if name in originals:
+                assert_same(p, wholes[name].detach(), 1e-10, 1e-12, f"step {step}: {name}")
+                assert_same(model.state_dict()[name], p.detach(), 0, 0, f"state dict: {name}")
+            else:
+                assert_lies_on(mesh, p, wholes[name].detach(), 1e-10, 1e-12, f"step {step}: {name}")
+
+
+IGNORED: dict[str, tuple[Callable[[], TinyModel], Callable[[str], bool], Wrap]] = {
+    "of the root": (small_gpt, lambda name: name == "embed.weight", transformer),
+    "a whole block": (TinyGPT, lambda name: name.startswith("blocks.0."), transformer),
+    "everything": (OddMLP, lambda name: True, blocks),
+    "tied across groups": (tied_gpt, lambda name: name in ("embed.weight", "head.weight"), blocks),
+    "of a block": (TinyGPT, lambda name: name.endswith("norm1.weight"), transformer),
+    "of one group": (OddMLP, lambda name: name == "narrow.bias", whole),
+    "some whole children": (OddMLP, lambda name: name.startswith(("narrow", "back")), blocks),
+    "tied": (tied_gpt, lambda name: name in ("embed.weight", "head.weight"), transformer),
+    "frozen": (FrozenMix, lambda name: name in ("first.base.weight", "last.up"), blocks),
+    "unused": (SkippedModule, lambda name: name.startswith(("never", "unused", "branch")), blocks),
+}
+
+
+def ignored_under_an_inner_module(mesh: DeviceMesh) -> None:
+    """The set of each call counts for what that call manages: what an inner call has sharded stays so."""
+    model = new_net()
+    names = {id(p): name for name, p in model.named_parameters()}
+    everything = set(model.parameters())
+    fully_shard(model.blocks[0], mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=everything - {model.scale})
+    sharded = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    assert sharded == {"scale", *(name for name in names.values() if name.startswith("blocks.0."))}
+    own_backward(model)
+    expected = summed(new_net())
+    for name in sharded:
+        p = model.get_parameter(name)
+        assert_lies_on(mesh, p.grad, expected[name] / dist.get_world_size(), 1e-10, 1e-12, name)
+
+
+IGNORING = [ignored_under_an_inner_module, *(titled(f"ignored: {name}", ignore, *IGNORED[name]) for name in IGNORED)]
+PRECISE = [titled(name, mixed_precision_is_bitwise, case) for name, case in PRECISIONS.items()]
+
+
+def test_one_rank() -> None:
+    """It divides, rounds and calls hooks as many do."""
+    check_each({"1x1": [*REDUCTIONS, *PRECISE, *IGNORING]})
+
+
+def test_two_ranks() -> None:
+    """Only shards, or only replicas."""
+    check_each(
+        {
+            "2": [*REDUCTIONS, *IGNORING[:5]],
+            "1x2": [divide_factor_in_an_accumulation, *PRECISE, collectives_of_a_step],
+            "2x1": [
+                *REDUCTIONS,
+                *PRECISE,
+                *IGNORING,
+                collectives_of_a_step,
+                hook_on_a_stream_is_refused_between_replicas,
+                ranks_that_use_different_parameters,
+            ],
+        }
+    )
+
+
+def test_three_ranks() -> None:
+    """A factor, and rows, that the number of ranks does not divide."""
+    check_each({"1x3": REDUCTIONS})
+
+
+def test_four_ranks() -> None:
+    """Both stages of a reduction, over both axes."""
+    check_each(
+        {
+            "4x1": [divide_factor_replaces_the_number_of_ranks, IGNORING[1]],
+            "2x2 across": [*REDUCTIONS, *PRECISE],
+            "2x2": [
+                *IGNORING[:5],
+                collectives_of_a_step,
+                all_reduces_of_what_only_waits,
+                forced_sums_do_not_average,
+                hook_on_a_stream_is_refused_between_replicas,
+                ranks_that_use_different_parameters,
+            ],
+        }
+    )
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+BEFORE, AFTER = 2, 2
+"""Steps before and after the checkpoint."""
+
+
+def new_model(mesh: DeviceMesh | None, seed: int = 1) -> tuple[TinyModel, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = TinyGPT(tied=True, depth=1).double()
+    if mesh is not None:
+        transformer(Sharded(mesh=mesh), model)  # type: ignore[arg-type]
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def losses(model: TinyModel, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[Tensor]:
+    """Of so many steps of training, over the whole batch."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if isinstance(model, FSDPModule) else (0, 1)
+    found = []
+    for step in range(first, first + steps):
+        loss = mean_loss(model(shard_batch(model.example(rows=ROWS, seed=step), rank, ranks)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach() / ranks
+        if ranks > 1:
+            dist.all_reduce(loss)
+        found.append(loss)
+    return found
+
+
+def assert_goes_on(mesh: DeviceMesh, model: TinyModel, optimizer: torch.optim.Optimizer) -> None:
+    """From BEFORE, like a plain model that was not interrupted."""
+    plain = new_model(None)
+    losses(*plain, 0, BEFORE)
+    expected = losses(*plain, BEFORE, AFTER)
+    for step, (actual, loss) in enumerate(zip(losses(model, optimizer, BEFORE, AFTER), expected, strict=True)):
+        assert_same(actual, loss, 1e-9, 1e-12, f"loss {step}")
+    for (name, p), whole_p in zip(model.named_parameters(), plain[0].parameters(), strict=True):
+        assert_lies_on(mesh, p, whole_p.detach(), 1e-8, 1e-10, name)
+
+
+def save(folder: Path, mesh: DeviceMesh, name: str) -> None:
+    model, optimizer = new_model(mesh)
+    losses(model, optimizer, 0, BEFORE)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / name)
+
+
+def load(folder: Path, mesh: DeviceMesh, name: str) -> None:
+    model, optimizer = new_model(mesh, seed=99)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder / name)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert_goes_on(mesh, model, optimizer)
+
+
+def full_state_out_and_in(mesh: DeviceMesh) -> None:
+    """Rank 0 gets what one process would have saved, and hands it out to both replicas."""
+    model, optimizer = new_model(mesh)
+    losses(model, optimizer, 0, BEFORE)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
+    plain, plain_optimizer = new_model(None)
+    losses(plain, plain_optimizer, 0, BEFORE)
+    if dist.get_rank() == 0:
+        expected = plain.state_dict()
+        assert set(state) == set(expected)
+        for name, value in state.items():
+            assert not isinstance(value, DTensor)
+            assert_same(value, expected[name], 1e-9, 1e-11, name)
+        expected = get_optimizer_state_dict(plain, plain_optimizer)["state"]
+        assert set(optimizer_state["state"]) == set(expected)
+        for name, values in expected.items():
+            for key, value in values.items():
+                assert_same(optimizer_state["state"][name][key], value, 1e-9, 1e-11, f"{name}: {key}")
+    else:
+        assert state == {}
+        assert optimizer_state == {}
+    again, again_optimizer = new_model(mesh, seed=99)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(again, state, options=options)
+    set_optimizer_state_dict(again, again_optimizer, optimizer_state, options=options)
+    assert_goes_on(mesh, again, again_optimizer)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
+def test_checkpoints_go_from_any_mesh_to_any_other(tmp_path: Path) -> None:
+    """Replicas are written once, and read by all."""
+
+    def saved(mesh: str) -> Callable[[], None]:
+        return lambda: save(tmp_path, MESHES[mesh](), mesh)
+
+    def loaded(source: str, mesh: str) -> Callable[[], None]:
+        return lambda: load(tmp_path, MESHES[mesh](), source)
+
+    run_checks(4, [("save 2x2", saved("2x2")), ("full state", lambda: full_state_out_and_in(MESHES["2x2"]()))])
+    payload = sum(file.stat().st_size for file in (tmp_path / "2x2").glob("*.distcp"))
+    run_checks(2, [("2x2 to 2", loaded("2x2", "2")), ("save 2", saved("2"))])
+    run_checks(3, [("2x2 to 3", loaded("2x2", "3")), ("save 3", saved("3"))])
+    run_checks(4, [("2 to 2x2", loaded("2", "2x2")), ("3 to 2x2", loaded("3", "2x2 across"))])
+    once = sum(file.stat().st_size for file in (tmp_path / "2").glob("*.distcp"))
+    assert payload < 1.5 * once, "each replica was written"
