@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -244,13 +245,6 @@ class CustomComm:
         self._inner, self._all_gather, self._reduce_scatter = inner, all_gather, reduce_scatter
         self.rank, self.size, self.force_sum = inner.rank, inner.size, inner.force_sum
 
-    @staticmethod
-    def around(comm: Comm, all_gather: Any = None, reduce_scatter: Any = None) -> CustomComm:
-        """`comm` with one of its collectives, or both, replaced."""
-        if isinstance(comm, CustomComm):
-            return CustomComm(comm._inner, all_gather or comm._all_gather, reduce_scatter or comm._reduce_scatter)
-        return CustomComm(comm, all_gather, reduce_scatter)
-
     @property
     def group(self) -> dist.ProcessGroup | None:
         return self._inner.group
@@ -309,6 +303,34 @@ class _CopyWork(_AllWork):
             target.copy_(source)
 
 
+@dataclass(frozen=True)
+class CommChoice:
+    """What a user has chosen in place of the usual Comm of a group of parameters.
+
+    Args:
+        all_gather, reduce_scatter: the user's own, as `CustomComm` calls them.
+        separate: reduce on a process group of its own.
+        force_sum: sum and divide afterwards, even where the backend can average.
+    """
+
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    separate: bool = False
+    force_sum: bool = False
+
+    def build(self, plain: Comm, device: torch.device) -> tuple[Comm, Comm]:
+        """The Comm that gathers and the one that reduces. Every rank of `plain` must call it."""
+        gathers, reduces = plain, plain
+        if self.separate and plain.group is not None and plain.size > 1:
+            reduces = make_comm(_second_group(plain.group), device)
+        reduces.force_sum = self.force_sum
+        if self.all_gather is not None:
+            gathers = CustomComm(plain, self.all_gather, None)
+        if self.reduce_scatter is not None:
+            reduces = CustomComm(reduces, None, self.reduce_scatter)
+        return gathers, reduces
+
+
 def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
     """The way to communicate that measured best for the group's backend on `device`; None: there is nobody else."""
     if group is None:
@@ -317,7 +339,7 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
 
 
 @cache
-def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A process group over the same ranks as `group`, made once. All of these ranks must call it."""
     return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 

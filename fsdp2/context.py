@@ -62,8 +62,6 @@ class FSDPState:
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         # Of the sharded parameters, when they were last gathered on purpose.
         self.versions: tuple[int, ...] = ()
-        # Steps of all optimizers up to then.
-        self.optimizer_steps = 0
 
     def __repr__(self) -> str:
         return self.group.name
@@ -102,16 +100,8 @@ class FSDPState:
             self.group.uninstall()
 
     def is_kept_for_next_pass(self) -> bool:
-        """Whether a full copy of the pass before may be used: the user wants that, and the parameters did not change.
-
-        Every optimizer of torch counts its steps; other changes show in the versions.
-        """
-        return (
-            not self.reshard_after_backward
-            and self.optimizer_steps == torch_compat.optimizer_steps()
-            and self.versions == self.group.versions()
-            and self.group.is_as_watched()
-        )
+        """Whether a full copy of the pass before may be used: the user wants it, and no parameter has changed."""
+        return not self.reshard_after_backward and self.group.is_up_to_date()
 
     def _reshard(self) -> None:
         self.group.reshard(free=not self.context.graph_reads_weights)
@@ -157,6 +147,8 @@ class Context:
         self.graph_reads_weights = False
         self._builds_graph = False
         self._task = -1
+        # Identity of the backward pass that runs, or ran last.
+        self._backward_pass = object()
         self._take_over()
 
     def _take_over(self) -> None:
@@ -247,8 +239,9 @@ class Context:
         torch_compat.on_backward_end(_BackwardEnd(self).run)
         self._backward = Cursor(list(reversed(self._ran)))
         self._reductions.finish_partial()
+        self._backward_pass = object()
         for state in self.states:
-            state.group.gradients.begin_backward()
+            state.group.gradients.begin_backward(self._backward_pass)
 
     def prefetch_backward(self, state: FSDPState) -> None:
         """`state` is about to compute gradients: begin to gather what ran before it in forward, or what was chosen."""
@@ -284,6 +277,7 @@ class Context:
     def reset(self) -> None:
         """Drop everything that is under way, the gradients that wait for a later pass too."""
         self.resets += 1
+        self._reductions.abandon(None)
         self.recover()
         for state in self.states:
             state.group.gradients.drop_waiting()
@@ -297,7 +291,7 @@ class Context:
     def recover(self) -> None:
         """A backward pass died with an exception: drop what it left half done."""
         self.in_backward = self.graph_reads_weights = False
-        self._reductions.abandon_all()
+        self._reductions.abandon(self._backward_pass)
         self.is_last_backward = True
         for state in self.states:
             state.group.gradients.discard()
@@ -305,6 +299,10 @@ class Context:
                 state.release()
         self._prefetched.clear()
         self._ran.clear()
+
+    def sees_saved_tensors(self) -> bool:
+        """Whether what autograd saves now passes through our hooks, not through activation checkpointing's."""
+        return self._saved_tensors.is_on_top()
 
     def in_inner_backward(self) -> bool:
         """Whether a backward runs inside the one that began: reentrant checkpointing, of one of several regions."""

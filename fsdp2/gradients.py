@@ -92,17 +92,18 @@ class ReductionQueue:
 
     def __init__(self) -> None:
         self.max_running = 1
-        self._running: deque[tuple[GroupGradients, Any]] = deque()
+        # Whose it is, the reduction, and the identity of the backward pass that began it.
+        self._running: deque[tuple[GroupGradients, Any, object]] = deque()
 
     def make_room(self) -> None:
         while len(self._running) > self.max_running:
             self._finish_oldest()
-        for _, pending in self._running:
+        for _, pending, _ in self._running:
             if pending.has_second_stage:
                 pending.advance()
 
     def add(self, owner: GroupGradients, pending: Any) -> None:
-        self._running.append((owner, pending))
+        self._running.append((owner, pending, owner.backward_pass))
 
     def take_over(self, other: ReductionQueue) -> None:
         if other is not self:
@@ -115,17 +116,21 @@ class ReductionQueue:
 
     def finish_partial(self) -> None:
         """Finish those that leave something to be summed between replicas by a later one."""
-        while any(pending.is_partial for _, pending in self._running):
+        while any(pending.is_partial for _, pending, _ in self._running):
             self._finish_oldest()
 
-    def abandon_all(self) -> None:
-        """After an error: wait until no buffer is in use, and drop the results."""
+    def abandon(self, backward_pass: object | None) -> None:
+        """After an error: wait until no buffer is in use; drop the results of one pass (None: of all)."""
         while self._running:
+            owner, pending, of_pass = self._running.popleft()
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the buffers any more
-                self._running.popleft()[1].abandon()
+                if backward_pass is None or of_pass is backward_pass:
+                    pending.abandon()
+                else:
+                    owner.receive(pending)
 
     def _finish_oldest(self) -> None:
-        owner, pending = self._running.popleft()
+        owner, pending, _ = self._running.popleft()
         owner.receive(pending)
 
 
@@ -181,6 +186,8 @@ class GroupGradients:
         # Of these, which have a stand-in in `.grad`; and which this backward pass has taken along.
         self._marked: set[int] = set()
         self._taken_along: set[int] = set()
+        # Identity of the backward pass that runs, or ran last.
+        self.backward_pass: object = None
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
 
@@ -219,10 +226,16 @@ class GroupGradients:
 
     def flush(self) -> None:
         """Reduce what has arrived, also if the rest of its bucket has not."""
-        left = {i for i, param in enumerate(self._params) if param.full.grad is not None}
-        if self.reduces_unused and self.synchronise:
-            self._fill_unused(left)
-        self._flush(left)
+        self._flush(self._find_arrived(self._buckets if self.reduces_unused and self.synchronise else []))
+
+    def _find_arrived(self, filled: Iterable[_Bucket]) -> set[int]:
+        """Indices of full gradients that are there; in buckets to be `filled`, zeros stand for missing ones."""
+        for bucket in filled:
+            bucket.missing, bucket.complete = bucket.size, True
+            for full in (self._params[i].full for i in bucket.indices):
+                if full.grad is None:
+                    full.grad = torch.zeros_like(full)
+        return {i for i, param in enumerate(self._params) if param.full.grad is not None}
 
     def _flush(self, left: set[int]) -> None:
         for bucket in self._buckets:
@@ -231,18 +244,9 @@ class GroupGradients:
         for i in sorted(left, reverse=True):  # frozen since they began to wait, hence in no bucket
             self._process(self._take((i,)))
 
-    def _fill_unused(self, left: set[int]) -> None:
-        for bucket in self._buckets:
-            if not bucket.complete:
-                bucket.missing, bucket.complete = bucket.size, True
-                for i in bucket.indices:
-                    full = self._params[i].full
-                    if i not in left:
-                        full.grad = torch.zeros_like(full)
-                        left.add(i)
-
-    def begin_backward(self) -> None:
+    def begin_backward(self, backward_pass: object) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
+        self.backward_pass = backward_pass
         for param in (self._params[i] for i in self._marked):
             if isinstance(param.sharded.grad, UnsyncedGrad) and param.sharded.grad.is_lost:
                 raise RuntimeError(
@@ -260,8 +264,11 @@ class GroupGradients:
 
     def end_backward(self) -> None:
         """Reduce what is left; then let `.grad` show what must wait."""
-        if self.reduces_unused or any(bucket.missing < bucket.size for bucket in self._buckets):
-            self.flush()
+        unused = (
+            [each for each in self._buckets if not each.complete] if self.reduces_unused and self.synchronise else []
+        )
+        if unused or any(bucket.missing < bucket.size for bucket in self._buckets):
+            self._flush(self._find_arrived(unused))
         if self.synchronise:
             self._flush(set(self._waiting))
             if self.reduction.all_reduce:

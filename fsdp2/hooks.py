@@ -84,7 +84,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
         unshard(state)  # if it was ready before: for its weights to be known again in this forward
     else:
         unshard(state)
-        remember_versions(state)
+        state.versions = state.group.versions()
         state.context.prefetch_forward(state)
     dtype = state.input_dtype
     hooks_inputs = torch.is_grad_enabled() and not state.completes
@@ -136,8 +136,11 @@ def _without_weights(weights: int, output: Any) -> Any:
 def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     """Leave a hint for backward on each output; say whether backward may come."""
 
+    # Weights that checkpointing keeps from a recomputation are read without our notice.
+    must_unshard = not state.unshard_in_backward and not state.context.sees_saved_tensors()
+
     def gradient_of_output(_: Tensor) -> None:
-        if state.unshard_in_backward:
+        if must_unshard or state.unshard_in_backward:
             before_backward(state)
 
     differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
@@ -165,11 +168,6 @@ def unshard(state: FSDPState) -> None:
     state.context.used(state)
 
 
-def remember_versions(state: FSDPState) -> None:
-    state.versions = state.group.versions()
-    state.optimizer_steps = torch_compat.optimizer_steps()
-
-
 def use_in_backward(state: FSDPState) -> None:
     """Backward is about to read a weight of `state`."""
     if not state.backward_ready:
@@ -181,7 +179,7 @@ def before_backward(state: FSDPState, recomputes: bool = False) -> None:
     state.context.enter_backward(recomputes)
     if not state.backward_ready:
         state.backward_ready = True
-        remember_versions(state)
+        state.versions = state.group.versions()
         unshard(state)
         state.context.prefetch_backward(state)
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import hooks, torch_compat
-from .comm import CustomComm
 from .context import Context, FSDPState
 from .reduce import on_stream
 
@@ -115,12 +114,14 @@ class FSDPModule:
         """Choose whether the full parameters are freed after backward.
 
         Without, the next forward uses them (in gradient accumulation, say) unless a parameter has changed: after a step
-        of any torch optimizer, or an in-place operation, they are gathered anew.
+        of any torch optimizer, or an in-place operation that torch counts (`._version`), they are gathered anew. Call
+        `reshard` after changes that it does not count: through `.data`, by a collective, by foreach operations.
         """
         _check_bool("reshard_after_backward", reshard_after_backward)
         torch_compat.count_optimizer_steps()
         for state in _states(self, recurse):
             state.reshard_after_backward = reshard_after_backward
+            state.group.notes_changes = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Choose whether the full parameters are gathered when backward reaches the module.
@@ -183,10 +184,7 @@ class FSDPModule:
         """Sum and divide afterwards, also where the backend could average by itself."""
         _check_bool("enable", enable)
         for state in _states(self, recurse):
-            reduction = state.group.gradients.reduction
-            for comm in (reduction.shards, reduction.replicas):
-                if comm is not None:
-                    comm.force_sum = enable
+            state.group.choose_comms(force_sum=enable)
 
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], None] | None, *, stream: Any = None, recurse: bool = False
@@ -215,16 +213,14 @@ class FSDPModule:
         `all_gather.allocate(size, *, dtype, device)` provides its output, of which the input is this rank's part. Both
         are bytes (uint8), whatever the parameters' dtypes. It returns a Work, or None when done.
         """
-        group = _state(self).group
-        group.use_comms(CustomComm.around(group.gradients.reduction.shards, all_gather=all_gather))
+        _state(self).group.choose_comms(all_gather=all_gather)
 
     def set_custom_reduce_scatter(self, reduce_scatter: Any) -> None:
         """Reduce by `reduce_scatter(output_tensor, input_tensor, group, op, async_op)`, in one flat call per bucket.
 
         `reduce_scatter.allocate(size, *, dtype, device)` provides both tensors, in the reduce dtype.
         """
-        group = _state(self).group
-        group.use_comms(CustomComm.around(group.gradients.reduction.shards, reduce_scatter=reduce_scatter))
+        _state(self).group.choose_comms(reduce_scatter=reduce_scatter)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce on a process group of its own, so that a backend that runs one collective at a time per group can
@@ -232,7 +228,7 @@ class FSDPModule:
         """
         _check_bool("enable", enable)
         for state in _states(self, recurse):
-            state.group.use_separate_reduce_group(enable)
+            state.group.choose_comms(separate=enable)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Announce further backward passes through the forwards that have run: the record of these is kept, so that

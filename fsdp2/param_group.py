@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .buffers import GroupBuffers
-from .comm import Comm, make_comm, second_group
+from .comm import Comm, CommChoice
 from .gather import PendingGather
 from .gradients import GroupGradients
 from .layout import GatherLayout, gather_layout
@@ -59,7 +59,9 @@ class FSDPParamGroup:
         pin: bool = False,
     ) -> None:
         self.modules, self.params, self.mesh = list(modules), list(params), mesh
-        self._comm, self._policy = reduction.shards, policy
+        self._comm = self._plain_comm = reduction.shards
+        self._policy = policy
+        self._choice = CommChoice()
         self.name = type(modules[0]).__name__
         # Where shards live, and whether in page-locked memory there.
         self._rest = params[0].rest if params else mesh.device
@@ -72,6 +74,9 @@ class FSDPParamGroup:
         self.storage_id = 0
         self.has_frozen = False
         self.keeps_storage = False
+        # Whether to note what `is_up_to_date` compares, at each gather.
+        self.notes_changes = False
+        self._gathered_at: Any = None
         # Ranks that can restore the parameters of which each has kept a part after forward.
         self._few: Comm | None = None
         # None while parameters are on another device, on meta say.
@@ -99,11 +104,15 @@ class FSDPParamGroup:
                     param.names[i] = f"{prefix}.{slot.name}" if prefix else slot.name
         self.name = names.get(self.modules[0], "") or "root"
 
-    def use_comms(self, shards: Comm) -> None:
-        """Communicate with `shards` from now on. Every rank must call it, between steps."""
-        self.reshard()
-        self._comm = self.gradients.reduction.shards = shards
-        self._rebuild()
+    def choose_comms(self, **changes: Any) -> None:
+        """Change how to communicate (see `CommChoice`). Every rank must call it, between steps."""
+        self._choice = replace(self._choice, **changes)
+        before, reduction = self._comm, self.gradients.reduction
+        self._comm, reduction.shards = self._choice.build(self._plain_comm, self.mesh.device)
+        if reduction.replicas is not None:
+            reduction.replicas.force_sum = self._choice.force_sum
+        if self._comm.direct_min_bytes != before.direct_min_bytes or "reduce_scatter" in changes:
+            self._rebuild()  # what goes direct is another choice now
 
     def keep_part_among(self, few: Comm | None) -> None:
         """Have `shrink` keep a part, from which these ranks, this one included, restore the full parameters."""
@@ -124,14 +133,6 @@ class FSDPParamGroup:
         self._buffers = None
         self._adopt()
 
-    def use_separate_reduce_group(self, enable: bool) -> None:
-        """Reduce on a process group of its own, shared by all groups of parameters on the same ranks."""
-        process_group = self._comm.group
-        separate = enable and process_group is not None and self._comm.size > 1
-        self.gradients.reduction.shards = (
-            make_comm(second_group(process_group), self.mesh.device) if separate else self._comm
-        )
-
     # ---- sharded -> unsharded -> sharded
 
     def start_unshard(self, notice_replacements: bool = True) -> None:
@@ -145,6 +146,7 @@ class FSDPParamGroup:
         if notice_replacements:
             self._notice_replacements()
         assert self._buffers is not None
+        self._gathered_at = self._clock()
         self.state = self._buffers.start_gather(self._comm)
 
     def unshard(self, notice_replacements: bool = True) -> None:
@@ -237,9 +239,15 @@ class FSDPParamGroup:
                 f"before its first forward: model.to_empty(device={self._rest.type!r}), then initialise or load."
             )
 
-    def is_as_watched(self) -> bool:
-        """Whether nobody has replaced, frozen or unfrozen a parameter since the group was last gathered."""
-        return not self._is_replaced() and self._trainable == self._find_trainable()
+    def _clock(self) -> Any:
+        """Differs from an earlier value if a parameter may have changed since."""
+        return (self.versions(), torch_compat.optimizer_steps()) if self.notes_changes else None
+
+    def is_up_to_date(self) -> bool:
+        """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""
+        return (
+            self._gathered_at == self._clock() and not self._is_replaced() and self._trainable == self._find_trainable()
+        )
 
     def _is_replaced(self) -> bool:
         return any(

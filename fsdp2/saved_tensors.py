@@ -55,6 +55,10 @@ class SavedTensors:
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
+    def is_on_top(self) -> bool:
+        """Whether these hooks, not somebody else's on top of them, are called."""
+        return getattr(torch_compat.active_pack_hook(), "__self__", None) is self
+
     def deactivate(self) -> None:
         if self._hooks is not None:
             self._hooks.__exit__()

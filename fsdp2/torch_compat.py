@@ -130,7 +130,8 @@ def reads_metadata(func: Any) -> bool:
 
 def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
     """destinations[i] := sources[i], cast where dtypes differ; one launch where the device allows it."""
-    torch._foreach_copy_(destinations, sources)
+    if destinations:
+        torch._foreach_copy_(destinations, sources)
 
 
 def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:

@@ -494,22 +494,26 @@ def an_error_amid_an_accumulation(run: MeshRun, mode: str, wrap: Wrap) -> None:
 
 
 def an_error_behind_some_gradients(run: MeshRun, mode: str) -> None:
-    """Unlike plain torch, the backward that failed leaves nothing; what had waited before it is there again."""
+    """The backward that failed has added to what had waited: that is lost, and no one may take the rest for all."""
     model = run.build(Towers)
     blocks(run, model)
     optimizer = sgd(model)
-    backward(run, model, 0, mode)
 
     def fail(_: Tensor) -> None:
         raise ValueError("on purpose")
 
     if run.sharded:
+        backward(run, model, 0, mode)
         set_mode(model, "reduce")
         hidden = model(run.batch(seed=1), "l")
         hidden.register_hook(fail)
         with pytest.raises(ValueError, match="on purpose"):
             loss_of(model(hidden, "rh")).backward()
-    backward(run, model, 2, "reduce", "h")
+        with pytest.raises(RuntimeError, match=r"right\..*were lost in a backward pass that failed.*zero_grad"):
+            backward(run, model, 2, "reduce", "h")
+        optimizer.zero_grad()
+    backward(run, model, 3, mode)
+    backward(run, model, 4, "reduce", "h")
     run.step("after", model, optimizer)
 
 
