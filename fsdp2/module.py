@@ -230,6 +230,22 @@ class FSDPModule:
         for state in _states(self, recurse):
             state.group.choose_comms(separate=enable)
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Declared, and refused: full parameters are gathered into memory of their own.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("set_allocate_memory_from_process_group_for_comm is not supported yet. Leave it out.")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Declared, and refused, like `set_allocate_memory_from_process_group_for_comm`.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("set_symm_mem_for_comm is not supported yet. Leave it out.")
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Announce further backward passes through the forwards that have run: the record of these is kept, so that
         they are gathered ahead in those passes, too. For all modules under the root.

@@ -1,0 +1,102 @@
+"""What the short examples share: a text cut into batches, a small GPT over bytes, and joining the other ranks.
+
+A batch depends on its step alone, and the ranks divide it. So all examples that train this model on the documentation
+print the same losses, whatever they do to it and on however many ranks, up to rounding.
+"""
+
+import os
+from pydoc_data.topics import topics  # what help("for") prints: half a megabyte of English
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, HEAD_WIDTH, LAYERS = 256, 64, 16, 2  # one token per byte
+ROWS, CONTEXT = 24, 64  # of a batch; 24 rows divide evenly over 1, 2, 3, 4, 6 and 8 parts
+STEPS, LEARNING_RATE = 20, 5e-3
+DOCUMENTATION = "\n".join(topics[name] for name in sorted(topics))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the stream: the unit that is sharded and gathered at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.value = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.attention_out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.mlp_in = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.mlp_out = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        normed = self.attention_norm(stream)
+        projected = (self.query(normed), self.key(normed), self.value(normed))
+        # As many heads as there are features: under tensor parallelism, a rank computes only some.
+        query, key, value = (each.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for each in projected)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.attention_out(mixed.transpose(1, 2).flatten(-2))
+        return stream + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(stream))))
+
+
+class GPT(nn.Module):
+    """Called with bytes and the bytes that follow them, it returns the mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.byte_embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position_embedding = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        stream = self.byte_embedding(inputs) + self.position_embedding.weight
+        for block in self.blocks:
+            stream = block(stream)
+        return F.cross_entropy(self.head(self.norm(stream)).flatten(0, 1), targets.flatten())
+
+
+def make_gpt(device: torch.device) -> GPT:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    return GPT().to(device)
+
+
+class Text:
+    """Batches of random windows of a text."""
+
+    def __init__(self, text: str, device: torch.device) -> None:
+        self.data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device, torch.long)
+
+    def batch(self, step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
+        """Part `part` of `parts` of the batch of this step: bytes, and the bytes that follow them."""
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(self.data) - CONTEXT, (ROWS,), generator=generator).chunk(parts)[part]
+        windows = self.data[(starts[:, None] + torch.arange(CONTEXT + 1)).to(self.data.device)]
+        return windows[:, :-1], windows[:, 1:]
+
+
+def join_ranks() -> torch.device:
+    """Meet the other processes that torchrun has started. This rank's GPU if there is one for each, else the CPU."""
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    return device
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def report(step: int, loss: Tensor) -> None:
+    """Print the loss of the whole batch, of which each rank has an equal part. Every rank must call it."""
+    mean = loss.detach() / dist.get_world_size()
+    dist.all_reduce(mean)
+    say(f"step {step:2}: loss {mean.item():.5f}")

@@ -1,0 +1,166 @@
+"""The short examples as their users run them: what they print is true, and they learn like plain training.
+
+Their model and batches are the same in all but one, so plain training on one process is the oracle of their losses.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, make_gpt
+from helpers import alone
+
+ROOT = Path(__file__).parents[2]
+
+Curve = dict[int, float]
+
+
+def run_by_torchrun(name: str, ranks: int, *options: str) -> str:
+    """What it prints."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [*launcher, str(ROOT / "examples" / name), *options]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return finished.stdout
+
+
+def run_example(name: str, ranks: int, *options: str) -> str:
+    """What it prints, in forked processes that have imported torch: torchrun's take seconds each for that."""
+    context, folder = multiprocessing.get_context("fork"), Path(tempfile.mkdtemp())
+    with socket.socket() as any_free:
+        any_free.bind(("localhost", 0))
+        port = any_free.getsockname()[1]
+    processes = [
+        context.Process(target=be_rank, args=(folder / str(rank), name, options, rank, ranks, port))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    output = "".join((folder / str(rank)).read_text() for rank in range(ranks))
+    assert [process.exitcode for process in processes] == [0] * ranks, output
+    return output
+
+
+def be_rank(log: Path, name: str, options: Sequence[str], rank: int, ranks: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    sys.argv, sys.path[:0] = [name, *options], [str(ROOT / "examples")]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # pytest's filter, that makes errors of them, is not the user's
+    with log.open("w", buffering=1) as output, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+def losses(output: str) -> Curve:
+    return {int(step): float(loss) for step, loss in re.findall(r"^step +(\d+): loss (.*)$", output, re.MULTILINE)}
+
+
+def numbers(pattern: str, output: str) -> tuple[int, ...]:
+    """The groups of the one match of `pattern`."""
+    (match,) = re.finditer(pattern, output)
+    return tuple(int(group.replace(",", "")) for group in match.groups())
+
+
+@pytest.fixture(scope="module")
+def plain_losses() -> Curve:
+    def train() -> Curve:
+        model = make_gpt(torch.device("cpu"))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        text = Text(DOCUMENTATION, torch.device("cpu"))
+        curve = {}
+        for step in range(1, STEPS + 1):
+            loss = model(*text.batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve[step] = loss.item()
+        return curve
+
+    curve = alone(train)
+    assert curve[STEPS] < 3.5 < curve[1]
+    return curve
+
+
+def assert_same(curve: Curve, expected: Curve) -> None:
+    assert curve == pytest.approx(expected, abs=1e-3)
+
+
+def test_hsdp(plain_losses: Curve) -> None:
+    """Replicas that forget to exchange gradients drift apart, and away from plain training."""
+    output = run_by_torchrun("hsdp.py", 4)
+    assert_same(losses(output), plain_losses)
+    assert "head.weight is (256, 64), on this rank (128, 64)" in output
+    assert "replicas hold equal weights: True" in output
+
+
+def test_tensor_parallel(plain_losses: Curve) -> None:
+    output = run_example("tensor_parallel.py", 4)
+    assert_same(losses(output), plain_losses)
+    assert "mlp_norm.weight is (64,), on this rank (32,)" in output
+    assert "mlp_in.weight is (256, 64), on this rank (64, 64)" in output
+    assert "mlp_out.weight is (64, 256), on this rank (32, 128)" in output
+
+
+def test_lora() -> None:
+    output = run_example("lora.py", 2)
+    curve = losses(output)
+    last = max(curve)  # not trained on: to compare with the reloaded adapters
+    assert sum(curve[last - i] for i in range(5)) / 5 < curve[1] - 0.3
+    assert "parameters with gradients are all named down or up" in output
+    saved, numel = numbers(r"saved are ([\d,]+) numbers of ([\d,]+)", output)
+    assert 0 < saved < numel / 5
+    (reloaded,) = re.findall(r"base model with saved adapters: loss (.*)", output)
+    assert float(reloaded) == pytest.approx(curve[last], abs=1e-3)
+
+
+def test_checkpoint_compile(plain_losses: Curve) -> None:
+    output = run_example("checkpoint_compile.py", 2)
+    assert_same(losses(output), plain_losses)
+    (graphs,) = numbers(r"graphs compiled by aot_eager for 2 blocks: (\d+)", output)
+    assert 1 <= graphs <= 2  # equal blocks share one
+
+
+def test_cpu_offload(plain_losses: Curve) -> None:
+    output = run_example("cpu_offload.py", 2)
+    assert_same(losses(output), plain_losses)
+    model = make_gpt(torch.device("cpu"))
+    half, block = (
+        sum(4 * parameter.numel() for parameter in module.parameters()) // parts
+        for module, parts in ((model, 2), (model.blocks[0], 1))
+    )
+    assert numbers("full parameters while a block computes: (.*) bytes on cpu", output) == (block,)
+    assert numbers("shards of all parameters: (.*) bytes on cpu", output) == (half,)
+    assert numbers("shards of all gradients: (.*) bytes on cpu", output) == (half,)
+    assert numbers("shards of AdamW's moments: (.*) bytes on cpu", output) == (2 * half,)
+
+
+def test_resume_elsewhere(tmp_path: Path, plain_losses: Curve) -> None:
+    """On one rank, after a save on two that was interrupted: from the last one that was not."""
+    stopped = losses(run_example("resume_elsewhere.py", 2, "--steps", "10", "--folder", str(tmp_path)))
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "partial" / "__0_0.distcp").write_bytes(b"half of a")
+    resumed = losses(run_example("resume_elsewhere.py", 1, "--steps", "15", "--folder", str(tmp_path)))
+    assert list(resumed) == [11, 12, 13, 14, 15]
+    assert_same(stopped | resumed, {step: plain_losses[step] for step in range(1, 16)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000010", "step-000015"]
