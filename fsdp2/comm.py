@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -128,7 +129,7 @@ class PairwiseComm:
         for slot, own in zip(slots, inputs, strict=True):
             if slot[self.rank].data_ptr() != own.data_ptr():
                 slot[self.rank].copy_(own)
-        return _AllWork(works)
+        return _AllWork(works, [*outputs, *inputs])
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         slices = [tensor.view(self.size, -1) for tensor in inputs]
@@ -142,11 +143,11 @@ class PairwiseComm:
             [mine[rank] if rank == self.rank else theirs[self._place(rank)] for rank in range(self.size)]
             for mine, theirs in zip(slices, received, strict=True)
         ]
-        return _SumWork(works, outputs, parts, divisor)
+        return _SumWork(works, [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         if tensor.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-            return _AllWork([self.group.allreduce([tensor.div_(divisor)], _SUM_ALL)])
+            return _AllWork([self.group.allreduce([tensor.div_(divisor)], _SUM_ALL)], [tensor])
         return _DividedWork([self.group.allreduce([tensor], _SUM_ALL)], [tensor], divisor)
 
     def _peers(self) -> list[tuple[int, int]]:
@@ -159,22 +160,28 @@ class PairwiseComm:
 
 
 class _AllWork:
-    """Several works as one."""
+    """Several works as one. Owns the tensors that are sent from and received into."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor] = ()) -> None:
+        self._works, self._tensors = works, tensors
 
     def wait(self) -> None:
         works, self._works = self._works, ()  # gloo hangs if one is waited for twice
         for work in works:
             work.wait()
+        self._tensors = ()
+
+    def __del__(self) -> None:
+        # Given up unfinished, with a model that is deleted say: other threads still write to the memory.
+        with suppress(RuntimeError):
+            _AllWork.wait(self)
 
 
 class _DividedWork(_AllWork):
     """Divides what arrived."""
 
     def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], divisor: float) -> None:
-        super().__init__(works)
+        super().__init__(works, outputs)
         self._outputs, self._divisor = outputs, divisor
 
     def wait(self) -> None:
@@ -188,9 +195,14 @@ class _SumWork(_AllWork):
     """Adds up what arrived, in rank order whichever rank that is computed on, and divides it."""
 
     def __init__(
-        self, works: Sequence[Work], outputs: Sequence[Tensor], parts: list[list[Tensor]], divisor: float
+        self,
+        works: Sequence[Work],
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        parts: list[list[Tensor]],
+        divisor: float,
     ) -> None:
-        super().__init__(works)
+        super().__init__(works, tensors)
         self._outputs, self._parts, self._divisor = outputs, parts, divisor
 
     def wait(self) -> None:
@@ -266,7 +278,7 @@ class CustomComm:
         if self._reduce_scatter is None:
             return self._inner.reduce_scatter(outputs, inputs, divisor)
         averages = divisor == self.size and not self.force_sum
-        works, copies = [], []
+        works, copies, sources = [], [], []
         for output, whole in zip(outputs, inputs, strict=True):
             source, shard = (
                 self._reduce_scatter.allocate(each.shape, dtype=each.dtype, device=each.device)
@@ -282,7 +294,8 @@ class CustomComm:
             )
             works += [work] if work is not None else []
             copies.append((output, shard))
-        copy = _CopyWork(works, copies)
+            sources.append(source)
+        copy = _CopyWork(works, copies, sources)
         return copy if averages else _DividedWork([copy], outputs, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
@@ -292,8 +305,10 @@ class CustomComm:
 class _CopyWork(_AllWork):
     """Copies what arrived elsewhere."""
 
-    def __init__(self, works: Sequence[Work], copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(works)
+    def __init__(
+        self, works: Sequence[Work], copies: Sequence[tuple[Tensor, Tensor]], tensors: Sequence[Tensor] = ()
+    ) -> None:
+        super().__init__(works, tensors)
         self._copies = copies
 
     def wait(self) -> None:

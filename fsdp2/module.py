@@ -236,6 +236,7 @@ class FSDPModule:
         Raises:
             NotImplementedError: always.
         """
+        _check_bool("enable", enable)
         raise NotImplementedError("set_allocate_memory_from_process_group_for_comm is not supported yet. Leave it out.")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:

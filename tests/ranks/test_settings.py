@@ -1,0 +1,1065 @@
+"""Every setter of FSDPModule changes how a step is done, and not its numbers: held against plain training.
+
+That each setting has an effect is shown in tests/trace/test_every_setting.py, without ranks.
+"""
+
+import copy
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method, share_comm_ctx
+from helpers import run_checks
+from scenarios import (
+    ROWS,
+    WIDTH,
+    Block,
+    Fails,
+    MayFail,
+    Net,
+    Run,
+    Wrap,
+    blocks,
+    check,
+    kept,
+    leaves,
+    loss_of,
+    sgd,
+    whole,
+)
+
+
+class Model(nn.Module):
+    """An embedding, whose backward does not read its weight; blocks, one of which runs twice; one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH + 1, WIDTH)
+        self.first, self.twice, self.never = Block(), Block(), Block()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x + self.embed((x > 0).sum(1)))
+        return self.head(self.twice(self.twice(x) * self.scale))
+
+
+class Gather:
+    """A user's all-gather, which remembers what it was called with. `is_async`: return a Work."""
+
+    def __init__(self, is_async: bool) -> None:
+        self.is_async = is_async
+        self.given: list[Tensor] = []
+        self.calls: list[tuple[Tensor, Tensor]] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.given.append(torch.empty(size, dtype=dtype, device=device))
+        return self.given[-1]
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.calls.append((output_tensor, input_tensor))
+        return self.done(group.allgather_into_tensor_coalesced([output_tensor], [input_tensor]))
+
+    def done(self, work: Any) -> Any:
+        if not self.is_async:
+            work.wait()
+        return work if self.is_async else None
+
+
+class Scatter(Gather):
+    """The same for a reduce-scatter, of which `factor` times the result is delivered."""
+
+    def __init__(self, is_async: bool, factor: float = 1) -> None:
+        super().__init__(is_async)
+        self.factor = factor
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self.calls.append((output_tensor, input_tensor))
+        input_tensor.mul_(self.factor)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        return self.done(group.reduce_scatter_tensor_coalesced([output_tensor], [input_tensor], options))
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def each(setter: Callable[[Any], object]) -> Callable[[nn.Module], None]:
+    """For setters that act on one module only."""
+
+    def set_all(model: nn.Module) -> None:
+        for module in sharded_modules(model):
+            setter(module)
+
+    return set_all
+
+
+def prefetch_what_never_runs(model: Any) -> None:
+    wrong = [module for module in sharded_modules(model) if module is model.never] or [model]
+    for module in sharded_modules(model):
+        module.set_modules_to_forward_prefetch(wrong)
+        module.set_modules_to_backward_prefetch(wrong)
+
+
+def prefetch_everything(model: nn.Module) -> None:
+    for module in sharded_modules(model):
+        module.set_modules_to_forward_prefetch(sharded_modules(model))
+        module.set_modules_to_backward_prefetch(sharded_modules(model))
+
+
+def prefetch_nothing(model: nn.Module) -> None:
+    for module in sharded_modules(model):
+        module.set_modules_to_forward_prefetch([])
+        module.set_modules_to_backward_prefetch([])
+
+
+SETTINGS: dict[str, Callable[[Any], object]] = {
+    "reshard_after_forward": lambda model: model.set_reshard_after_forward(True),
+    "no reshard_after_forward": lambda model: model.set_reshard_after_forward(False),
+    "no reshard_after_backward": lambda model: model.set_reshard_after_backward(False),
+    "no unshard_in_backward": lambda model: model.set_unshard_in_backward(False, recurse=True),
+    "prefetch nothing": prefetch_nothing,
+    "prefetch everything": prefetch_everything,
+    "prefetch what never runs": prefetch_what_never_runs,
+    "many input buffers": lambda model: model.set_reduce_scatter_max_input_buffers(9),
+    "force_sum": lambda model: model.set_force_sum_reduction_for_comms(True, recurse=True),
+    "hook": lambda model: model.set_all_reduce_hook(lambda reduced: None, recurse=True),
+    "divide factor": lambda model: model.set_gradient_divide_factor(dist.get_world_size(), recurse=True),
+    "all_gather": each(lambda module: module.set_custom_all_gather(Gather(is_async=False))),
+    "async all_gather": each(lambda module: module.set_custom_all_gather(Gather(is_async=True))),
+    "reduce_scatter": each(lambda module: module.set_custom_reduce_scatter(Scatter(is_async=False))),
+    "async reduce_scatter": each(lambda module: module.set_custom_reduce_scatter(Scatter(is_async=True))),
+    "separate group": lambda model: model.set_separate_reduce_scatter_group(),
+    "further backwards": lambda model: model.set_is_last_backward(False),
+    "keep storage": lambda model: model.set_keep_unsharded_storage(True),
+}
+
+
+def apply(run: Run, model: nn.Module, *settings: str) -> None:
+    for setting in settings if run.sharded else ():
+        SETTINGS[setting](model)
+
+
+def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    """Two micro-batches a step, the first not synchronised in every other step; an evaluation in between."""
+    for step in range(steps):
+        for i in range(2):
+            run.set_sync(model, i == 1 or step == 0)
+            loss_of(model(run.batch(seed=10 * step + i))).backward()
+        run.step(f"step {step}", model, optimizer)
+        with torch.no_grad():
+            run.rows("evaluated", model(run.batch(seed=99)))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_setting_leaves_the_numbers_alone(world_size: int) -> None:
+    """Set before the first step."""
+
+    def scenario(run: Run, setting: str, wrap: Wrap) -> None:
+        model = run.build(Model)
+        wrap(run, model)
+        apply(run, model, setting)
+        train(run, model, sgd(model))
+
+    communicate = ("divide factor", "force_sum", "all_gather", "async reduce_scatter", "separate group")
+    check(scenario, world_size, setting=tuple(SETTINGS) if world_size == 2 else communicate, wrap=(leaves,))
+
+
+def test_settings_together_leave_the_numbers_alone() -> None:
+    """Six at a time, drawn at random, in any order: what one has built must not be in another's way."""
+    draw = random.Random(0)
+    together = tuple(tuple(draw.sample(list(SETTINGS), 6)) for _ in range(12))
+
+    def scenario(run: Run, settings: tuple[str, ...]) -> None:
+        model = run.build(Model)
+        blocks(run, model)
+        optimizer = sgd(model)
+        apply(run, model, *settings[:3])
+        run.step("first", model, optimizer, loss_of(model(run.batch(seed=1))))
+        apply(run, model, *settings[3:])
+        train(run, model, optimizer)
+
+    check(scenario, settings=together)
+
+
+def test_a_setting_is_taken_back() -> None:
+    """What was set for a step holds for that step."""
+    back: dict[str, Callable[[Any], object]] = {
+        "no reshard_after_backward": lambda model: model.set_reshard_after_backward(True),
+        "no unshard_in_backward": lambda model: model.set_unshard_in_backward(True, recurse=True),
+        "separate group": lambda model: model.set_separate_reduce_scatter_group(False),
+        "further backwards": lambda model: model.set_is_last_backward(True),
+        "keep storage": lambda model: model.set_keep_unsharded_storage(False),
+        "divide factor": lambda model: model.set_gradient_divide_factor(dist.get_world_size()),
+        "hook": lambda model: model.set_all_reduce_hook(None, recurse=True),
+    }
+
+    def scenario(run: Run, setting: str, wrap: Wrap) -> None:
+        model = run.build(Model)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(4):
+            if run.sharded:
+                (SETTINGS if step % 2 == 0 else back)[setting](model)
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, setting=tuple(back), wrap=(kept,))
+
+
+# ---- gathers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", ["none", "reentrant", "non-reentrant"])
+def test_weights_that_backward_needs_are_gathered_though_it_was_told_not_to(recompute: str) -> None:
+    """Only what nothing reads stays away: an embedding's weight, not a linear layer's, also under checkpointing."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Model)
+        blocks(run, model, reshard_after_forward=True)
+        apply(run, model, "no unshard_in_backward")
+        optimizer = sgd(model)
+        for step in range(2):
+            x = run.batch(seed=step).requires_grad_()
+            output = model(x) if recompute == "none" else checkpoint(model, x, use_reentrant=recompute == "reentrant")
+            run.step(f"step {step}", model, optimizer, loss_of(output))
+            run.rows("input", x.grad * x.shape[0])
+
+    check(scenario)
+
+
+def _values(param: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+    return distribute_tensor(values, param.device_mesh, param.placements) if isinstance(param, DTensor) else values
+
+
+def _local(param: Any) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def optimizer_step(build: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[Run, nn.Module], None]:
+    def change(run: Run, model: nn.Module) -> None:
+        build([p for p in model.parameters() if p.grad is not None], lr=0.1, **options).step()
+
+    return change
+
+
+def in_place(change: Callable[[Any], object]) -> Callable[[Run, nn.Module], None]:
+    """Of each parameter, without grad."""
+
+    def change_all(run: Run, model: nn.Module) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                change(param)
+
+    return change_all
+
+
+def step_by_hand(param: Any) -> None:
+    if param.grad is not None:
+        _local(param).sub_(0.1 * _local(param.grad))
+
+
+def load(run: Run, model: nn.Module, assign: bool = False) -> None:
+    state = {name: _values(param, seed=3) for name, param in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+
+
+def replace(run: Run, model: Any) -> None:
+    for owner in (model.twice.up, model.head):
+        owner.weight = nn.Parameter(_values(owner.weight, seed=4))
+
+
+def swap(run: Run, model: Any) -> None:
+    torch.utils.swap_tensors(model.head.weight, nn.Parameter(_values(model.head.weight, seed=4)))
+
+
+def in_inference_mode(run: Run, model: nn.Module) -> None:
+    with torch.inference_mode():
+        for param in model.parameters():
+            param.mul_(0.9)
+
+
+CHANGES: dict[str, Callable[[Run, nn.Module], object]] = {
+    "SGD foreach": optimizer_step(torch.optim.SGD, foreach=True),
+    "SGD one by one": optimizer_step(torch.optim.SGD, foreach=False),
+    "AdamW foreach": optimizer_step(torch.optim.AdamW, foreach=True),
+    "AdamW fused": optimizer_step(torch.optim.AdamW, fused=True),
+    "Adagrad": optimizer_step(torch.optim.Adagrad),
+    "by hand, on the local tensors": in_place(step_by_hand),
+    "by hand, on the DTensors": in_place(lambda p: p.sub_(0.1 * p.grad) if p.grad is not None else None),
+    "mul_": in_place(lambda p: p.mul_(0.9)),
+    "mul_ of a detached one": in_place(lambda p: p.detach().mul_(0.9)),
+    "mul_ of a view": in_place(lambda p: p.view(p.shape).mul_(0.9)),
+    "out=": in_place(lambda p: torch.mul(p, 0.9, out=p)),
+    "mul_ in inference mode": in_inference_mode,
+    "foreach on the local tensors": lambda run, model: torch._foreach_mul_(
+        [_local(p).detach() for p in model.parameters()], 0.9
+    ),
+    "copy_": in_place(lambda p: p.copy_(_values(p, seed=2))),
+    "copy_ to a state dict": lambda run, model: [p.copy_(_values(p, seed=2)) for p in model.state_dict().values()],
+    "init": in_place(lambda p: nn.init.constant_(p, 0.3)),
+    "load_state_dict": load,
+    "load_state_dict(assign)": lambda run, model: load(run, model, assign=True),
+    "load_state_dict of a part": lambda run, model: load(run, model.twice.up),  # type: ignore[arg-type]
+    "to(dtype) and back": lambda run, model: model.float().double(),
+    "to(dtype) of a part, and back": lambda run, model: model.head.float().double(),  # type: ignore[union-attr]
+    "replaced": replace,
+    "swapped": swap,
+    "the local tensor in a state dict": lambda run, model: [_local(p).mul_(0.9) for p in model.state_dict().values()],
+    "freezing": lambda run, model: model.twice.requires_grad_(False),  # type: ignore[union-attr]
+}
+
+UNCOUNTED: dict[str, Callable[[Run, nn.Module], object]] = {
+    ".data": in_place(lambda p: p.data.mul_(0.9)),
+    "copy_ to .data": in_place(lambda p: p.data.copy_(_values(p, seed=2))),
+    "foreach": lambda run, model: torch._foreach_mul_([p.detach() for p in model.parameters()], 0.9),
+    "the local tensor's .data": in_place(lambda p: _local(p).data.mul_(0.9)),
+}
+
+
+def train_around(run: Run, model: nn.Module, change: Callable[[Run, nn.Module], object]) -> None:
+    """Leave full parameters behind in each way there is, change the sharded ones, and show what comes then."""
+    loss_of(model(run.batch(seed=1))).backward()
+    change(run, model)
+    with torch.no_grad():
+        run.rows("evaluated", model(run.batch(seed=2)))
+    change(run, model)
+    loss_of(model(run.batch(seed=3))).backward()
+    run.grads("trained", model)
+    change(run, model)
+    model(run.batch(seed=4))
+    change(run, model)
+    loss_of(model(run.batch(seed=5))).backward()
+    run.grads("after a forward alone", model)
+    run.params("last", model)
+
+
+def test_full_parameters_that_were_kept_are_not_used_once_they_are_stale() -> None:
+    """set_reshard_after_backward(False): whatever changes a parameter, the next forward computes with the new value."""
+
+    def scenario(run: Run, change: str, wrap: Wrap) -> None:
+        model = run.build(Model)
+        wrap(run, model)
+        apply(run, model, "no reshard_after_backward")
+        train_around(run, model, CHANGES[change])
+
+    check(scenario, change=tuple(CHANGES), wrap=(kept,))
+
+
+def test_full_parameters_are_not_stale_after_what_torch_does_not_count() -> None:
+    """In-place operations through `.data` and the foreach kernels leave versions as they are: users call reshard."""
+
+    def scenario(run: Run, change: str, wrap: Wrap) -> None:
+        model = run.build(Model)
+        wrap(run, model)
+        apply(run, model, "no reshard_after_backward")
+
+        def change_and_reshard(run: Run, model: nn.Module) -> None:
+            UNCOUNTED[change](run, model)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+        train_around(run, model, change_and_reshard)
+
+    check(scenario, change=tuple(UNCOUNTED), wrap=(kept,))
+
+
+class Shift(nn.Module):
+    """Its backward reads no parameter, so plain training, too, lets these change between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH + 1, WIDTH)
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.embed((x > 0).sum(1)) + self.shift
+
+
+def test_full_parameters_that_changed_between_forward_and_backward_are_stale() -> None:
+    """The versions of what was gathered are those at the gather, not those at the backward that found it kept."""
+
+    def scenario(run: Run, when: str, wrap: Wrap) -> None:
+        model = run.build(Shift)
+        wrap(run, model)
+        apply(run, model, "no reshard_after_backward")
+        optimizer = sgd(model)
+        loss = loss_of(model(run.batch(seed=1)))
+        if when == "between two backwards":
+            loss.backward(retain_graph=True)
+        if when == "before backward":
+            in_place(lambda p: p.mul_(0.9))(run, model)
+        else:
+            later = loss_of(model(run.batch(seed=2)))
+            later.backward(retain_graph=True)
+            optimizer.step()
+        loss.backward()
+        run.grads("gradients", model)
+        with torch.no_grad():
+            run.rows("evaluated", model(run.batch(seed=99)))
+        run.step("after", model, optimizer, loss_of(model(run.batch(seed=3))))
+
+    whens = ("before backward", "between two backwards", "between two forwards' backwards")
+    check(scenario, when=whens, wrap=(whole, kept, blocks))
+
+
+def test_optimizer_in_backward_with_full_parameters_that_stay() -> None:
+    """A step from a post-accumulate hook, amid the backward after which the full parameters are kept."""
+
+    def scenario(run: Run, foreach: bool, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        apply(run, model, "no reshard_after_backward")
+        optimizers = {p: torch.optim.SGD([p], lr=0.25, foreach=foreach) for p in model.parameters()}
+
+        def step(param: nn.Parameter) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in optimizers:
+            param.register_post_accumulate_grad_hook(step)
+        for i in range(3):
+            loss = loss_of(model(run.batch(seed=i)))
+            run.mean(f"loss {i}", loss)
+            loss.backward()
+        run.params("after", model)
+
+    check(scenario, foreach=(True, False), wrap=(whole, blocks, kept))
+
+
+def test_full_parameters_that_stay_through_errors_evaluation_and_unshard() -> None:
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(MayFail)
+        wrap(run, model)
+        apply(run, model, "no reshard_after_backward")
+        optimizer = sgd(model)
+        for step, when in enumerate(("", "forward", "backward", "")):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+            model.middle[1].when = when
+            if when:
+                with pytest.raises(ValueError, match="on purpose"):
+                    loss_of(model(run.batch(seed=50 + step))).backward()
+            model.middle[1].when = ""
+            optimizer.zero_grad()
+            if isinstance(model, FSDPModule) and step == 2:
+                model.unshard()
+                model.reshard()
+            run.rows("evaluated", model(run.batch(seed=99)))
+
+    check(scenario, wrap=(blocks, kept))
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Two branches, of which a rank may use either, both or none, between layers that all use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.expert = Expert()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, use: str, times: int = 1) -> Tensor:
+        x = self.stem(x)
+        for _ in range(times):
+            x = self.expert(x, use)
+        return self.head(x)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.a, self.b = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(3, WIDTH)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        if "a" in use:
+            x = x + self.up(torch.tanh(self.a(x)))
+        if "b" in use:
+            x = x + self.b(x)
+        return x
+
+
+def branches_backward(run: Run, model: nn.Module, uses: tuple[str, ...], seed: int, times: int = 1) -> None:
+    """Rank r uses `uses[r]`; a plain model goes through all ranks' rows, one rank after the other."""
+    if run.sharded:
+        loss_of(model(run.batch(seed=seed), uses[run.rank], times)).backward()
+    else:
+        for rows, use in zip(run.batch(seed=seed).chunk(len(uses)), uses, strict=True):
+            (loss_of(model(rows, use, times)) / len(uses)).backward()
+
+
+def show_with_zeros(run: Run, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step, in which a plain model has zeros where the sharded one reduces zeros for what nobody used."""
+    for param in () if run.sharded else model.parameters():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    run.step(name, model, optimizer)
+
+
+USES = (("a", "b"), ("ab", ""), ("a", "a"), ("", ""))
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+def test_parameters_that_only_some_ranks_use(times: int) -> None:
+    """set_reduce_scatter_unused_params: all ranks reduce the same, though each has other gradients.
+
+    Twice: the module runs twice in a forward, and what a rank lacks, it lacks both times.
+    """
+
+    def scenario(run: Run, uses: tuple[str, ...], wrap: Wrap, waits: bool) -> None:
+        model = run.build(Branches)
+        wrap(run, model)
+        if isinstance(model, FSDPModule):
+            model.set_reduce_scatter_unused_params(True)
+        optimizer = sgd(model)
+        for step in range(2):
+            if waits:
+                run.set_sync(model, False)
+                branches_backward(run, model, uses[::-1], seed=10 + step, times=times)
+                run.set_sync(model, True)
+            branches_backward(run, model, uses, seed=step, times=times)
+            show_with_zeros(run, f"step {step}", model, optimizer)
+
+    if times == 1:
+        check(scenario, uses=USES, wrap=(whole, blocks), waits=(False, True))
+    else:
+        check(scenario, uses=USES[:1], wrap=(blocks,), waits=(False,))
+
+
+def test_parameters_that_only_some_of_three_ranks_use() -> None:
+    def scenario(run: Run, uses: tuple[str, ...]) -> None:
+        model = run.build(Branches)
+        blocks(run, model)
+        if isinstance(model, FSDPModule):
+            model.set_reduce_scatter_unused_params(True)
+        optimizer = sgd(model)
+        branches_backward(run, model, uses, seed=1)
+        show_with_zeros(run, "step", model, optimizer)
+
+    check(scenario, 3, uses=(("a", "b", ""), ("", "ab", "ab")))
+
+
+def test_unused_parameters_of_one_module_only() -> None:
+    """`recurse=False`: the others keep None where nobody has a gradient; taken back, this one does so too."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Branches)
+        blocks(run, model)
+        optimizer = sgd(model)
+        if run.sharded:
+            model.expert.set_reduce_scatter_unused_params(True)
+        branches_backward(run, model, ("a", "b"), seed=1)
+        run.step("both", model, optimizer)
+        if run.sharded:
+            model.set_reduce_scatter_unused_params(False)
+        branches_backward(run, model, ("a", "a"), seed=2)
+        run.step("taken back", model, optimizer)
+
+    check(scenario)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_divide_factor(world_size: int) -> None:
+    """Gradients are the sum of the ranks' over the factor: `world_size / factor` times the mean."""
+
+    def scenario(run: Run, factor: float, recurse: bool, hook: bool, sync: bool) -> None:
+        model = run.build(Net)
+        blocks(run, model)
+        if run.sharded:
+            model.set_gradient_divide_factor(factor, recurse=recurse)
+            model.set_all_reduce_hook((lambda reduced: reduced.mul_(2)) if hook else None, recurse=recurse)
+        run.set_sync(model, sync)
+        loss_of(model(run.batch(seed=1))).backward()
+        run.set_sync(model, True)
+        loss_of(model(run.batch(seed=2))).backward()
+        if not run.sharded:
+            own = list(model.parameters()) if recurse else [model.scale]
+            for param in own:
+                param.grad.mul_(world_size / factor * (2 if hook else 1))
+        run.grads("gradients", model)
+
+    factors = (5,) if world_size == 3 else (5, 0.25)
+    check(scenario, world_size, factor=factors, recurse=(True, False), hook=(False, True), sync=(True, False))
+
+
+def test_the_old_name_of_the_divide_factor() -> None:
+    def scenario(run: Run) -> None:
+        model = run.build(Net)
+        whole(run, model)
+        if run.sharded:
+            model.set_reduce_scatter_divide_factor(4.0)
+        loss_of(model(run.batch(seed=1))).backward()
+        for param in () if run.sharded else model.parameters():
+            param.grad.mul_(2 / 4)
+        run.grads("gradients", model)
+
+    check(scenario)
+
+
+def test_the_hook_gets_what_becomes_gradients() -> None:
+    """One call per reduction, with the flat reduced shards in the reduce dtype, before `.grad` and its hooks."""
+
+    def both_dtypes() -> None:
+        model = Net().bfloat16()
+        run = Run(dist.get_rank(), 2, [])
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            run.shard(block, mp_policy=policy)
+        run.shard(model, mp_policy=policy)
+        seen: list[Tensor] = []
+        no_gradient_yet: list[bool] = []
+
+        def hook(reduced: Tensor) -> None:
+            seen.append(reduced.clone())
+            no_gradient_yet.append(model.scale.grad is None)
+            reduced.fill_(2)
+
+        model.set_all_reduce_hook(hook)
+        loss_of(model(run.batch(seed=1).bfloat16())).backward()
+        assert [reduced.dtype for reduced in seen] == [torch.float32]
+        assert seen[0].dim() == 1
+        assert no_gradient_yet == [True]
+        own = sum(model.get_parameter(name).to_local().numel() for name in ("scale", "stem.weight", "stem.bias"))
+        assert seen[0].numel() >= own
+        assert (model.scale.grad.to_local() == 2).all(), "what the hook left is the gradient"
+        assert not (model.blocks[0].up.weight.grad.to_local() == 2).any(), "other groups have no hook"
+        model.set_all_reduce_hook(None)
+        model.zero_grad()
+        loss_of(model(run.batch(seed=1).bfloat16())).backward()
+        assert len(seen) == 1
+        assert not (model.scale.grad.to_local() == 2).any()
+
+    run_checks(2, [("both dtypes", both_dtypes)])
+
+
+def test_custom_collectives_get_tensors_of_their_own() -> None:
+    """Each call's tensors come from `allocate`; a gather's are bytes, its input this rank's part of its output."""
+
+    def check_calls(is_async: bool) -> None:
+        run = Run(dist.get_rank(), 2, [])
+        model = run.build(Net)
+        blocks(run, model)
+        gather, scatter = Gather(is_async), Scatter(is_async)
+        model.set_custom_all_gather(gather)
+        model.set_custom_reduce_scatter(scatter)
+        loss_of(model(run.batch(seed=1))).backward()
+        (output, own), *others = gather.calls
+        assert not others, "the root's parameters stay: one gather"
+        assert [id(tensor) for tensor in gather.given] == [id(output)]
+        assert output.dtype == own.dtype == torch.uint8
+        assert own.data_ptr() == output[run.rank * own.numel() :].data_ptr()
+        assert output.numel() == 2 * own.numel()
+        ((total, shard),) = [(source, target) for target, source in scatter.calls]
+        assert {id(tensor) for tensor in scatter.given} == {id(total), id(shard)}
+        assert total.dtype == shard.dtype == torch.float64
+        assert total.numel() == 2 * shard.numel()
+        gathered = sum(p.numel() for p in (model.scale,)) * 8
+        assert output.numel() >= gathered
+
+    run_checks(2, [(f"async={flag}", lambda flag=flag: check_calls(flag)) for flag in (False, True)])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_custom_reduce_scatter_delivers_is_used(is_async: bool) -> None:
+    def scenario(run: Run, factor: float | None) -> None:
+        model = run.build(Net)
+        whole(run, model)
+        if run.sharded:
+            model.set_custom_reduce_scatter(Scatter(is_async, factor=2))
+            if factor is not None:
+                model.set_gradient_divide_factor(factor)
+        for i in range(2):
+            loss_of(model(run.batch(seed=i))).backward()
+        for param in () if run.sharded else model.parameters():
+            param.grad.mul_(2 if factor is None else 2 * 2 / factor)
+        run.grads("gradients", model)
+
+    check(scenario, factor=(None, 3.0))
+
+
+# ---- the end of backward ---------------------------------------------------------------------------------------------
+
+
+def in_flight(run: Run, model: Any, buffers: int = 9) -> None:
+    """Let all reductions be in flight until they are finished by hand."""
+    if run.sharded:
+        model.set_reduce_scatter_max_input_buffers(buffers)
+        model.set_manual_backward_finalization(True)
+
+
+def finalize(run: Run, model: Any, async_op: bool = False) -> None:
+    if run.sharded:
+        handle = model.finalize_backward(async_op=async_op)
+        assert (handle is not None) == async_op
+        if handle is not None:
+            handle.wait()
+            handle.wait()
+
+
+def expect_no_gradients(run: Run, model: nn.Module) -> None:
+    if run.sharded:
+        early = [name for name, param in model.named_parameters() if param.grad is not None]
+        assert not early, f"gradients before finalize_backward: {early}"
+
+
+def test_manual_finalisation() -> None:
+    """No gradient before, all after; two backwards, one finalisation; taken back, backward ends by itself again."""
+
+    def scenario(run: Run, async_op: bool, wrap: Wrap, sync: bool, backwards: int) -> None:
+        model = run.build(Model)
+        wrap(run, model)
+        in_flight(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            for i in range(backwards):
+                run.set_sync(model, sync or i == backwards - 1)
+                loss_of(model(run.batch(seed=10 * step + i))).backward()
+                expect_no_gradients(run, model)
+                if not sync:
+                    finalize(run, model, async_op)
+            finalize(run, model, async_op)
+            run.step(f"step {step}", model, optimizer)
+        if run.sharded:
+            model.set_manual_backward_finalization(False)
+        run.step("by itself", model, optimizer, loss_of(model(run.batch(seed=99))))
+
+    check(scenario, async_op=(False, True), wrap=(whole, blocks), sync=(True,), backwards=(1, 2))
+
+
+def test_manual_finalisation_of_an_accumulation() -> None:
+    """Gradients that wait for synchronisation count also if no finalisation comes between the backwards."""
+
+    def scenario(run: Run, between: bool, wrap: Wrap) -> None:
+        model = run.build(Model)
+        wrap(run, model)
+        in_flight(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            for i in range(3):
+                run.set_sync(model, i == 2)
+                loss_of(model(run.batch(seed=10 * step + i))).backward()
+                if between:
+                    finalize(run, model)
+            finalize(run, model)
+            run.step(f"step {step}", model, optimizer)
+
+    check(scenario, between=(True, False), wrap=(whole, blocks))
+
+
+def test_manual_finalisation_and_a_backward_that_fails() -> None:
+    """The backward that failed leaves nothing; what complete ones have left in flight still arrives."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(MayFail)
+        wrap(run, model)
+        in_flight(run, model)
+        optimizer = sgd(model)
+        loss_of(model(run.batch(seed=1))).backward()
+        output = model(run.batch(seed=2))
+        output.register_hook(Fails().fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            loss_of(output).backward()
+        loss_of(model(run.batch(seed=3))).backward()
+        finalize(run, model)
+        run.step("after", model, optimizer)
+
+    check(scenario, wrap=(whole, blocks))
+
+
+def test_manual_finalisation_is_the_roots() -> None:
+    """Refused on a child and during backward; a handle from before reset_iter_state is refused, too."""
+
+    def refusals() -> None:
+        run = Run(dist.get_rank(), 2, [])
+        model = run.build(Net)
+        blocks(run, model)
+        for call in (
+            lambda: model.blocks[0].set_manual_backward_finalization(True),
+            lambda: model.blocks[0].finalize_backward(),
+            lambda: model.blocks[0].finalize_backward(async_op=True),
+            lambda: model.blocks[0].reset_iter_state(),
+        ):
+            with pytest.raises(RuntimeError, match="expected the root"):
+                call()
+        output = model(run.batch(seed=1))
+        refused = []
+
+        def amid_backward(_: Tensor) -> None:
+            with pytest.raises(RuntimeError, match="between backward passes"):
+                model.set_manual_backward_finalization(True)
+            refused.append(True)
+
+        model.blocks[0].up.weight.register_hook(amid_backward)
+        loss_of(output).backward()
+        assert refused
+        assert model.scale.grad is not None
+        in_flight(run, model)
+        model.zero_grad()
+        model.blocks[0].up.weight._backward_hooks.clear()
+        loss_of(model(run.batch(seed=1))).backward()
+        handle = model.finalize_backward(async_op=True)
+        assert model.scale.grad is None
+        model.reset_iter_state()
+        with pytest.raises(RuntimeError, match="dropped by reset_iter_state"):
+            handle.wait()
+        model.finalize_backward()
+        assert model.scale.grad is None, "dropped"
+
+    run_checks(2, [("refusals", refusals)])
+
+
+def test_reset_after_an_error() -> None:
+    """The next step is exact: nothing of the failed pass turns up, no module is left with its full parameters."""
+
+    def scenario(run: Run, when: str, twice: bool, wrap: Wrap) -> None:
+        model = run.build(MayFail)
+        wrap(run, model)
+        optimizer = sgd(model)
+        run.step("before", model, optimizer, loss_of(model(run.batch(seed=1))))
+        model.middle[1].when = when
+        with pytest.raises(ValueError, match="on purpose"):
+            loss_of(model(run.batch(seed=2))).backward()
+        model.middle[1].when = ""
+        for _ in range(1 + twice) if run.sharded else ():
+            model.reset_iter_state()
+        optimizer.zero_grad()
+        run.params("reset", model)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=3 + step))))
+
+    check(scenario, when=("forward", "backward"), twice=(False, True), wrap=(whole, leaves))
+
+
+def test_reset_drops_what_waits() -> None:
+    """In an accumulation: gradients that wait for synchronisation are gone, those reduced before it stay."""
+
+    def scenario(run: Run, failed: str, reduced: bool, wrap: Wrap) -> None:
+        model = run.build(MayFail)
+        wrap(run, model)
+        optimizer = sgd(model)
+        if reduced:
+            loss_of(model(run.batch(seed=1))).backward()
+        if run.sharded:
+            run.set_sync(model, False)
+            for i in range(2):
+                loss_of(model(run.batch(seed=2 + i))).backward()
+            model.middle[1].when = failed
+            if failed:
+                with pytest.raises(ValueError, match="on purpose"):
+                    loss_of(model(run.batch(seed=4))).backward()
+            model.middle[1].when = ""
+            model.reset_iter_state()
+        run.grads("reset", model)
+        run.set_sync(model, False)
+        loss_of(model(run.batch(seed=5))).backward()
+        run.set_sync(model, True)
+        loss_of(model(run.batch(seed=6))).backward()
+        run.step("after", model, optimizer)
+
+    check(scenario, failed=("", "forward", "backward"), reduced=(False, True), wrap=(whole, blocks))
+
+
+def test_reset_in_the_middle_of_nothing_changes_nothing() -> None:
+    """Between steps, before the first forward, after a forward without a backward, and twice."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            for _ in range(2) if run.sharded else ():
+                model.reset_iter_state()
+            model(run.batch(seed=50))
+            if run.sharded:
+                model.reset_iter_state()
+            loss_of(model(run.batch(seed=step))).backward()
+            if run.sharded:
+                model.reset_iter_state()
+            run.step(f"step {step}", model, optimizer)
+
+    check(scenario, wrap=(whole, blocks, kept))
+
+
+def test_further_backwards_through_forwards_that_have_run() -> None:
+    """set_is_last_backward(False): several forwards, then their backwards, in either order; and after an error."""
+
+    def scenario(run: Run, reverse: bool, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            losses = [loss_of(model(run.batch(seed=10 * step + i))) for i in range(3)]
+            for i, loss in enumerate(losses[::-1] if reverse else losses):
+                if run.sharded:
+                    model.set_is_last_backward(i == 2)
+                loss.backward()
+            run.step(f"step {step}", model, optimizer)
+
+    check(scenario, reverse=(False, True), wrap=(blocks, leaves))
+
+
+# ---- other methods than forward, other roots -------------------------------------------------------------------------
+
+
+class Coder(nn.Module):
+    """Methods of its own beside forward, which call each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Net(depth=1), Net(depth=1)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    def encode(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return self.encoder(x * self.scale) + shift
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.decoder(x) + self.scale
+
+    def through(self, x: Tensor) -> Tensor:
+        return self(x) * self.scale
+
+
+def scaled(self: Coder, x: Tensor) -> Tensor:
+    return self.decode(x) * self.scale
+
+
+def test_a_registered_method_gathers_like_forward() -> None:
+    """Methods of the class, an attribute of the object, one that calls forward; registered once or twice; mixed."""
+
+    def scenario(run: Run, times: int, wrap: Wrap, settings: tuple[str, ...]) -> None:
+        model = run.build(Coder)
+        model.attached = types.MethodType(scaled, model)
+        model.function = lambda x: scaled(model, x)
+        wrap(run, model)
+        apply(run, model, *settings)
+        for _ in range(times):
+            for name in ("encode", "decode", "through", "attached", "function"):
+                register_fsdp_forward_method(model, name)
+        optimizer = sgd(model)
+        for step in range(2):
+            for i, name in enumerate(("encode", "decode", "through", "attached", "function")):
+                output = getattr(model, name)(run.batch(seed=10 * step + i))
+                run.rows(name, output)
+                loss_of(output).backward()
+                run.grads(name, model)
+            loss_of(model.decode(model.encode(run.batch(seed=step), shift=1.0))).backward()
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=9 + step))))
+            with torch.no_grad():
+                run.rows("without grad", model.encode(run.batch(seed=99), shift=0.5))
+
+    check(scenario, times=(1, 2), wrap=(blocks,), settings=((), ("no reshard_after_backward",)))
+
+
+def test_a_method_that_is_not_registered_works_on_shards() -> None:
+    """So the test above needs the registration; a plain module and its methods stay as they are."""
+
+    def checks() -> None:
+        run = Run(dist.get_rank(), 2, [])
+        model = run.build(Coder)
+        whole(run, model)
+        with pytest.raises(RuntimeError, match="DTensor"):
+            model.encode(run.batch(seed=1))
+        register_fsdp_forward_method(model, "encode")
+        assert model.encode(run.batch(seed=1)).shape == (ROWS // 2, WIDTH)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        for wrong in ("missing", "training"):
+            with pytest.raises(ValueError, match="method_name: expected a method of"):
+                register_fsdp_forward_method(model, wrong)
+        plain = Coder()
+        with pytest.raises(ValueError, match="method_name"):
+            register_fsdp_forward_method(plain, "missing")
+        before = dict(vars(plain))
+        register_fsdp_forward_method(plain, "encode")
+        assert vars(plain) == before
+        register_fsdp_forward_method(copy.copy(plain), "decode")
+
+    run_checks(2, [("checks", checks)])
+
+
+def test_roots_that_share_what_bounds_their_reductions() -> None:
+    """Two stages of a pipeline, each a root: their backwards take turns, and the gradients of both are exact."""
+
+    def scenario(run: Run, when: str, wrap: Wrap, settings: tuple[str, ...]) -> None:
+        first, second = run.build(Net), run.build(Net, seed=2)
+        for stage in (first, second):
+            wrap(run, stage)
+            apply(run, stage, *settings)
+        optimizer = sgd(nn.ModuleList([first, second]))
+        if run.sharded and when == "at first":
+            share_comm_ctx([first, second])
+        for step in range(3):
+            hidden = first(run.batch(seed=step))
+            cut = hidden.detach().requires_grad_()
+            loss = loss_of(second(cut))
+            loss.backward()
+            if run.sharded and when == "between backwards" and step == 1:
+                share_comm_ctx([second, first, first])
+            hidden.backward(cut.grad)
+            run.step(f"step {step}", nn.ModuleList([first, second]), optimizer)
+
+    options = ((), ("many input buffers",), ("separate group", "further backwards"))
+    check(scenario, when=("at first", "between backwards"), wrap=(blocks,), settings=options)
+
+
+def test_reductions_in_flight_when_roots_begin_to_share() -> None:
+    """Both have some: none is lost, each arrives where it belongs, also if the other root finishes it."""
+
+    def scenario(run: Run, order: str, finalizes: str) -> None:
+        first, second = run.build(Net), run.build(Net, seed=2)
+        for stage in (first, second):
+            blocks(run, stage)
+            in_flight(run, stage)
+        both = nn.ModuleList([first, second])
+        optimizer = sgd(both)
+        loss_of(first(run.batch(seed=1))).backward()
+        loss_of(second(run.batch(seed=2))).backward()
+        expect_no_gradients(run, both)
+        if run.sharded:
+            share_comm_ctx([first, second] if order == "12" else [second, first])
+        expect_no_gradients(run, both)
+        loss_of(first(run.batch(seed=3))).backward()
+        for stage in (first, second) if finalizes == "12" else (second, first):
+            finalize(run, stage)
+        run.step("after", both, optimizer)
+
+    check(scenario, order=("12", "21"), finalizes=("12", "21"))
+
+
+def test_a_failed_backward_leaves_what_another_root_has_in_flight() -> None:
+    def scenario(run: Run, shares: bool) -> None:
+        first, second = run.build(MayFail), run.build(MayFail, seed=2)
+        for stage in (first, second):
+            blocks(run, stage)
+        in_flight(run, first)
+        if run.sharded and shares:
+            share_comm_ctx([first, second])
+        loss_of(first(run.batch(seed=1))).backward()
+        second.middle[1].when = "backward"
+        with pytest.raises(ValueError, match="on purpose"):
+            loss_of(second(run.batch(seed=2))).backward()
+        finalize(run, first)
+        run.grads("first", first)
+
+    check(scenario, shares=(False, True))

@@ -1,0 +1,740 @@
+"""No option is accepted and ignored: every method of FSDPModule and every argument of fully_shard has an effect.
+
+Held against what one step does (tests/ranks/test_settings.py: its numbers stay the same), on one of four ranks whose
+peers are simulated. A method or an argument without a check here fails.
+"""
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from recorder import RecordingComm, record
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp2 import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    share_comm_ctx,
+)
+from fsdp2.hooks import states_below
+from fsdp2.mesh import DataMesh
+from helpers import fake_world
+
+RANKS = 4
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    with fake_world(RANKS):
+        yield
+
+
+class Add(nn.Module):
+    """Its backward reads no weight; one parameter is never used. `rows` tells its payloads from others'."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows, 4))
+        self.unused = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sum(0)
+
+
+class Root(Add):
+    """Two blocks, and parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.b0, self.b1 = Add(8), Add(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.b1(self.b0(x)))
+
+
+NAMES = ("root", "b0", "b1")
+
+
+def build(model: Any = None, **options: Any) -> Any:
+    model = Root() if model is None else model
+    for module in (model.b0, model.b1, model):
+        fully_shard(module, **options)
+    return model
+
+
+def hsdp(**options: Any) -> Any:
+    return build(mesh=init_device_mesh("cpu", (2, 2)), **options)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def trace(model: nn.Module, steps: int = 2) -> list[str]:
+    """What the last of some steps did; the first has no order to follow yet."""
+    shards = [(state.group, state.group.gradients.reduction.shards) for state in states_below(model)]
+    lines = record(model)
+    for group, comm in shards:  # which may be another one than gathers use
+        group.gradients.reduction.shards = RecordingComm(comm, group, lines)
+    for name, param in model.named_parameters():
+        if "weight" in name:
+            _, _, owner = name.rpartition(".weight")[0].rpartition(".")
+            param.register_post_accumulate_grad_hook(lambda _, owner=owner: lines.append(f"grad   {owner or 'root'}"))
+    for _ in range(steps):
+        lines.clear()
+        backward(model)
+        model.zero_grad()
+    return lines
+
+
+@dataclasses.dataclass
+class Seen:
+    """What can be seen of one group in a step."""
+
+    lines: list[str]
+    # "AVG" or "SUM", of each reduction that was launched.
+    ops: list[str]
+    # Bytes of the full storage between steps.
+    resting: int
+    # Whether reductions go through another process group than gathers.
+    is_separate: bool
+
+
+def look(model: nn.Module) -> dict[str, Seen]:
+    """By group."""
+    states = {state.group.name: state for state in states_below(model)}
+    ops = {name: spy_on(state.group.gradients.reduction.shards) for name, state in states.items()}
+    separate = {
+        name: state.group.gradients.reduction.shards.group is not state.group._comm.group
+        for name, state in states.items()
+    }
+    lines = trace(model)
+    return {
+        name: Seen(
+            [line for line in lines if line.split()[1] == name and not line.startswith("grad")],
+            ops[name],
+            state.group._buffers._full_storage.nbytes(),
+            separate[name],
+        )
+        for name, state in states.items()
+    }
+
+
+def spy_on(comm: Any) -> list[str]:
+    """The operations that a Comm asks the backend for, from now on."""
+    ops: list[str] = []
+    launch = comm._reduce_scatter_one
+
+    def reduce_scatter(output: Tensor, source: Tensor, options: Any) -> Any:
+        ops.append("AVG" if options.reduceOp == dist.ReduceOp.AVG else "SUM")
+        return launch(output, source, options)
+
+    comm._reduce_scatter_one = reduce_scatter
+    return ops
+
+
+def groups_changed(configure: Callable[[Any], object], make: Callable[[], Any] = build) -> set[str]:
+    """The groups of which something else can be seen with a setting than without."""
+    plain, model = make(), make()
+    configure(model)
+    before, after = look(plain), look(model)
+    return {name for name in NAMES if before[name] != after[name]}
+
+
+# ---- settings of several modules at once -----------------------------------------------------------------------------
+
+
+def kept_by_root_only() -> Any:
+    return build(reshard_after_forward=True)
+
+
+hooked: list[int] = []
+
+
+@dataclasses.dataclass
+class Recursive:
+    """A setter with `recurse`: how to call it so that each group it acts on shows that."""
+
+    value: Any
+    make: Callable[[], Any] = build
+    changed: Callable[[Callable[[Any], object], Callable[[], Any]], set[str]] = groups_changed
+
+
+def groups_hooked(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
+    model = make()
+    configure(model)
+    hooked.clear()
+    backward(model)
+    return {{4: "root", 8: "b0", 16: "b1"}[numel] for numel in hooked}
+
+
+def groups_that_raise_the_limit(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
+    """The largest number counts, so each group's own is what is in force when the others' are 1."""
+    names = set()
+    for name in NAMES:
+        model = make()
+        configure(model)
+        for state in states_below(model):
+            if state.group.name != name:
+                state.modules[0].set_reduce_scatter_max_input_buffers(1, recurse=False)
+        lines = trace(model)
+        if lines.index("reduce root  64") < lines.index("grad   b1"):
+            names.add(name)
+    return names
+
+
+RECURSIVE = {
+    "set_requires_gradient_sync": Recursive(False),
+    "set_requires_all_reduce": Recursive(False, hsdp),
+    "set_reshard_after_forward": Recursive(False, kept_by_root_only),
+    "set_reshard_after_backward": Recursive(False),
+    "set_unshard_in_backward": Recursive(False, kept_by_root_only),
+    "set_reduce_scatter_unused_params": Recursive(True),
+    "set_reduce_scatter_max_input_buffers": Recursive(3, changed=groups_that_raise_the_limit),
+    "set_gradient_divide_factor": Recursive(3.0),
+    "set_force_sum_reduction_for_comms": Recursive(True),
+    "set_all_reduce_hook": Recursive(lambda reduced: hooked.append(reduced.numel()), changed=groups_hooked),
+    "set_separate_reduce_scatter_group": Recursive(True),
+    "set_keep_unsharded_storage": Recursive(True),
+}
+
+
+@pytest.mark.parametrize("name", RECURSIVE)
+def test_recurse(name: str) -> None:
+    """A setter acts on the module's own group, and with `recurse` on those inside it; never on one outside."""
+    setting = RECURSIVE[name]
+    default = inspect.signature(getattr(FSDPModule, name)).parameters["recurse"].default
+
+    def changed(on: str = "", **options: Any) -> set[str]:
+        return setting.changed(lambda m: getattr(m.get_submodule(on), name)(setting.value, **options), setting.make)
+
+    assert changed(recurse=False) == {"root"}
+    assert changed(recurse=True) == set(NAMES)
+    assert changed() == (set(NAMES) if default else {"root"})
+    assert changed(on="b1", recurse=True) == {"b1"}
+
+
+# ---- one check for each public method and argument -------------------------------------------------------------------
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def register(check: Callable[[], None]) -> Callable[[], None]:
+        CHECKS.update(dict.fromkeys(names, check))
+        return check
+
+    return register
+
+
+def gathers(lines: list[str]) -> list[str]:
+    return [line.split()[1] for line in lines if line.startswith("gather")]
+
+
+@checks("unshard", "reshard")
+def unshard_and_reshard() -> None:
+    model = build()
+    state = model.b0._get_fsdp_state()
+    lines = record(model)
+    handle = model.b0.unshard(async_op=True)
+    assert gathers(lines) == ["b0"]
+    assert isinstance(model.b0.weight, DTensor), "not before wait"
+    handle.wait()
+    handle.wait()
+    assert model.b0.unshard() is None
+    assert gathers(lines) == ["b0"]
+    assert not isinstance(model.b0.weight, DTensor)
+    assert isinstance(model.weight, DTensor), "its own group only"
+    assert state.group._buffers._full_storage.nbytes() > 0
+    model.b0.reshard()
+    assert isinstance(model.b0.weight, DTensor)
+    assert state.group._buffers._full_storage.nbytes() == 0
+
+
+def gathers_before_b0_runs(modules: list[Any] | None) -> list[str]:
+    model, before = build(), []
+    if modules is not None:
+        model.b0.set_modules_to_forward_prefetch(modules)
+    lines = record(model)
+    model.b0.register_forward_pre_hook(lambda *_: before.append(gathers(lines)))
+    for _ in range(2):
+        lines.clear()
+        backward(model)
+    return before[-1]
+
+
+@checks("set_modules_to_forward_prefetch")
+def forward_prefetch() -> None:
+    def order(modules: Callable[[Any], list[Any]]) -> list[str]:
+        model = build(reshard_after_forward=False)
+        model.set_modules_to_forward_prefetch(modules(model))
+        return gathers(trace(model))
+
+    assert order(lambda model: [model.b0]) == ["root", "b0", "b1"]
+    assert order(lambda model: [model.b1, model.b0]) == ["root", "b1", "b0"]
+    assert order(lambda model: [model.b1]) == ["root", "b1", "b0"]
+    assert order(lambda model: []) == ["root", "b0", "b1"]
+    assert gathers_before_b0_runs(None) == ["root", "b0", "b1"]
+    assert gathers_before_b0_runs([]) == ["root", "b0"]
+
+
+@checks("set_modules_to_backward_prefetch")
+def backward_prefetch() -> None:
+    def order(modules: Callable[[Any], list[Any]]) -> list[str]:
+        model = build(reshard_after_forward=True)
+        model.set_modules_to_backward_prefetch(modules(model))
+        return gathers(trace(model))[3:]
+
+    assert order(lambda model: [model.b1]) == ["root", "b1", "b0"]
+    assert order(lambda model: [model.b0, model.b1]) == ["root", "b0", "b1"]
+    assert order(lambda model: [model.b0]) == ["root", "b0", "b1"]
+    assert gathers_before_b1s_backward(lambda model: None) == ["root", "b1"]
+    assert gathers_before_b1s_backward(lambda model: model.set_modules_to_backward_prefetch([])) == ["root"]
+
+
+def gathers_before_b1s_backward(configure: Callable[[Any], object]) -> list[str]:
+    model, before = build(reshard_after_forward=True), []
+    configure(model)
+    lines = record(model)
+    note_gathers(model, lines, before)
+    for _ in range(2):
+        lines.clear()
+        backward(model)
+    return before[-1][3:]
+
+
+def note_gathers(model: Any, lines: list[str], before: list[list[str]]) -> None:
+    """Whenever backward reaches b1: what has been gathered until then."""
+
+    def note(_: Tensor) -> None:
+        before.append(gathers(lines))
+
+    model.b1.register_forward_hook(lambda module, args, output: output.register_hook(note) and None)
+
+
+@checks("set_reduce_scatter_divide_factor")
+def old_name_of_the_divide_factor() -> None:
+    assert groups_changed(lambda model: model.set_reduce_scatter_divide_factor(3.0)) == {"root"}
+
+
+class Collective:
+    """A user's collective that writes down its calls; `work`: what it returns."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.sizes: list[tuple[int, ...]] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.sizes.append(tuple(size))
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    def __call__(self, **arguments: Any) -> None:
+        self.calls.append(arguments)
+
+
+@checks("set_custom_all_gather")
+def custom_all_gather() -> None:
+    model, gather = build(), Collective()
+    model.b0.set_custom_all_gather(gather)
+    backward(model)
+    assert len(gather.calls) == 2, "forward and backward, of one group"
+    assert gather.sizes == [(RANKS * 48,)] * 2
+    assert [call["output_tensor"].dtype for call in gather.calls] == [torch.uint8] * 2
+    assert [call["group"] for call in gather.calls] == [model.b0._get_fsdp_state().group.mesh.shard_group] * 2
+
+
+@checks("set_custom_reduce_scatter")
+def custom_reduce_scatter() -> None:
+    model, scatter = build(), Collective()
+    model.b0.set_custom_reduce_scatter(scatter)
+    backward(model)
+    (call,) = scatter.calls
+    assert sorted(scatter.sizes) == [(8,), (32,)]
+    assert call["op"] == dist.ReduceOp.AVG
+    model.b0.set_gradient_divide_factor(3.0)
+    backward(model)
+    assert scatter.calls[-1]["op"] == dist.ReduceOp.SUM
+
+
+@checks("set_is_last_backward")
+def further_backwards_are_gathered_ahead() -> None:
+    """Of two forwards, then two backwards, the second finds the record of the first forward."""
+
+    def ahead(is_last: bool) -> list[str]:
+        model, before = build(reshard_after_forward=True), []
+        lines = record(model)
+        note_gathers(model, lines, before)
+        first, second = model(torch.ones(2, 4)).sum(), model(torch.ones(2, 4)).sum()
+        model.b0.set_is_last_backward(is_last)
+        second.backward()
+        lines.clear()
+        model.set_is_last_backward(True)
+        first.backward()
+        return before[-1]
+
+    assert ahead(is_last=False) == ["root", "b1"]
+    assert ahead(is_last=True) == ["root"]
+
+
+class Event:
+    """What was done when it was waited for."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines, self.waits = lines, []
+
+    def wait(self) -> None:
+        self.waits.append(list(self.lines))
+
+
+@checks("set_post_optim_event")
+def optimizer_event() -> None:
+    model = build()
+    lines = record(model)
+    event = Event(lines)
+    model.set_post_optim_event(event)
+    assert event.waits == []
+    for _ in range(2):
+        backward(model)
+    assert event.waits == [[]], "once, before the first gather"
+    later = Event(lines)
+    model.set_post_optim_event(event)
+    model.set_post_optim_event(later)
+    backward(model)
+    assert (len(event.waits), len(later.waits)) == (1, 1), "the last one set"
+
+
+@checks("set_manual_backward_finalization", "finalize_backward")
+def manual_finalisation() -> None:
+    for async_op in (False, True):
+        model = build()
+        model.set_reduce_scatter_max_input_buffers(9)
+        backward(model)
+        assert model.weight.grad is not None
+        model.zero_grad()
+        model.set_manual_backward_finalization(True)
+        backward(model)
+        assert all(param.grad is None for param in model.parameters())
+        handle = model.finalize_backward(async_op=async_op)
+        if async_op:
+            assert model.weight.grad is None, "not before wait"
+            handle.wait()
+        assert all(module.weight.grad is not None for module in (model, model.b0, model.b1))
+
+
+@checks("reset_iter_state")
+def reset() -> None:
+    model = build()
+    model.unshard()
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    assert model.weight.grad is not None
+    model.unshard()
+    model.reset_iter_state()
+    assert isinstance(model.weight, DTensor)
+    assert model._get_fsdp_state().group._buffers._full_storage.nbytes() == 0
+    assert all(param.grad is None for param in model.parameters()), "dropped"
+
+
+@checks("fully_shard(mesh)")
+def mesh() -> None:
+    lines = trace(hsdp())
+    assert {line.split()[0] for line in lines} >= {"sum", "reduce"}
+    assert "sum" not in {line.split()[0] for line in trace(build())}
+
+
+@checks("fully_shard(reshard_after_forward)")
+def reshard_after_forward() -> None:
+    assert len(gathers(trace(build(reshard_after_forward=True)))) == 6
+    assert len(gathers(trace(build(reshard_after_forward=False)))) == 3
+    assert len(gathers(trace(build()))) == 4, "the root and the last one stay"
+    with pytest.raises(TypeError, match="reshard_after_forward"):
+        build(reshard_after_forward="yes")
+
+
+@checks("fully_shard(mp_policy)")
+def policy() -> None:
+    lines = trace(build(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+    assert "gather b1    192" in lines
+    assert "reduce b1    256" in lines
+
+
+@checks("fully_shard(ignored_params)")
+def ignored() -> None:
+    model = Root()
+    build(model, ignored_params={model.unused, model.b0.unused})
+    assert not isinstance(model.unused, DTensor)
+    assert not isinstance(model.b0.unused, DTensor)
+    assert isinstance(model.b1.unused, DTensor)
+    assert "gather b0    128" in trace(model)
+
+
+@checks("fully_shard(shard_placement_fn)")
+def placements() -> None:
+    model = build(shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    assert model.weight.placements == (Shard(model.weight.dim() - 1),)
+    assert build().weight.placements == (Shard(0),)
+
+
+@checks("fully_shard(offload_policy)")
+def offload() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # A device that is not where shards rest, though it is the same memory.
+        patch.setattr(DataMesh, "device", property(lambda self: torch.device("cpu", 0)))
+        buffers = build(offload_policy=CPUOffloadPolicy())._get_fsdp_state().group._buffers
+    assert buffers._staged is not buffers.shards
+    buffers = build()._get_fsdp_state().group._buffers
+    assert buffers._staged is buffers.shards
+
+
+@checks("fully_shard(dp_mesh_dims)")
+def dims() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for dims, expected in (
+        (DataParallelMeshDims(shard="shards", replicate="replicas"), (Replicate(), Shard(0))),
+        (DataParallelMeshDims(shard=("replicas", "shards")), (Shard(0), Shard(0))),
+    ):
+        module = nn.Linear(4, 4, bias=False)
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Replicate(), Replicate()]))
+        fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+        assert module.weight.placements == expected
+
+
+@checks("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
+def what_is_declared_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="set_allocate_memory_from_process_group_for_comm"):
+        build().set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm"):
+        build().set_symm_mem_for_comm()
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+def public_methods() -> list[str]:
+    return [name for name, _ in inspect.getmembers(FSDPModule, inspect.isfunction) if not name.startswith("_")]
+
+
+def parameters_of(method: str) -> dict[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(getattr(FSDPModule, method)).parameters)
+    del parameters["self"]
+    return parameters
+
+
+def test_every_method_and_argument_has_a_check() -> None:
+    """A new setter needs one, and a check of a removed one must go."""
+    arguments = [f"fully_shard({name})" for name in inspect.signature(fully_shard).parameters if name != "module"]
+    assert sorted([*CHECKS, *RECURSIVE]) == sorted([*public_methods(), *arguments])
+    assert sorted(RECURSIVE) == sorted(name for name in public_methods() if "recurse" in parameters_of(name))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_has_an_effect(name: str) -> None:
+    CHECKS[name]()
+
+
+VALID: dict[str, Any] = {
+    "modules": [],
+    "max_input_buffers": 2,
+    "factor": 2.0,
+    "hook": None,
+    "stream": None,
+    "all_gather": None,
+    "reduce_scatter": None,
+    "event": None,
+}
+FLAGS = [
+    (method, name)
+    for method in public_methods()
+    for name, parameter in parameters_of(method).items()
+    if parameter.annotation == "bool"
+]
+
+
+@pytest.mark.parametrize(("method", "flag"), FLAGS)
+def test_what_is_not_a_bool_is_refused_by_name(method: str, flag: str) -> None:
+    """A truthy object must not count as True: nothing has changed then."""
+    model = build()
+    for wrong in (1, 0, None, "yes", torch.tensor(True)):
+        arguments = {name: VALID.get(name, True) for name in parameters_of(method)} | {flag: wrong}
+        with pytest.raises(TypeError, match=f"^{flag}: expected a bool"):
+            getattr(model, method)(**arguments)
+    assert look(model) == look(build())
+
+
+def test_values_that_are_refused() -> None:
+    model, replicated = build(), hsdp()
+    refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        *(
+            (ValueError, "max_input_buffers", lambda n=n: model.set_reduce_scatter_max_input_buffers(n))
+            for n in (0, -1)
+        ),
+        *(
+            (TypeError, "max_input_buffers", lambda n=n: model.set_reduce_scatter_max_input_buffers(n))
+            for n in (1.5, True, None, "2")
+        ),
+        *(
+            (ValueError, "factor", lambda factor=factor, call=call: call(factor))
+            for factor in (0, -1, float("nan"), True, None, "2")
+            for call in (model.set_gradient_divide_factor, model.set_reduce_scatter_divide_factor)
+        ),
+        *(
+            (ValueError, "modules: .*Linear", lambda call=call: call([model.b0, nn.Linear(1, 1)]))
+            for call in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch, share_comm_ctx)
+        ),
+        (ValueError, "stream", lambda: replicated.set_all_reduce_hook(print, stream=object())),
+        (RuntimeError, "root", lambda: model.b0.set_manual_backward_finalization(True)),
+        (RuntimeError, "root", lambda: model.b0.finalize_backward()),
+        (RuntimeError, "root", lambda: model.b0.reset_iter_state()),
+    ]
+    for error, text, call in refused:
+        with pytest.raises(error, match=text):
+            call()
+    assert look(model) == look(build())
+
+
+class Stream:
+    """A torch.Stream that writes down how it is used."""
+
+    def __init__(self, name: str, lines: list[str]) -> None:
+        self.name, self.lines = name, lines
+
+    def wait_stream(self, other: Any) -> None:
+        self.lines.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self.lines.append(f"enter {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.lines.append(f"leave {self.name}")
+
+
+def test_the_hooks_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook runs on it, behind what has been computed and before what follows."""
+    lines: list[str] = []
+    current, own = Stream("current", lines), Stream("own", lines)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: current)
+    model = build()
+    model.set_all_reduce_hook(lambda reduced: lines.append("hook"), stream=own)
+    backward(model)
+    assert lines == ["own waits for current", "enter own", "hook", "leave own", "current waits for own"]
+    lines.clear()
+    model.set_all_reduce_hook(lambda reduced: lines.append("hook"))
+    backward(model)
+    assert lines == ["hook"]
+
+
+COMMUNICATION: dict[str, Callable[[Any, Collective], object]] = {
+    "gather": lambda model, collective: model.set_custom_all_gather(collective),
+    "scatter": lambda model, collective: model.set_custom_reduce_scatter(collective),
+    "separate": lambda model, collective: model.set_separate_reduce_scatter_group(True),
+    "sum": lambda model, collective: model.set_force_sum_reduction_for_comms(True),
+}
+
+
+@pytest.mark.parametrize("settings", list(itertools.permutations(COMMUNICATION, 2)), ids=" then ".join)
+def test_settings_of_communication_hold_together(settings: tuple[str, ...]) -> None:
+    """Each stays in force when another is set after it."""
+    model, calls = build(), {name: Collective() for name in COMMUNICATION}
+    for setting in settings:
+        COMMUNICATION[setting](model, calls[setting])
+    group = model._get_fsdp_state().group
+    backward(model)
+    in_force = {
+        "gather": len(calls["gather"].calls) == 1,
+        "scatter": len(calls["scatter"].calls) == 1,
+        "separate": group.gradients.reduction.shards.group is not group._comm.group,
+        "sum": group.gradients.reduction.shards.force_sum,
+    }
+    assert in_force == {name: name in settings for name in COMMUNICATION}
+
+
+def test_an_accumulation_that_keeps_full_parameters_gathers_once() -> None:
+    """set_reshard_after_backward(False): gathers in the first micro-batch only, and again after an optimizer step."""
+    model = build(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lines = record(model)
+    for _ in range(2):
+        lines.clear()
+        for i in range(3):
+            model.set_requires_gradient_sync(i == 2)
+            backward(model)
+            assert sorted(gathers(lines)) == ["b0", "b1", "root"], f"micro-batch {i}"
+        for param in model.parameters():
+            param.grad = None if param.grad is None else torch.zeros_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.set_reshard_after_backward(True)
+    backward(model)
+    lines.clear()
+    backward(model)
+    assert sorted(gathers(lines)) == ["b0", "b1", "root"]
+
+
+def test_storage_that_is_kept_stays_where_it_is() -> None:
+    """set_keep_unsharded_storage: the same address in each forward, though other memory is taken in between."""
+
+    def addresses(keep: bool) -> set[tuple[int, ...]]:
+        model, found, taken = build(reshard_after_forward=True), set(), []
+        model.set_keep_unsharded_storage(keep)
+        pointers: list[int] = []
+        for module in (model, model.b0, model.b1):
+            module.register_forward_pre_hook(lambda module, _: pointers.append(module.weight.data_ptr()))
+        for _ in range(3):
+            pointers.clear()
+            model(torch.ones(2, 4)).sum().backward()
+            found.add(tuple(pointers))
+            taken += [torch.empty(state.group.nbytes, dtype=torch.uint8) for state in states_below(model)]
+        sizes = [state.group._buffers._full_storage.nbytes() for state in states_below(model)]
+        assert sizes == [state.group.nbytes if keep else 0 for state in states_below(model)]
+        model.set_keep_unsharded_storage(False)
+        assert all(state.group._buffers._full_storage.nbytes() == 0 for state in states_below(model)), (
+            "given back at once"
+        )
+        return found
+
+    assert len(addresses(keep=True)) == 1
+    assert len(addresses(keep=False)) > 1
+
+
+def test_modules_to_prefetch_that_never_run() -> None:
+    """They are gathered, dropped at the end of the pass, and gathered again in the next."""
+    model = Root()
+    model.never = Add(32)
+    fully_shard(model.never)
+    build(model)
+    model.set_modules_to_forward_prefetch([model.never])
+    model.b1.set_modules_to_backward_prefetch([model.never])
+    lines = trace(model)
+    assert gathers(lines).count("never") == 2
+    assert [line.split()[1] for line in lines if line.startswith("free")].count("never") == 2
+    assert model.never._get_fsdp_state().group._buffers._full_storage.nbytes() == 0
+
+
+def test_roots_that_share_bound_their_reductions_together() -> None:
+    """share_comm_ctx: one reduction of the other root in flight is one less for this root."""
+
+    def gradients_there(shares: bool) -> list[bool]:
+        first, second = build(), build()
+        for model in (first, second):
+            model.set_manual_backward_finalization(True)
+        if shares:
+            share_comm_ctx([first, second])
+        backward(first)
+        early = [module.weight.grad is not None for module in (first, first.b1, first.b0)]
+        backward(second)
+        later = [module.weight.grad is not None for module in (first, first.b1, first.b0)]
+        return early + later
+
+    assert gradients_there(shares=False) == [False, True, False] * 2
+    assert gradients_there(shares=True) == [False, True, False, True, True, True]
