@@ -326,24 +326,35 @@ class GroupGradients:
     def receive(self, pending: reduce.Pending) -> None:
         """Accumulate reduced shards into the sharded parameters' `.grad`."""
         shards = pending.finish()
-        with torch.no_grad():
+        if pending.is_partial:
             for i, (flat, offset) in shards.items():
-                if pending.is_partial:
-                    shard = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
-                    self._partial[i] = self._partial[i] + shard if i in self._partial else shard
-                else:
-                    self._params[i].accumulate(flat, offset)
+                shard = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
+                self._partial[i] = self._partial[i] + shard if i in self._partial else shard
+            return
+        with torch.no_grad():
+            with torch_compat.no_torch_function():
+                is_hooked = any(any(torch_compat.gradient_hooks(self._params[i].sharded)) for i in shards)
+                if not is_hooked:
+                    self._accumulate(shards)
+            if is_hooked:  # users' hooks may need torch functions
+                self._accumulate(shards)
+
+    def _accumulate(self, shards: reduce.Shards) -> None:
+        for i, (flat, offset) in shards.items():
+            self._params[i].accumulate(flat, offset)
 
     def _take(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """The full gradients of those that have one, with what waited for them; nobody else holds them then."""
-        taken = {}
+        taken, indices = {}, tuple(indices)
+        with torch_compat.no_torch_function():
+            frozen = [i for i in indices if not self._params[i].sharded.requires_grad]
         for i in indices:
             param = self._params[i]
             gradient = param.full.grad
             if gradient is not None:
                 param.full.grad = None
-                if not param.sharded.requires_grad:
-                    continue  # frozen since the forward
+                if i in frozen:
+                    continue  # since the forward
                 gradient = gradient.detach() if gradient.requires_grad else gradient  # of a graph, under create_graph
                 taken[i] = param.gathered_gradient(gradient)
             if i in self._waiting:

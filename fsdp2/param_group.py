@@ -250,10 +250,11 @@ class FSDPParamGroup:
         )
 
     def _is_replaced(self) -> bool:
-        return any(
-            slots.get(name) is not sharded or torch_compat.local_of(sharded) is not local
-            for slots, name, sharded, local in self._watched
-        )
+        # A loop: `any` over a generator takes twice as long, in every gather.
+        for slots, name, sharded, local in self._watched:
+            if slots.get(name) is not sharded or torch_compat.local_of(sharded) is not local:
+                return True
+        return False
 
     def _readopt(self, accept_whole: bool) -> None:
         # All are checked before one is taken: after an error the user may put the old ones back.
