@@ -79,7 +79,8 @@ class GatherPlan:
         )
         chunks = segments[:, first : first + spec.compute_nbytes].view(spec.compute_dtype)
         if spec.dim == 0:
-            targets, sources = [padded.view(self._world_size, spec.shard_numel)], [chunks]
+            held = spec.num_holders  # the last ranks may hold nothing of a parameter of few rows
+            targets, sources = [padded[: held * spec.shard_numel].view(held, spec.shard_numel)], [chunks[:held]]
         else:
             targets = split_chunks(padded[: spec.numel].view(spec.shape), spec)
             sources = [chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))]

@@ -88,6 +88,11 @@ class ParamSpec:
         """How many ranks hold a whole chunk of rows; the next one may hold fewer rows, the others hold none."""
         return self.num_rows // self.chunk_rows if self.chunk_rows else 0
 
+    @property
+    def num_holders(self) -> int:
+        """How many ranks hold any rows: the first ones."""
+        return -(-self.num_rows // self.chunk_rows) if self.chunk_rows else 0
+
     def rows(self, rank: int) -> tuple[int, int]:
         """First and one-past-last row that `rank` holds."""
         return min(rank * self.chunk_rows, self.num_rows), min((rank + 1) * self.chunk_rows, self.num_rows)
