@@ -1,0 +1,149 @@
+"""Whole copies on every rank, axes named out of a larger mesh, and parameters that compute in a dtype of their own."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
+from helpers import assert_same, full, run_checks, shard_batch
+from models import OddMLP, TinyGPT, TinyModel, mean_loss
+
+WIDTH = 8
+
+
+def train_beside(model: nn.Module, plain: nn.Module, batches: Callable[[int], Tensor]) -> None:
+    """Three steps of SGD, the second of two micro-batches of which the first is not synchronised."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        for part in range(2 if step == 1 else 1):
+            whole = batches(2 * step + part)
+            if step == 1:
+                model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
+            mean_loss(model(shard_batch(whole, rank, size))).backward()
+            mean_loss(plain(whole)).backward()
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same(full(param.grad), expected.grad, 1e-5, 1e-6, f"step {step}, {name}.grad")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(full(param), expected, 1e-5, 1e-6, name)
+
+
+def replicated_trains(build: Callable[[], TinyModel], policy: MixedPrecisionPolicy) -> None:
+    plain = build()
+    model = copy.deepcopy(plain)
+    for inner in getattr(model, "blocks", ()):
+        replicate(inner, mp_policy=policy)
+    replicate(model, mp_policy=policy)
+    assert {param.placements for param in model.parameters()} == {(Replicate(),)}
+    train_beside(model, plain, lambda seed: plain.example(rows=12, seed=seed))
+
+
+def sharded_in_replicated() -> None:
+    plain = OddMLP()
+    model = copy.deepcopy(plain)
+    first = next(iter(model.children()))
+    fully_shard(first)
+    replicate(model)
+    train_beside(model, plain, lambda seed: plain.example(rows=12, seed=seed))
+
+
+FP64 = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
+REPLICATED = [
+    ("odd shapes", lambda: replicated_trains(OddMLP, MixedPrecisionPolicy())),
+    ("tied and nested", lambda: replicated_trains(lambda: TinyGPT(tied=True), MixedPrecisionPolicy())),
+    ("cast, hence not the same memory", lambda: replicated_trains(OddMLP, FP64)),
+    ("around a sharded module", sharded_in_replicated),
+]
+
+
+class OnMesh(nn.Module):
+    """Its parameters are DTensors on the whole mesh, as a model that is parallel on other axes has them."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        values = torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
+        if mesh is not None:
+            values = distribute_tensor(values, mesh, [Replicate()] * mesh.ndim)
+        self.weight = nn.Parameter(values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if type(self.weight) is nn.Parameter else self.weight.to_local()  # type: ignore[attr-defined]
+        return torch.tanh(x @ weight.T)
+
+
+def named_axes_train(dims: DataParallelMeshDims, placements: tuple[Shard | Replicate, ...]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model, plain = (nn.Sequential(OnMesh(each), OnMesh(each)) for each in (mesh, None))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=True)
+    assert {param.placements for param in model.parameters()} == {placements}
+
+    def batch(seed: int) -> Tensor:
+        return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+    train_beside(model, plain, batch)
+
+
+NAMED = [
+    (str(dims), lambda dims=dims, placements=placements: named_axes_train(dims, placements))
+    for dims, placements in (
+        (DataParallelMeshDims(shard="b", replicate="a"), (Replicate(), Shard(0))),
+        (DataParallelMeshDims(shard="a", replicate="b"), (Shard(0), Replicate())),
+        (DataParallelMeshDims(shard=("a", "b")), (Shard(0), Shard(0))),
+        (DataParallelMeshDims(replicate=("a", "b")), (Replicate(), Replicate())),
+    )
+]
+
+
+class Dtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [param.dtype for param in self.parameters()]
+        return self.second(torch.tanh(self.first(x)).float())
+
+
+def some_keep_their_dtype() -> None:
+    """The first layer computes in bf16 as its twin does, the second in fp32."""
+    plain = Dtypes()
+    model = copy.deepcopy(plain)
+    kept = set(model.second.parameters())
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=lambda param: param.dtype if param in kept else None,
+    )
+    fully_shard(model, mp_policy=policy)
+    batch = torch.randn(4 * dist.get_world_size(), WIDTH)
+    own = shard_batch(batch, dist.get_rank(), dist.get_world_size())
+    output = model(own.bfloat16())
+    assert model.seen == [torch.bfloat16] * 2 + [torch.float32] * 2
+    plain.first.bfloat16()
+    expected = plain(own.bfloat16())
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    expected.sum().backward()
+    for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        mean = twin.grad.float()
+        dist.all_reduce(mean)
+        assert_same(full(param.grad), mean / dist.get_world_size(), 1e-6, 1e-6, name)
+
+
+def test_replicated_and_own_dtypes_on_two_ranks() -> None:
+    run_checks(2, [*REPLICATED, ("some keep their dtype", some_keep_their_dtype)])
+
+
+def test_named_axes_on_four_ranks() -> None:
+    run_checks(4, NAMED)
