@@ -36,17 +36,18 @@ class GroupBuffers:
         pin: bool = False,
         few: Comm | None = None,
     ) -> None:
+        if rest != device:
+            layout = replace(layout, aliased=False)
         self.layout = layout
         self.shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=rest, pin_memory=pin)
         # Where the collective finds the shards.
         self._staged = self.shards if rest == device else torch.empty_like(self.shards, device=device)
-        self._is_aliased = layout.aliased and rest == device
         self._full_nbytes, kept = layout.full_nbytes, None
         if few is not None:
             kept = _kept_layout(layout, few)
             self._full_nbytes = max(self._full_nbytes, kept.packed_start + kept.packed_nbytes * few.size)
         self._full = self.shards
-        if not self._is_aliased:
+        if not layout.aliased:
             self._full = torch.empty(self._full_nbytes, dtype=torch.uint8, device=device)
         self._plan = GatherPlan(layout, rank, self._staged, self._full)
         self._kept = _KeptPart(kept, few, self._full) if kept is not None and few is not None else None
@@ -55,7 +56,6 @@ class GroupBuffers:
         self._is_allocated = True
         self._staged_storage, self._full_storage = self._staged.untyped_storage(), self._full.untyped_storage()
         self.storage_id = torch_compat.storage_id(self._full)
-        self._unstage()
         self.free()
 
     def full_parameter(self, i: int) -> Tensor:
@@ -95,24 +95,20 @@ class GroupBuffers:
         """Give up the full parameters but for this rank's part, which the next gather needs, among few ranks only."""
         if self._kept is not None:
             self._kept.fill()
-        self._unstage()
         self._free_full()
 
     def free(self) -> None:
         """Give up the full parameters, and what `shrink` has kept of them."""
         if self._kept is not None:
             self._kept.drop()
-        self._unstage()
         self._free_full()
 
     def _free_full(self) -> None:
-        if self._is_allocated and not self._is_aliased and not self.keeps_storage:
-            self._is_allocated = False
-            self._full_storage.resize_(0)
-
-    def _unstage(self) -> None:
         if self._staged is not self.shards:
             self._staged_storage.resize_(0)
+        if self._is_allocated and not self.layout.aliased and not self.keeps_storage:
+            self._is_allocated = False
+            self._full_storage.resize_(0)
 
 
 class _KeptPart:

@@ -72,6 +72,11 @@ _AVERAGE_SCATTER, _SUM_SCATTER, _AVERAGE_ALL, _SUM_ALL = (
 )
 
 
+def _averages(comm: Comm, divisor: float) -> bool:
+    """Whether to leave the division to the backend."""
+    return divisor == comm.size and not comm.force_sum
+
+
 class CoalescedComm:
     """One coalesced launch per call: NCCL and the backends that follow its interface."""
 
@@ -89,7 +94,7 @@ class CoalescedComm:
         return self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
-        averages = self._averages(divisor)
+        averages = _averages(self, divisor)
         options = _AVERAGE_SCATTER if averages else _SUM_SCATTER
         if len(outputs) == 1:
             work = self._reduce_scatter_one(outputs[0], inputs[0], options)
@@ -98,12 +103,9 @@ class CoalescedComm:
         return work if averages else _DividedWork([work], outputs, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        averages = self._averages(divisor)
+        averages = _averages(self, divisor)
         work = self.group.allreduce([tensor], _AVERAGE_ALL if averages else _SUM_ALL)
         return work if averages else _DividedWork([work], [tensor], divisor)
-
-    def _averages(self, divisor: float) -> bool:
-        return divisor == self.size and not self.force_sum
 
 
 class PairwiseComm:
@@ -277,7 +279,7 @@ class CustomComm:
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         if self._reduce_scatter is None:
             return self._inner.reduce_scatter(outputs, inputs, divisor)
-        averages = divisor == self.size and not self.force_sum
+        averages = _averages(self, divisor)
         works, copies, sources = [], [], []
         for output, whole in zip(outputs, inputs, strict=True):
             source, shard = (
@@ -337,7 +339,7 @@ class CommChoice:
         """The Comm that gathers and the one that reduces. Every rank of `plain` must call it."""
         gathers, reduces = plain, plain
         if self.separate and plain.group is not None and plain.size > 1:
-            reduces = make_comm(_second_group(plain.group), device)
+            reduces = make_comm(subgroup(plain.group, plain.size), device)
         reduces.force_sum = self.force_sum
         if self.all_gather is not None:
             gathers = CustomComm(plain, self.all_gather, None)
@@ -354,14 +356,11 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
 
 
 @cache
-def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group over the same ranks as `group`, made once. All of these ranks must call it."""
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-
-
-@cache
 def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """The process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it."""
+    """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it.
+
+    Of all of them: a second one over the same ranks.
+    """
     ranks = dist.get_process_group_ranks(group)
     first = group.rank() // size * size
     return dist.new_group(ranks[first : first + size], use_local_synchronization=True)

@@ -20,11 +20,11 @@ from .mesh import (
     named_data_mesh,
     replicated_data_mesh,
 )
-from .module import sharded_class
 from .param import FSDPParam, Slot
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .reduce import Reduction
+from .sharded_class import sharded_class
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 

@@ -30,6 +30,18 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return module.__dict__.get(_STATE)
 
 
+def require_state(module: Any) -> FSDPState:
+    """The same, for a module that must have been sharded.
+
+    Raises:
+        RuntimeError: it wasn't.
+    """
+    state = state_of(module)
+    if state is None:
+        raise RuntimeError(f"{type(module).__name__}: expected a module that fully_shard was applied to")
+    return state
+
+
 def states_below(module: nn.Module) -> Iterator[FSDPState]:
     """The state of every sharded module in `module`, itself included, outermost first."""
     for submodule in module.modules():

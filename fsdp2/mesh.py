@@ -133,13 +133,15 @@ def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
     Raises:
         ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.
     """
-    if isinstance(parameter, DTensor) and parameter.device_mesh == mesh.mesh:
-        return _distribute_on_same_mesh(parameter, mesh, dim)
-    if mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
+    beside = not isinstance(parameter, DTensor) or parameter.device_mesh != mesh.mesh
+    if beside and mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
         raise ValueError(f"dp_mesh_dims: expected a DTensor on {mesh.mesh}, got a {type(parameter).__name__}")
     if not isinstance(parameter, DTensor):
         return Distribution(mesh.mesh, mesh.placements(dim), None, (), dim)
     inner, placements = parameter.device_mesh, parameter.placements
+    if not beside:
+        _check_data_axes(parameter, mesh, dim)
+        return Distribution(inner, _cut(inner, placements, mesh, dim), inner, placements, dim)
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"expected a DTensor that is sharded or replicated, got placements {placements}")
     try:
@@ -149,15 +151,11 @@ def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
             f"expected a DTensor on axes of the same device mesh as {mesh.mesh}, got one on {inner}. Build one mesh of "
             "all axes by init_device_mesh, and slice it by name."
         ) from error
-    parts = [inner.size(axis) for axis, placement in enumerate(placements) if placement.is_shard(dim)]
-    outer = mesh.placements(dim)
-    if math.prod(parts) > 1:
-        strided = torch_compat.strided_shard(dim, math.prod(parts))
-        outer = tuple(strided if placement.is_shard() else placement for placement in outer)
-    return Distribution(whole, outer + placements, inner, placements, dim)
+    gathered = (Replicate(),) * mesh.mesh.ndim + placements
+    return Distribution(whole, _cut(whole, gathered, mesh, dim), inner, placements, dim)
 
 
-def _distribute_on_same_mesh(parameter: DTensor, mesh: DataMesh, dim: int) -> Distribution:
+def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
     """The data-parallel axes are among the parameter's own."""
     placements, data_axes = parameter.placements, mesh.shard_axes + mesh.replicate_axes
     if any(placement.is_partial() for placement in placements) or any(
@@ -170,17 +168,19 @@ def _distribute_on_same_mesh(parameter: DTensor, mesh: DataMesh, dim: int) -> Di
             f"expected dim {dim}, of {rows} rows, to divide by {mesh.size}: a DTensor that several axes cut unevenly "
             "lies otherwise than one that one axis cuts"
         )
-    sharded = list(placements)
+
+
+def _cut(whole: DeviceMesh, placements: tuple[Placement, ...], mesh: DataMesh, dim: int) -> tuple[Placement, ...]:
+    """`placements` on `whole`, cut along `dim` on the data-parallel axes, which come last though they may stand left.
+
+    A plain Shard would cut before those to its right.
+    """
+    cut = list(placements)
     for axis in mesh.shard_axes:
-        # The model's axes have cut before. Those to the right of a plain Shard would cut after it.
-        later = [
-            mesh.mesh.size(other)
-            for other in range(axis + 1, mesh.mesh.ndim)
-            if other not in data_axes and placements[other].is_shard(dim)
-        ]
-        parts = math.prod(later)
-        sharded[axis] = torch_compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
-    return Distribution(mesh.mesh, tuple(sharded), mesh.mesh, placements, dim)
+        later = range(axis + 1, whole.ndim)
+        parts = math.prod(whole.size(other) for other in later if placements[other].is_shard(dim))
+        cut[axis] = torch_compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
+    return tuple(cut)
 
 
 def default_mesh() -> DeviceMesh:

@@ -1,9 +1,8 @@
-"""FSDPModule: what a user may call on a sharded module, and the class swap that adds it."""
+"""FSDPModule: what a user may call on a sharded module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -63,7 +62,7 @@ class FSDPModule:
             async_op: return at once, with a handle whose `wait` finishes the work.
         """
         _check_bool("async_op", async_op)
-        state = _state(self)
+        state = hooks.require_state(self)
         state.group.start_unshard()
         handle = UnshardHandle(state)
         if async_op:
@@ -73,7 +72,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the full parameters of this module's own group and register the sharded ones."""
-        _state(self).release()
+        hooks.require_state(self).release()
 
     # Setters. Each acts on this module's own group and, with `recurse`, on those of the sharded modules inside it.
     # Call them on every rank alike, between steps. The default of `recurse` is torch's: False where torch has no such
@@ -118,7 +117,8 @@ class FSDPModule:
         `reshard` after changes that it does not count: through `.data`, by a collective, by foreach operations.
         """
         _check_bool("reshard_after_backward", reshard_after_backward)
-        torch_compat.count_optimizer_steps()
+        if not reshard_after_backward:
+            torch_compat.count_optimizer_steps()
         for state in _states(self, recurse):
             state.reshard_after_backward = reshard_after_backward
             state.group.notes_changes = not reshard_after_backward
@@ -134,11 +134,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Begin to gather exactly these when this module's forward begins, in place of what the last pass suggests."""
-        _state(self).forward_prefetch = _states_of("modules", modules)
+        hooks.require_state(self).forward_prefetch = _states_of("modules", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Begin to gather exactly these when backward reaches this module, in place of what ran before it."""
-        _state(self).backward_prefetch = _states_of("modules", modules)
+        hooks.require_state(self).backward_prefetch = _states_of("modules", modules)
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
         """Reduce zeros for parameters that got no gradient on this rank, since they may have one on other ranks.
@@ -213,14 +213,14 @@ class FSDPModule:
         `all_gather.allocate(size, *, dtype, device)` provides its output, of which the input is this rank's part. Both
         are bytes (uint8), whatever the parameters' dtypes. It returns a Work, or None when done.
         """
-        _state(self).group.choose_comms(all_gather=all_gather)
+        hooks.require_state(self).group.choose_comms(all_gather=all_gather)
 
     def set_custom_reduce_scatter(self, reduce_scatter: Any) -> None:
         """Reduce by `reduce_scatter(output_tensor, input_tensor, group, op, async_op)`, in one flat call per bucket.
 
         `reduce_scatter.allocate(size, *, dtype, device)` provides both tensors, in the reduce dtype.
         """
-        _state(self).group.choose_comms(reduce_scatter=reduce_scatter)
+        hooks.require_state(self).group.choose_comms(reduce_scatter=reduce_scatter)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce on a process group of its own, so that a backend that runs one collective at a time per group can
@@ -252,13 +252,13 @@ class FSDPModule:
         they are gathered ahead in those passes, too. For all modules under the root.
         """
         _check_bool("is_last_backward", is_last_backward)
-        _state(self).context.is_last_backward = is_last_backward
+        hooks.require_state(self).context.is_last_backward = is_last_backward
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward of the root wait for `event` (a torch.Event), once, instead of for what the current
         stream has been given to do. For an optimizer that steps on a stream of its own.
         """
-        _state(self).context.post_optim_event = event
+        hooks.require_state(self).context.post_optim_event = event
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of the full parameters when they are resharded, so that pointers into it stay valid."""
@@ -296,11 +296,10 @@ class FSDPModule:
         those that wait unsynchronised. On the root only. After a failed backward it is done by itself, except that
         gradients of earlier, complete passes stay.
         """
-        context = _root(self, "reset_iter_state").context
-        context.reset()
+        _root(self, "reset_iter_state").context.reset()
 
     def _get_fsdp_state(self) -> FSDPState:
-        return _state(self)
+        return hooks.require_state(self)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -343,15 +342,8 @@ def public_methods() -> list[str]:
     return [name for name in vars(FSDPModule) if not name.startswith("_")]
 
 
-def _state(module: Any) -> FSDPState:
-    state = hooks.state_of(module)
-    if state is None:
-        raise RuntimeError(f"{type(module).__name__}: expected a module that fully_shard was applied to")
-    return state
-
-
 def _root(module: Any, what: str) -> FSDPState:
-    state = _state(module)
+    state = hooks.require_state(module)
     if state.context.root is not state:
         raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")
     return state
@@ -361,57 +353,14 @@ def _states_of(name: str, modules: Any) -> list[FSDPState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")
-    return [_state(module) for module in modules]
+    return [hooks.require_state(module) for module in modules]
 
 
 def _states(module: Any, recurse: bool) -> Iterator[FSDPState]:
     _check_bool("recurse", recurse)
-    return hooks.states_below(module) if recurse else iter([_state(module)])
+    return hooks.states_below(module) if recurse else iter([hooks.require_state(module)])
 
 
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {value!r}")
-
-
-@cache
-def sharded_class(cls: Any) -> Any:
-    """The class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
-
-    FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have
-    layouts of their own); what overrides nn.Module therefore stands in the new class itself.
-    """
-
-    def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
-        # nn.Sequential[...] and the like build a new module of type(self): that one is not sharded.
-        plain: nn.Module = cls(*args, **kwargs)
-        return plain
-
-    @torch_compat.untraced
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        torch_compat.keep_out_of_graphs()
-        return hooks.run_forward(self, partial(cls.__call__, self), args, kwargs)
-
-    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
-        group = _state(self).group
-        group.reshard()
-        cls._apply(self, fn, recurse)
-        group.adopt_replacements()
-        return self
-
-    def deepcopy(self: nn.Module, memo: Any) -> Any:
-        raise NotImplementedError(
-            f"deepcopy of a sharded {cls.__name__} is not supported yet. Copy the model before fully_shard, or build "
-            "a second one and load this one's state dict."
-        )
-
-    body = {
-        "__new__": new,
-        "__call__": call,
-        "_apply": apply,
-        "__deepcopy__": deepcopy,
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-    }
-    return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)

@@ -107,12 +107,15 @@ class FSDPParamGroup:
     def choose_comms(self, **changes: Any) -> None:
         """Change how to communicate (see `CommChoice`). Every rank must call it, between steps."""
         self._choice = replace(self._choice, **changes)
-        before, reduction = self._comm, self.gradients.reduction
+        before, reduction = self._direct_min_bytes(), self.gradients.reduction
         self._comm, reduction.shards = self._choice.build(self._plain_comm, self.mesh.device)
         if reduction.replicas is not None:
             reduction.replicas.force_sum = self._choice.force_sum
-        if self._comm.direct_min_bytes != before.direct_min_bytes or "reduce_scatter" in changes:
+        if self._direct_min_bytes() != before:
             self._rebuild()  # what goes direct is another choice now
+
+    def _direct_min_bytes(self) -> tuple[int, int]:
+        return self._comm.direct_min_bytes, self.gradients.reduction.shards.direct_min_bytes
 
     def keep_part_among(self, few: Comm | None) -> None:
         """Have `shrink` keep a part, from which these ranks, this one included, restore the full parameters."""
@@ -294,8 +297,6 @@ class FSDPParamGroup:
 
     def _allocate(self, layout: GatherLayout) -> None:
         device = self.mesh.device
-        if self._rest != device:
-            layout = replace(layout, aliased=False)
         self._buffers = GroupBuffers(layout, self.mesh.rank, device, self._rest, self._pin, self._few)
         self._buffers.keeps_storage = self.keeps_storage
         self.storage_id = self._buffers.storage_id

@@ -1,0 +1,54 @@
+"""The class that a module gets when it is sharded."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+
+from . import hooks, torch_compat
+from .module import FSDPModule
+
+
+@cache
+def sharded_class(cls: Any) -> Any:
+    """The class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
+
+    FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have
+    layouts of their own); what overrides nn.Module therefore stands in the new class itself.
+    """
+
+    def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
+        # nn.Sequential[...] and the like build a new module of type(self): that one is not sharded.
+        plain: nn.Module = cls(*args, **kwargs)
+        return plain
+
+    @torch_compat.untraced
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        torch_compat.keep_out_of_graphs()
+        return hooks.run_forward(self, partial(cls.__call__, self), args, kwargs)
+
+    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
+        group = hooks.require_state(self).group
+        group.reshard()
+        cls._apply(self, fn, recurse)
+        group.adopt_replacements()
+        return self
+
+    def deepcopy(self: nn.Module, memo: Any) -> Any:
+        raise NotImplementedError(
+            f"deepcopy of a sharded {cls.__name__} is not supported yet. Copy the model before fully_shard, or build "
+            "a second one and load this one's state dict."
+        )
+
+    body = {
+        "__new__": new,
+        "__call__": call,
+        "_apply": apply,
+        "__deepcopy__": deepcopy,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)

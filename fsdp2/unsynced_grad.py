@@ -1,0 +1,71 @@
+"""What stands in `.grad` while gradients wait."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import torch_compat
+
+
+class UnsyncedGrad(DTensor):
+    """Stands in `.grad` while gradients wait, unreduced, for a backward pass that synchronises.
+
+    It makes the waiting gradients visible to `zero_grad`, in both of its ways: set to zero, it becomes a plain DTensor
+    of zeros. It refuses every other use, since the value isn't known before it is reduced.
+    """
+
+    # What had been reduced before, if anything.
+    reduced: Tensor | None = None
+    # What waited went down with a backward pass that failed.
+    is_lost = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """torch 2.11 handles subclasses of DTensor in C++ and doesn't ask `__torch_dispatch__`: ask here, too."""
+        if func in torch_compat.ZERO_FUNCTIONS:
+            return _set_to_zero(args[0])
+        if not torch_compat.reads_metadata(func):
+            _refuse(torch.overrides.resolve_name(func) or str(func))
+        with torch_compat.no_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func not in torch_compat.ZERO_OPS:
+            _refuse(str(func))
+        return _set_to_zero(args[0])
+
+    def to_local(self, **_: Any) -> Any:
+        _refuse("to_local")
+
+    def full_tensor(self, **_: Any) -> Any:
+        _refuse("full_tensor")
+
+    def redistribute(self, *_: Any, **__: Any) -> Any:
+        _refuse("redistribute")
+
+
+def _set_to_zero(gradients: Any) -> Any:
+    """What `zero_grad(set_to_none=False)` does, to one gradient or to a list in which others may stand."""
+    several = not isinstance(gradients, Tensor)
+    for gradient in gradients if several else [gradients]:
+        if isinstance(gradient, UnsyncedGrad):
+            zeros = torch.zeros_like(torch_compat.local_of(gradient), memory_format=torch.contiguous_format)
+            torch_compat.set_local(gradient, zeros)
+            gradient.__class__ = DTensor  # type: ignore[assignment]
+        elif isinstance(gradient, DTensor):
+            torch_compat.local_of(gradient).zero_()
+        else:
+            gradient.zero_()
+    return None if several else gradients
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"{what}: this gradient is not synchronised between ranks yet. Call set_requires_gradient_sync(True) before "
+        "the last backward of an accumulation, and use .grad (clip, step, ...) after it."
+    )
