@@ -299,3 +299,20 @@ def assert_shard_of(actual: Tensor | None, expected: Tensor | None, rtol: float,
         raise AssertionError(f"{name}: expected (Shard(0),) of {_describe(expected)}, got {got}")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert_same(actual.to_local(), own_rows(expected, rank, world_size), rtol, atol, f"{name} on rank {rank}")
+
+
+class Differences:
+    """Collects them: a rank that left early would leave the others waiting."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        try:
+            yield
+        except AssertionError as error:
+            self.found.append(str(error))
+
+    def raise_first(self) -> None:
+        assert not self.found, self.found[0]

@@ -2,7 +2,8 @@
 
 import itertools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,17 +148,27 @@ def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] =
         different = []
         for case, shown in zip(cases, expected, strict=True):
             run = Run(rank, world_size, shown, tolerance)
-            try:
-                scenario(run, **case)
-            except (Exception, pytest.fail.Exception):
-                run.different.append(traceback.format_exc())
-            if not run.different and len(run.shown) < len(shown):
-                run.different.append(f"expected {len(shown)} values, got {len(run.shown)}")
-            # The first differences of a case tell most: others follow from them.
-            different += [f"{describe(case)} {text}" for text in run.different[:2]]
+            different += [
+                f"{describe(case)} {text}" for text in differences(run, partial(scenario, run, **case), shown)
+            ]
         return different
 
-    different = list(dict.fromkeys(text for texts in run_ranks(world_size, body, timeout=60) for text in texts))
+    assert_none_differ(run_ranks(world_size, body, timeout=60))
+
+
+def differences(run: Run, scenario: Callable[[], None], shown: Sequence[Any]) -> list[str]:
+    """What differs when the scenario runs on one rank, its errors and values that never came included."""
+    try:
+        scenario()
+    except (Exception, pytest.fail.Exception):
+        run.different.append(traceback.format_exc())
+    if not run.different and len(run.shown) < len(shown):
+        run.different.append(f"expected {len(shown)} values, got {len(run.shown)}")
+    return run.different[:2]  # the first tell most: others follow from them
+
+
+def assert_none_differ(of_ranks: Sequence[Sequence[str]]) -> None:
+    different = list(dict.fromkeys(text for texts in of_ranks for text in texts))
     assert not different, f"{len(different)} differences:\n" + "\n".join(different[:12])
 
 

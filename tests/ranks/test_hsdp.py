@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +36,23 @@ from fsdp2.comm import CoalescedComm
 from fsdp2.hooks import states_below
 from helpers import alone, assert_same, own_rows, run_checks, run_ranks, shard_batch
 from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
-from scenarios import TOLERANCE, WIDTH, Block, Net, Run, Wrap, blocks, describe, kept, leaves, loss_of, sgd, whole
+from scenarios import (
+    TOLERANCE,
+    WIDTH,
+    Block,
+    Net,
+    Run,
+    Wrap,
+    assert_none_differ,
+    blocks,
+    describe,
+    differences,
+    kept,
+    leaves,
+    loss_of,
+    sgd,
+    whole,
+)
 
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
 
@@ -133,19 +148,12 @@ def check_on(name: str, cases: Sequence[Case], expected: list[list[tuple[str, st
             title = f"{scenario.__name__} {describe(choices)}"
             print(f"rank {rank}: {title}", file=sys.stderr, flush=True)  # for the report of a hang
             run = MeshRun(mesh, shown)
-            try:
-                scenario(run, **choices)
-            except (Exception, pytest.fail.Exception):
-                run.different.append(traceback.format_exc())
-            if not run.different and len(run.shown) < len(shown):
-                run.different.append(f"expected {len(shown)} values, got {len(run.shown)}")
-            # The first differences of a case tell most: others follow from them.
-            different += [f"{title} {text}" for text in run.different[:2]]
+            found = differences(run, functools.partial(scenario, run, **choices), shown)
+            different += [f"{title} {text}" for text in found]
             dist.barrier()
         return different
 
-    different = list(dict.fromkeys(text for texts in run_ranks(ranks_of(name), body, timeout=60) for text in texts))
-    assert not different, f"{len(different)} differences:\n" + "\n".join(different[:12])
+    assert_none_differ(run_ranks(ranks_of(name), body, timeout=60))
 
 
 def ranks_of(mesh: str) -> int:

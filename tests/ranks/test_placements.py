@@ -35,7 +35,7 @@ from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPol
 from fsdp2.comm import PairwiseComm
 from fsdp2.hooks import states_below
 from fsdp2.mesh import DataMesh
-from helpers import assert_same, assert_same_names, full, run_checks, shard_batch
+from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
 from models import ConvNet, Experts, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd
 
@@ -190,21 +190,12 @@ def plain_gradients(case: Case, model: TinyModel, batch: Tensor) -> Tensor:
     return torch.stack(losses).mean()
 
 
-class Differences:
-    """Collects them: a rank that left early would leave the others waiting."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        try:
-            yield
-        except AssertionError as error:
-            self.found.append(str(error))
-
-    def raise_first(self) -> None:
-        assert not self.found, self.found[0]
+def step_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step that no backward has led to."""
+    for p in model.parameters():
+        p.grad = p.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def assert_part(
@@ -634,28 +625,19 @@ def test_what_stays_is_not_used_for_anything_but_backward() -> None:
                     run.rows("evaluated", model(batch(run, 8)))
                 loss = loss_of(model(x))
             elif between == "a step and evaluation":
-                for p in model.parameters():
-                    p.grad = p.detach().clone()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_by_hand(model, optimizer)
                 with torch.no_grad():
                     run.rows("evaluated", model(batch(run, 8)))
                 loss = loss_of(model(x))
             elif between == "a step and a forward":
-                for p in model.parameters():
-                    p.grad = p.detach().clone()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_by_hand(model, optimizer)
                 loss = loss_of(model(x))
             elif between == "unshard":
                 if isinstance(model, FSDPModule):
                     model.unshard()
                     model.reshard()
             elif between == "a step and backward":
-                for p in model.parameters():
-                    p.grad = p.detach().clone()
-                optimizer.step()
-                optimizer.zero_grad()
+                step_by_hand(model, optimizer)
                 with pytest.raises(RuntimeError, match="modified by an in"):
                     loss.backward()
                 optimizer.zero_grad()

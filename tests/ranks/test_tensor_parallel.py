@@ -4,11 +4,10 @@ The oracle is a plain model on the whole batch: the ranks of one tensor-parallel
 fp64, so that another order of summation is far below the tolerance.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.comm import PairwiseComm
 from fsdp2.hooks import states_below
-from helpers import assert_same, assert_same_names, full, run_checks, shard_batch
+from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
 from models import TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -226,23 +225,6 @@ def assert_own_part(actual: Any, whole: Tensor | None, case: Case, name: str) ->
     assert_same(actual.to_local(), own, **case.tolerance, name=name)
 
 
-class Differences:
-    """Collects them: a rank that left early would leave the others waiting."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        try:
-            yield
-        except AssertionError as error:
-            self.found.append(str(error))
-
-    def raise_first(self) -> None:
-        assert not self.found, self.found[0]
-
-
 def compare(case: Case, model: Any, plain: Any, different: Differences, what: str, gradients: bool = False) -> None:
     """This rank's parts, and what `full_tensor` makes of all."""
     assert_same_names(dict(model.named_parameters()), dict(plain.named_parameters()))
@@ -285,11 +267,15 @@ def trains(case: Case) -> None:
         loss.backward()
         assert_mean(case, loss, plain_loss(case, plain, step), different, f"step {step}: loss")
         compare(case, model, plain, different, f"step {step}, gradients", gradients=True)
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
+        step_all(optimizer, plain_optimizer)
     compare(case, model, plain, different, "trained")
     different.raise_first()
+
+
+def step_all(*optimizers: torch.optim.Optimizer) -> None:
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
 
 
 def accumulates(case: Case) -> None:
@@ -302,9 +288,7 @@ def accumulates(case: Case) -> None:
             mean_loss(model(case.own(case.batch(model, 10 * step + i)))).backward()
             plain_loss(case, plain, 10 * step + i)
         compare(case, model, plain, different, f"step {step}, gradients", gradients=True)
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
+        step_all(optimizer, plain_optimizer)
     compare(case, model, plain, different, "trained")
     different.raise_first()
 
