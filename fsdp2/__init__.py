@@ -1,7 +1,7 @@
 """Fully sharded data parallel training for PyTorch, with the API of torch's FSDP2."""
 
 from .fully_shard import fully_shard, replicate
-from .mesh import DataParallelMeshDims
+from .mesh import DataParallelMeshDims, ShardPlacementResult
 from .module import (
     FSDPModule,
     GradientReductionHandle,
@@ -20,6 +20,7 @@ __all__ = [
     "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardPlacementResult",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from . import hooks, torch_compat
-from .mesh import DataMesh, Distribution, distribute
+from .mesh import DataMesh, Distribution, described_data_mesh, distribute
 from .module import public_methods
 from .param import Slot
 from .policy import MixedPrecisionPolicy, OffloadPolicy
@@ -123,19 +123,37 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
         raise NotImplementedError(f"{what} max_norm writes to the weight in forward; that would be lost. Leave it out.")
 
 
-def choose_dim(name: str, parameter: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None) -> int:
-    """Along which dim to shard, as the user's function says."""
-    placement = None if choose is None else choose(parameter)
+def choose_placement(
+    name: str, parameter: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None
+) -> tuple[int, DataMesh | None]:
+    """Along which dim to shard, and over which mesh if not over that of the others, as the user's function says."""
+    result: Any = None if choose is None else choose(parameter)
+    mesh = None
+    if hasattr(result, "mesh_info"):
+        try:
+            mesh = described_data_mesh(result.mesh_info)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+        result = result.placement
+    return _choose_dim(name, parameter, result), mesh
+
+
+def _choose_dim(name: str, parameter: nn.Parameter, placement: Any) -> int:
     if placement is None:
         return 0
-    if hasattr(placement, "mesh_info"):
-        raise NotImplementedError(f"{name}: shard_placement_fn chose a mesh of its own, which is not supported yet")
     if type(placement) is not Shard:
         raise ValueError(f"{name}: expected shard_placement_fn to return a Shard or None, got {placement!r}")
     dim, ndim = placement.dim, parameter.dim()
     if not -ndim <= dim < ndim:
         raise ValueError(f"{name}: expected a dim of shape {tuple(parameter.shape)}, got {placement!r}")
     return dim % ndim
+
+
+def check_device_type(name: str, mesh: DataMesh, shared: DataMesh) -> None:
+    if mesh.mesh.device_type != shared.mesh.device_type:
+        raise ValueError(
+            f"{name}: expected a mesh of {shared.mesh.device_type} like that of the others, got {mesh.mesh}"
+        )
 
 
 def choose_distribution(name: str, parameter: nn.Parameter, mesh: DataMesh, dim: int) -> Distribution:

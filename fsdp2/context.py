@@ -24,7 +24,11 @@ _MAX_HISTORY = 4096
 
 
 class FSDPState:
-    """One `fully_shard` call at run time: its modules, their group, its settings, and how far a pass has come."""
+    """One group at run time: its modules, its settings, and how far a pass has come.
+
+    A `fully_shard` call makes one state; several, each `inner` to the one before, where parameters have meshes of their
+    own.
+    """
 
     context: Context  # set by the context itself, anew when an outer module is sharded
 
@@ -37,6 +41,8 @@ class FSDPState:
         few: Comm | None = None,
     ) -> None:
         self.modules, self.group, self.policy = modules, group, policy
+        # Of the same call: its parameters on another mesh. Their forward is run inside this one's.
+        self.inner: FSDPState | None = None
         # What a user may set: see the methods of FSDPModule.
         self.reshard_after_forward = reshard_after_forward
         # Instead of all, free all but a part, from which few ranks restore the rest.

@@ -58,7 +58,9 @@ def fully_shard(
             was last in the forward before. An int k, a divisor of the number of ranks: each rank keeps 1/k of them
             (in compute dtypes), and backward gathers among k neighbouring ranks only, on one machine say.
         shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
-            need not divide evenly. Parameters sharded along dims other than 0 are copied once more per gather.
+            need not divide evenly. Parameters sharded along dims other than 0 are copied once more per gather. It may
+            return a ShardPlacementResult, for a parameter on a mesh of its own (experts, say): the parameters of each
+            mesh then form a group, which settings and methods of the module reach alike.
         mp_policy: dtypes of compute and reduction.
         offload_policy: a CPUOffloadPolicy has sharded parameters and gradients, hence the optimizer, live on the CPU,
             and copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already.
@@ -129,27 +131,34 @@ def _apply(
     for name, parameter_slots in slots.items():
         checks.check_parameter(name, parameter_slots)
     checks.check_memory(slots)
-    dims = {name: checks.choose_dim(name, each, shard_placement_fn) for name, each in originals.items()}
+    chosen = {name: checks.choose_placement(name, each, shard_placement_fn) for name, each in originals.items()}
     keeps_dtype = {name: checks.choose_dtype(name, each, policy) for name, each in originals.items()}
     for root in roots:
         checks.check_names(root)
-    shards = choose_axes(mesh if mesh is not None else default_mesh())
-    checks.check_reshard(reshard_after_forward, shards)
-    kinds = {name: checks.choose_distribution(name, each, shards, dims[name]) for name, each in originals.items()}
+    shared = choose_axes(mesh if mesh is not None else default_mesh())
+    meshes = {name: own or shared for name, (_, own) in chosen.items()}
+    for name, each in meshes.items():
+        checks.check_device_type(name, each, shared)
+        checks.check_reshard(reshard_after_forward, each)
+    checks.check_reshard(reshard_after_forward, shared)
+    kinds = {
+        name: checks.choose_distribution(name, each, meshes[name], chosen[name][0]) for name, each in originals.items()
+    }
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     # From here on nothing is refused.
-    _move_buffers(managed, shards.device)
-    # A policy of torch's own is accepted, too.
-    offloads = hasattr(offload_policy, "pin_memory") and shards.device != torch.device("cpu")
-    rest = torch.device("cpu") if offloads else shards.device
-    params = [FSDPParam(each, name, shards, kinds[name], rest, keeps_dtype[name]) for name, each in slots.items()]
+    _move_buffers(managed, shared.device)
+    rest, pin = _resting_place(offload_policy, shared.device)
+    by_mesh: dict[DataMesh, list[FSDPParam]] = {} if slots else {shared: []}
+    for name, parameter_slots in slots.items():
+        param = FSDPParam(parameter_slots, name, meshes[name], kinds[name], rest, keeps_dtype[name])
+        by_mesh.setdefault(meshes[name], []).append(param)
+    states = [
+        _make_state(roots, params, mesh, policy, reshard_after_forward, rest, pin) for mesh, params in by_mesh.items()
+    ]
     for name, original in originals.items():
         setattr(original, checks.SHARDED_AS, f"{type(roots[0]).__name__}'s {name}")
-    pin = offloads and bool(getattr(offload_policy, "pin_memory", False)) and torch.accelerator.is_available()
-    reduction = _make_reduction(shards, rest if offloads else None)
-    group = FSDPParamGroup(roots, params, shards, reduction, policy, pin)
-    hooks.install(FSDPState(roots, group, policy, *_reshard_choice(reshard_after_forward, shards)))
+    hooks.install(states)
     for root, cls in zip(roots, classes, strict=True):
         root.__class__ = cls
     return module
@@ -197,6 +206,29 @@ def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def _resting_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:
+    """Where shards live, and whether in page-locked memory. A policy of torch's own is accepted, too."""
+    cpu = torch.device("cpu")
+    if not hasattr(policy, "pin_memory") or device == cpu:
+        return device, False
+    return cpu, bool(policy.pin_memory) and torch.accelerator.is_available()
+
+
+def _make_state(
+    roots: list[nn.Module],
+    params: list[FSDPParam],
+    mesh: DataMesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int | None,
+    rest: torch.device,
+    pin: bool,
+) -> FSDPState:
+    shards, replicas = (make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group))
+    reduction = Reduction(shards, replicas if replicas.size > 1 else None, rest=rest if rest != mesh.device else None)
+    group = FSDPParamGroup(roots, params, mesh, reduction, policy, pin)
+    return FSDPState(roots, group, policy, *_reshard_choice(reshard_after_forward, mesh))
+
+
 def _reshard_choice(choice: bool | int | None, mesh: DataMesh) -> tuple[bool | None, Comm | None]:
     """As a bool, and the ranks among which a part stays after forward, if that is neither all ranks nor this one."""
     if choice is None or isinstance(choice, bool):
@@ -204,8 +236,3 @@ def _reshard_choice(choice: bool | int | None, mesh: DataMesh) -> tuple[bool | N
     if choice in (1, mesh.size) or mesh.shard_group is None:
         return choice != 1, None
     return True, make_comm(subgroup(mesh.shard_group, choice), mesh.device)
-
-
-def _make_reduction(mesh: DataMesh, rest: torch.device | None) -> Reduction:
-    shards, replicas = (make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group))
-    return Reduction(shards, replicas if replicas.size > 1 else None, rest=rest)

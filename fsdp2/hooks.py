@@ -26,7 +26,7 @@ _STATE = "_fsdp2_state"
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """The state that a `fully_shard` call left on `module`."""
+    """The (outer) state that a `fully_shard` call left on `module`."""
     return module.__dict__.get(_STATE)
 
 
@@ -42,33 +42,49 @@ def require_state(module: Any) -> FSDPState:
     return state
 
 
+def states_of(module: Any) -> Iterator[FSDPState]:
+    """All states of a module that must have been sharded, from the outer to the inner.
+
+    Raises:
+        RuntimeError: it wasn't.
+    """
+    state: FSDPState | None = require_state(module)
+    while state is not None:
+        yield state
+        state = state.inner
+
+
 def states_below(module: nn.Module) -> Iterator[FSDPState]:
-    """The state of every sharded module in `module`, itself included, outermost first."""
+    """The states of every sharded module in `module`, itself included, outermost first."""
     for submodule in module.modules():
-        state = state_of(submodule)
-        if state is not None:
-            yield state
+        if state_of(submodule) is not None:
+            yield from states_of(submodule)
 
 
-def install(state: FSDPState) -> None:
-    """Attach `state` to its modules; it becomes the root of all states below it."""
-    for module in state.modules:
-        module.__dict__[_STATE] = state
+def install(states: list[FSDPState]) -> None:
+    """Attach the states of one call to its modules; the first becomes the root of all states below it."""
+    outer = states[0]
+    for module in outer.modules:
+        module.__dict__[_STATE] = outer
         # State dicts hold the sharded parameters, also between unshard() and reshard().
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_post_hook(_after_load)
-    state.group.gradients.on_first = partial(on_first_gradient, state)
-    state.group.gradients.on_last = partial(on_last_gradient, state)
-    Context(state, (inner for module in state.modules for inner in states_below(module)), use_in_backward)
+    for state, inner in zip(states, [*states[1:], None], strict=True):
+        state.inner = inner
+        state.group.gradients.on_first = partial(on_first_gradient, state)
+        state.group.gradients.on_last = partial(on_last_gradient, state)
+    Context(outer, (state for module in outer.modules for state in states_below(module)), use_in_backward)
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
-    module.__dict__[_STATE].release()
+    for state in states_of(module):
+        state.release()
 
 
 def _after_load(module: nn.Module, _: Any) -> None:
-    module.__dict__[_STATE].group.adopt_replacements(accept_whole=True)
+    for state in states_of(module):
+        state.group.adopt_replacements(accept_whole=True)
 
 
 @torch_compat.untraced
@@ -77,7 +93,13 @@ def run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
 
     It surrounds all hooks of the module: what they do to parameters, they do to the full ones.
     """
-    state = module.__dict__[_STATE]
+    return _run_forward(module.__dict__[_STATE], module, forward, args, kwargs)
+
+
+@torch_compat.untraced
+def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if state.inner is not None:
+        forward = partial(_run_inner, state.inner, module, forward)
     in_backward = torch_compat.graph_task() != -1
     state.context.enter(state, in_backward)
     try:
@@ -87,6 +109,11 @@ def run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
         after_forward(state, module, None, in_backward)
         raise
     return after_forward(state, module, output, in_backward)
+
+
+@torch_compat.untraced
+def _run_inner(state: FSDPState, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _run_forward(state, module, forward, args, kwargs)
 
 
 def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:

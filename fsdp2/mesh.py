@@ -35,6 +35,20 @@ class DataParallelMeshDims:
 
 
 @dataclass(frozen=True)
+class ShardPlacementResult:
+    """What `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
+
+    Args:
+        placement: the Shard(dim) to use; None: Shard(0).
+        mesh_info: a DeviceMesh, read as `fully_shard` reads its `mesh`; or an object that says which axes of its `mesh`
+            shard and replicate by `shard_mesh_dim` and `replicate_mesh_dim` (None: no axis), such as torch's own.
+    """
+
+    placement: Shard | None
+    mesh_info: Any
+
+
+@dataclass(frozen=True)
 class DataMesh:
     """Which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication alike."""
 
@@ -85,6 +99,22 @@ def data_mesh(mesh: DeviceMesh) -> DataMesh:
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}")
     return DataMesh(mesh, (0,)) if mesh.ndim == 1 else DataMesh(mesh, (1,), (0,))
+
+
+def described_data_mesh(mesh_info: Any) -> DataMesh:
+    """What the `mesh_info` of a ShardPlacementResult says.
+
+    Raises:
+        TypeError: it says nothing.
+    """
+    if isinstance(mesh_info, DeviceMesh):
+        return data_mesh(mesh_info)
+    mesh = getattr(mesh_info, "mesh", None)
+    axes = [getattr(mesh_info, name, None) for name in ("shard_mesh_dim", "replicate_mesh_dim")]
+    if not isinstance(mesh, DeviceMesh) or axes == [None, None]:
+        raise TypeError(f"mesh_info: expected a DeviceMesh, or an object with one in `mesh`, got {mesh_info!r}")
+    shard, replicate = (() if axis is None else (axis % mesh.ndim,) for axis in axes)
+    return DataMesh(mesh, shard, replicate)
 
 
 def replicated_data_mesh(mesh: DeviceMesh) -> DataMesh:

@@ -16,15 +16,15 @@ from .reduce import on_stream
 class UnshardHandle:
     """A gather under way, started by `FSDPModule.unshard(async_op=True)`."""
 
-    def __init__(self, state: FSDPState) -> None:
-        self._state: FSDPState | None = state
+    def __init__(self, states: list[FSDPState]) -> None:
+        self._states = states
 
     def wait(self) -> None:
         """Finish the gather and register the full parameters. Further calls do nothing. The next forward of the module
         waits by itself.
         """
-        state, self._state = self._state, None
-        if state is not None:
+        states, self._states = self._states, []
+        for state in states:
             hooks.unshard(state)
 
 
@@ -62,9 +62,10 @@ class FSDPModule:
             async_op: return at once, with a handle whose `wait` finishes the work.
         """
         _check_bool("async_op", async_op)
-        state = hooks.require_state(self)
-        state.group.start_unshard()
-        handle = UnshardHandle(state)
+        states = list(hooks.states_of(self))
+        for state in states:
+            state.group.start_unshard()
+        handle = UnshardHandle(states)
         if async_op:
             return handle
         handle.wait()
@@ -72,7 +73,8 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the full parameters of this module's own group and register the sharded ones."""
-        hooks.require_state(self).release()
+        for state in hooks.states_of(self):
+            state.release()
 
     # Setters. Each acts on this module's own group and, with `recurse`, on those of the sharded modules inside it.
     # Call them on every rank alike, between steps. The default of `recurse` is torch's: False where torch has no such
@@ -134,11 +136,13 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Begin to gather exactly these when this module's forward begins, in place of what the last pass suggests."""
-        hooks.require_state(self).forward_prefetch = _states_of("modules", modules)
+        for state in hooks.states_of(self):
+            state.forward_prefetch = _states_of("modules", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Begin to gather exactly these when backward reaches this module, in place of what ran before it."""
-        hooks.require_state(self).backward_prefetch = _states_of("modules", modules)
+        for state in hooks.states_of(self):
+            state.backward_prefetch = _states_of("modules", modules)
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
         """Reduce zeros for parameters that got no gradient on this rank, since they may have one on other ranks.
@@ -213,14 +217,16 @@ class FSDPModule:
         `all_gather.allocate(size, *, dtype, device)` provides its output, of which the input is this rank's part. Both
         are bytes (uint8), whatever the parameters' dtypes. It returns a Work, or None when done.
         """
-        hooks.require_state(self).group.choose_comms(all_gather=all_gather)
+        for state in hooks.states_of(self):
+            state.group.choose_comms(all_gather=all_gather)
 
     def set_custom_reduce_scatter(self, reduce_scatter: Any) -> None:
         """Reduce by `reduce_scatter(output_tensor, input_tensor, group, op, async_op)`, in one flat call per bucket.
 
         `reduce_scatter.allocate(size, *, dtype, device)` provides both tensors, in the reduce dtype.
         """
-        hooks.require_state(self).group.choose_comms(reduce_scatter=reduce_scatter)
+        for state in hooks.states_of(self):
+            state.group.choose_comms(reduce_scatter=reduce_scatter)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce on a process group of its own, so that a backend that runs one collective at a time per group can
@@ -353,12 +359,12 @@ def _states_of(name: str, modules: Any) -> list[FSDPState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")
-    return [hooks.require_state(module) for module in modules]
+    return [state for module in modules for state in hooks.states_of(module)]
 
 
 def _states(module: Any, recurse: bool) -> Iterator[FSDPState]:
     _check_bool("recurse", recurse)
-    return hooks.states_below(module) if recurse else iter([hooks.require_state(module)])
+    return hooks.states_below(module) if recurse else hooks.states_of(module)
 
 
 def _check_bool(name: str, value: object) -> None:

@@ -31,10 +31,12 @@ def sharded_class(cls: Any) -> Any:
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
-        group = hooks.require_state(self).group
-        group.reshard()
+        groups = [state.group for state in hooks.states_of(self)]
+        for group in groups:
+            group.reshard()
         cls._apply(self, fn, recurse)
-        group.adopt_replacements()
+        for group in groups:
+            group.adopt_replacements()
         return self
 
     def deepcopy(self: nn.Module, memo: Any) -> Any:

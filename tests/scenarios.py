@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard
-from helpers import alone, assert_same, assert_shard_of, run_ranks, shard_batch
+from helpers import alone, assert_same, assert_shard_of, full, run_ranks, shard_batch
+from models import mean_loss
 
 ROWS = 6  # divides by 2 and 3 ranks
 WIDTH = 5
@@ -279,3 +280,26 @@ def leaves(run: Run, model: nn.Module) -> None:
 
 
 WRAPS = (whole, blocks, kept, leaves)
+
+
+# ---- a sharded model beside a plain one, on every rank ------------------------------------------------------------
+
+
+def train_beside(model: nn.Module, plain: nn.Module, batches: Callable[[int], Tensor]) -> None:
+    """Three steps of SGD, the second of two micro-batches of which the first is not synchronised."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        for part in range(2 if step == 1 else 1):
+            whole = batches(2 * step + part)
+            if step == 1:
+                model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
+            mean_loss(model(shard_batch(whole, rank, size))).backward()
+            mean_loss(plain(whole)).backward()
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same(full(param.grad), expected.grad, 1e-5, 1e-6, f"step {step}, {name}.grad")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(full(param), expected, 1e-5, 1e-6, name)

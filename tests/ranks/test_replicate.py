@@ -11,29 +11,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
 from helpers import assert_same, full, run_checks, shard_batch
-from models import OddMLP, TinyGPT, TinyModel, mean_loss
+from models import OddMLP, TinyGPT, TinyModel
+from scenarios import train_beside
 
 WIDTH = 8
-
-
-def train_beside(model: nn.Module, plain: nn.Module, batches: Callable[[int], Tensor]) -> None:
-    """Three steps of SGD, the second of two micro-batches of which the first is not synchronised."""
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(3):
-        for part in range(2 if step == 1 else 1):
-            whole = batches(2 * step + part)
-            if step == 1:
-                model.set_requires_gradient_sync(part == 1)  # type: ignore[operator]
-            mean_loss(model(shard_batch(whole, rank, size))).backward()
-            mean_loss(plain(whole)).backward()
-        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert_same(full(param.grad), expected.grad, 1e-5, 1e-6, f"step {step}, {name}.grad")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert_same(full(param), expected, 1e-5, 1e-6, name)
 
 
 def replicated_trains(build: Callable[[], TinyModel], policy: MixedPrecisionPolicy) -> None:
