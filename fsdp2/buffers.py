@@ -79,8 +79,10 @@ class GroupBuffers:
             own.copy_(local)
         return placed
 
-    def start_gather(self, comm: Comm) -> PendingGather:
-        """Begin to fill the full parameters. Every rank of `comm` must call it, in the same order."""
+    def start_gather(
+        self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
+    ) -> PendingGather:
+        """Begin to fill the full parameters, and `more_outputs`. Every rank of `comm` must call it, in one order."""
         if not self._is_allocated:
             self._is_allocated = True
             self._full_storage.resize_(self._full_nbytes)
@@ -89,7 +91,7 @@ class GroupBuffers:
         if self._staged is not self.shards:
             self._staged_storage.resize_(self.layout.shard_nbytes)
             self._staged.copy_(self.shards, non_blocking=True)
-        return gather.start(self._plan, comm)
+        return gather.start(self._plan, comm, more_outputs, more_inputs)
 
     def shrink(self) -> None:
         """Give up the full parameters but for this rank's part, which the next gather needs, among few ranks only."""

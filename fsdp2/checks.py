@@ -20,6 +20,8 @@ from .policy import MixedPrecisionPolicy, OffloadPolicy
 # Left on an original parameter: if it turns up again, registered elsewhere, it was tied across groups.
 SHARDED_AS = "_fsdp2_sharded_as"
 
+EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
 
 def check_modules(module: Any) -> list[nn.Module]:
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -103,14 +105,12 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
     if parameter.layout is not torch.strided:
         raise NotImplementedError(f"{what} has the sparse layout {parameter.layout}; expected a dense tensor.")
     data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
-    if type(parameter) not in (nn.Parameter, DTensor) or type(data) is not Tensor:
-        raise NotImplementedError(f"{what} is a {type(parameter).__name__}. Tensor subclasses are not supported yet.")
+    if type(data) is not Tensor or type(parameter) not in (nn.Parameter, DTensor):
+        _check_subclass(what, parameter, data)
     if parameter.dim() == 0:
         raise ValueError(f"{what} a scalar can't be sharded along dim 0. Make it a tensor of shape (1,).")
     if parameter.is_complex():
         raise NotImplementedError(f"{what} complex parameters are not supported yet. Store torch.view_as_real of it.")
-    if not data.is_contiguous():
-        raise NotImplementedError(f"{what} has strides {parameter.stride()}; expected a contiguous tensor.")
     owner = getattr(parameter, SHARDED_AS, None)
     if owner is not None:
         raise ValueError(
@@ -121,6 +121,27 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
         raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
     if any(getattr(slot.module, "max_norm", None) is not None for slot in slots):
         raise NotImplementedError(f"{what} max_norm writes to the weight in forward; that would be lost. Leave it out.")
+
+
+def _check_subclass(what: str, parameter: nn.Parameter, data: Tensor) -> None:
+    missing = [name for name in EXTENSION if not hasattr(data, name)]
+    if missing:
+        kind = type(parameter if type(data) is Tensor else data).__name__
+        raise NotImplementedError(
+            f"{what} is a {kind}, which does not say how it is gathered. Give the class {' and '.join(missing)}, or "
+            "put the parameter into ignored_params."
+        )
+
+
+def check_extension(name: str, parameter: nn.Parameter, choice: bool | int | None, mesh: DataMesh) -> None:
+    """An extension's parameters are given up as a whole, and gathered among all ranks."""
+    data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
+    is_part = choice is not None and not isinstance(choice, bool) and choice not in (1, mesh.size)
+    if is_part and all(hasattr(data, method) for method in EXTENSION):
+        raise NotImplementedError(
+            f"{name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool or None for "
+            "reshard_after_forward."
+        )
 
 
 def choose_placement(
@@ -176,7 +197,7 @@ def check_memory(slots: dict[str, list[Slot]]) -> None:
     owners: dict[int, str] = {}
     for name, (slot, *_) in slots.items():
         parameter = slot.get()
-        data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter
+        data = torch_compat.inner_tensors(parameter)[0]
         if data.numel() and data.device.type != "meta":
             other = owners.setdefault(data.data_ptr(), name)
             if other != name:

@@ -319,7 +319,8 @@ class Context:
     def used(self, state: FSDPState) -> None:
         """`state` is unsharded on purpose now, not only in advance: what is saved of its weights is known as such."""
         self._prefetched.discard(state)
-        self._saved_tensors.owners[state.group.storage_id] = state
+        for storage in state.group.storage_ids:
+            self._saved_tensors.owners[storage] = state
 
     def _prefetch(self, chosen: Iterable[FSDPState]) -> None:
         for state in chosen:

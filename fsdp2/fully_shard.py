@@ -140,6 +140,7 @@ def _apply(
     for name, each in meshes.items():
         checks.check_device_type(name, each, shared)
         checks.check_reshard(reshard_after_forward, each)
+        checks.check_extension(name, originals[name], reshard_after_forward, each)
     checks.check_reshard(reshard_after_forward, shared)
     kinds = {
         name: checks.choose_distribution(name, each, meshes[name], chosen[name][0]) for name, each in originals.items()

@@ -6,6 +6,8 @@ Everything that does not change from one gather to the next (views, lists, what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from . import torch_compat
@@ -96,8 +98,8 @@ class GatherPlan:
 class PendingGather:
     """A gather in flight. The buffers of its plan must stay allocated until `finish` or `abandon`."""
 
-    def __init__(self, plan: GatherPlan, work: Work | None) -> None:
-        self._plan, self._work = plan, work
+    def __init__(self, plan: GatherPlan, work: Work | None, inputs: Sequence[Tensor]) -> None:
+        self._plan, self._work, self._inputs = plan, work, inputs
 
     def finish(self) -> None:
         """Wait (the caller's stream, or the caller on CPU); then the full parameters are there."""
@@ -110,10 +112,16 @@ class PendingGather:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
+        self._inputs = ()
 
 
-def start(plan: GatherPlan, comm: Comm) -> PendingGather:
-    """Begin to gather. Every rank of `comm` must call it, in the same order."""
+def start(
+    plan: GatherPlan, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
+) -> PendingGather:
+    """Begin to gather, `more` beside the plan's parameters. Every rank of `comm` must call it, in the same order."""
     if plan.casts[0]:
         torch_compat.copy_all(*plan.casts)
-    return PendingGather(plan, comm.all_gather(plan.outputs, plan.inputs) if plan.outputs else None)
+    outputs, inputs = plan.outputs, plan.inputs
+    if more_outputs:
+        outputs, inputs = [*outputs, *more_outputs], [*inputs, *more_inputs]
+    return PendingGather(plan, comm.all_gather(outputs, inputs) if outputs else None, more_inputs)

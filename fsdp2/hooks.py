@@ -149,8 +149,8 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
 
 def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     outputs = tensors_in(output)
-    weights = state.group.storage_id
-    if any(torch_compat.storage_id(tensor) == weights for tensor in outputs):
+    weights = state.group.storage_ids
+    if any(torch_compat.storage_id(tensor) in weights for tensor in outputs):
         output = _without_weights(weights, output)
         outputs = tensors_in(output)
     if torch.is_grad_enabled() and not any(tensor.grad_fn for tensor in outputs):
@@ -163,11 +163,11 @@ def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     return output
 
 
-def _without_weights(weights: int, output: Any) -> Any:
+def _without_weights(weights: frozenset[int], output: Any) -> Any:
     """`output` with copies, through which gradients flow, of weights in it, whose memory will be freed or refilled."""
 
     def copy_weight(tensor: Tensor) -> Tensor:
-        return tensor.clone() if torch_compat.storage_id(tensor) == weights else tensor
+        return tensor.clone() if torch_compat.storage_id(tensor) in weights else tensor
 
     return map_tensors(output, copy_weight, everywhere=True)
 

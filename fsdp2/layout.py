@@ -45,6 +45,8 @@ class ParamSpec:
     world_size: int
     # Along which it is cut. A "row" is what lies at one index of it.
     dim: int = 0
+    # Gathered by methods of its own, hence in no GatherLayout; its gradient may come in any dtype.
+    extended: bool = False
 
     def __post_init__(self) -> None:
         if not self.shape:
@@ -92,6 +94,10 @@ class ParamSpec:
     def num_holders(self) -> int:
         """How many ranks hold any rows: the first ones."""
         return -(-self.num_rows // self.chunk_rows) if self.chunk_rows else 0
+
+    def arrives_in(self, dtype: torch.dtype) -> bool:
+        """Whether the full gradient is known to come in `dtype`."""
+        return self.compute_dtype == dtype and not self.extended
 
     def rows(self, rank: int) -> tuple[int, int]:
         """First and one-past-last row that `rank` holds."""
@@ -235,7 +241,7 @@ def bucket_layout(
     direct = tuple(
         i
         for i in indices
-        if specs[i].compute_dtype == reduce_dtype and specs[i].is_even and _is_direct(specs[i], direct_min_bytes)
+        if specs[i].arrives_in(reduce_dtype) and specs[i].is_even and _is_direct(specs[i], direct_min_bytes)
     )
     packed = tuple(i for i in indices if i not in direct)
     offsets, packed_start = _offsets({i: specs[i].shard_numel for i in direct}, RANK_ALIGNMENT // itemsize)

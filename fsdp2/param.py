@@ -75,8 +75,12 @@ class FSDPParam:
                 if not isinstance(gathered, DTensor):
                     gathered = distribute_tensor(gathered, kind.full_mesh, kind.full_placements, src_data_rank=None)
                 gathered = torch_compat.local_of(gathered)
-            rows = gathered.narrow(kind.dim, first, last - first)
-            rows = rows.to(rows.device if rows.is_meta else self.rest, copy=True, memory_format=torch.contiguous_format)
+            device = gathered.device if gathered.is_meta else self.rest
+            if type(gathered) not in (Tensor, nn.Parameter):
+                rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
+            else:
+                rows = gathered.narrow(kind.dim, first, last - first)
+                rows = rows.to(device, copy=True, memory_format=torch.contiguous_format)
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
 
@@ -96,7 +100,7 @@ class FSDPParam:
         sharded = nn.Parameter(torch_compat.dtensor(local, self.dtensor_spec), original.requires_grad)
         # nn.Parameter wraps a detached copy of the local tensor object; put ours back, to know it again.
         torch_compat.set_local(sharded, local)
-        sharded.__dict__.update(vars(original))
+        sharded.__dict__.update(_user_attributes(original))
         torch_compat.take_hooks(original, sharded)
         return sharded
 
@@ -106,14 +110,23 @@ class FSDPParam:
 
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """What the layout must know of it as it is now."""
-        stored = self.local.dtype
-        return self._spec_for(stored, stored if self._keeps_dtype else policy.compute_dtype(stored))
+        return self._spec_for(self.local.dtype, self.compute_dtype(policy), self.is_extended)
 
-    def _spec_for(self, stored: torch.dtype, compute: torch.dtype) -> ParamSpec:
-        return ParamSpec(self.gathered_shape, stored, compute, self._mesh.size, self._distribution.dim)
+    @property
+    def is_extended(self) -> bool:
+        """Whether its local tensor says itself how it is gathered: see extension.py."""
+        local = self.local
+        return hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")
+
+    def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
+        stored = self.local.dtype
+        return stored if self._keeps_dtype else policy.compute_dtype(stored)
+
+    def _spec_for(self, stored: torch.dtype, compute: torch.dtype, extended: bool = False) -> ParamSpec:
+        return ParamSpec(self.gathered_shape, stored, compute, self._mesh.size, self._distribution.dim, extended)
 
     def build_full(self, memory: Tensor) -> None:
-        """Make the full face, over `memory`, which has its dtype and the gathered shape."""
+        """Make the full face of `memory`, which has its dtype and the gathered shape."""
         kind, value = self._distribution, memory
         if kind.full_mesh is not None:
             stride = contiguous_stride(self.shape)
@@ -237,3 +250,23 @@ class FSDPParam:
         if post_accumulate_hooks:
             for hook in tuple(post_accumulate_hooks.values()):
                 hook(sharded)
+
+
+def _rows_of_subclass(whole: Tensor, dim: int, mesh: DataMesh, device: torch.device) -> Tensor:
+    """This rank's rows of a tensor subclass, made by the few operations that such classes are known to have."""
+    chunks = torch.chunk(whole, mesh.size, dim)
+    padded = whole.new_zeros(chunks[0].size())
+    rows = chunks[mesh.rank].shape[dim] if mesh.rank < len(chunks) else 0
+    if rows:
+        padded.narrow(dim, 0, rows).copy_(chunks[mesh.rank])
+    padded = padded if padded.device == device else padded.to(device)
+    return padded if rows == padded.shape[dim] else padded.narrow(dim, 0, rows)
+
+
+def _user_attributes(parameter: Tensor) -> dict[str, Any]:
+    """What users have set on a parameter, without what a tensor subclass keeps there: its inner tensors."""
+    attributes = vars(parameter)
+    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
+        return attributes
+    own = vars(parameter.detach())
+    return {name: value for name, value in attributes.items() if name not in own}

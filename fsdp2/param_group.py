@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from . import torch_compat
 from .buffers import GroupBuffers
 from .comm import Comm, CommChoice
+from .extension import AllGatherExtension, check_agreement
 from .gather import PendingGather
 from .gradients import GroupGradients
-from .layout import GatherLayout, gather_layout
+from .layout import GatherLayout, ParamSpec, gather_layout
 from .mesh import DataMesh
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
@@ -70,8 +71,8 @@ class FSDPParamGroup:
         self.installed = False
         self.gradients = GroupGradients(self.params, reduction)
         self._full_versions: tuple[int, ...] = ()
-        # Identity of the storage that all full parameters share.
-        self.storage_id = 0
+        # Identity of the storage that full parameters share, and of those that extended ones have.
+        self.storage_ids: frozenset[int] = frozenset()
         self.has_frozen = False
         self.keeps_storage = False
         # Whether to note what `is_up_to_date` compares, at each gather.
@@ -79,8 +80,13 @@ class FSDPParamGroup:
         self._gathered_at: Any = None
         # Ranks that can restore the parameters of which each has kept a part after forward.
         self._few: Comm | None = None
+        # Of the parameters that have one, the last in `params`; and whether all ranks gather the same for them.
+        self._extensions: list[AllGatherExtension] = []
+        self._agreed = False
+        self._looked = False
         # None while parameters are on another device, on meta say.
         self._buffers: GroupBuffers | None = None
+        self._specs: tuple[ParamSpec, ...] = ()
         self._adopt()
 
     # ---- description
@@ -93,7 +99,8 @@ class FSDPParamGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded group, in compute dtypes, padding included."""
-        return self._buffers.layout.full_nbytes if self._buffers else 0
+        extended = sum(each.nbytes for each in self._extensions)
+        return extended + (self._buffers.layout.full_nbytes if self._buffers else 0)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Name the group and its parameters after the FQNs of their modules."""
@@ -150,7 +157,10 @@ class FSDPParamGroup:
             self._notice_replacements()
         assert self._buffers is not None
         self._gathered_at = self._clock()
-        self.state = self._buffers.start_gather(self._comm)
+        if self._extensions:
+            self.state = self._buffers.start_gather(self._comm, *self._start_extensions())
+        else:
+            self.state = self._buffers.start_gather(self._comm)
 
     def unshard(self, notice_replacements: bool = True) -> None:
         """Have the full parameters' data: gather, or finish the gather under way."""
@@ -158,6 +168,8 @@ class FSDPParamGroup:
         if isinstance(self.state, PendingGather):
             self.state.finish()
             self.state = UNSHARDED
+            if self._extensions:
+                self._finish_extensions()
 
     def install(self) -> None:
         """Register the full parameters in the modules."""
@@ -182,6 +194,9 @@ class FSDPParamGroup:
             state.abandon()
         if free and self._buffers is not None:
             self._buffers.free()
+            if not self.keeps_storage:
+                for extension in self._extensions:
+                    extension.free()
 
     def shrink(self) -> None:
         """Register the sharded parameters; give up the full ones but for a part, from which few ranks restore them."""
@@ -202,6 +217,9 @@ class FSDPParamGroup:
     def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
         assert self._buffers is not None, "a full parameter was saved"
+        if self._extensions and torch_compat.storage_id(weight) != self._buffers.storage_id:
+            first = 2 * len(self._buffers.layout.specs)  # which of the extended ones it is part of is not known
+            return before[first:] != now[first:]
         weight = torch_compat.local_of(weight) if isinstance(weight, DTensor) else weight
         i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
@@ -231,7 +249,7 @@ class FSDPParamGroup:
         self._notice_replacements(accept_whole, may_be_meta=True)
 
     def _notice_replacements(self, accept_whole: bool = False, may_be_meta: bool = False) -> None:
-        if self._buffers is None or self._is_replaced():
+        if self._buffers is None or self._is_replaced() or self._is_newly_extended():
             self._readopt(accept_whole)
         elif self._trainable != self._find_trainable():
             self._follow_requires_grad()
@@ -259,6 +277,13 @@ class FSDPParamGroup:
                 return True
         return False
 
+    def _is_newly_extended(self) -> bool:
+        """Whether, since the last time that shards were put in place, a user has set an extension's methods on some."""
+        looked, self._looked = self._looked, True
+        return not looked and any(
+            p.is_extended != spec.extended for p, spec in zip(self.params, self._specs, strict=True)
+        )
+
     def _readopt(self, accept_whole: bool) -> None:
         # All are checked before one is taken: after an error the user may put the old ones back.
         found = [param.find_replacement(accept_whole) for param in self.params]
@@ -283,13 +308,17 @@ class FSDPParamGroup:
             self._buffers = None
             self._watch()
             return
-        specs = tuple(param.spec(self._policy) for param in self.params)
+        self._find_extensions()
+        self._specs = specs = tuple(param.spec(self._policy) for param in self.params)
+        plain = specs[: len(specs) - len(self._extensions)]
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
-            if self._buffers is None or self._buffers.layout.specs != specs:
-                self._allocate(gather_layout(specs, self.mesh.size, self._comm.direct_min_bytes))
-            placed = self._buffers.move_into_shards([param.local for param in self.params])  # type: ignore[union-attr]
-            for param, local in zip(self.params, placed, strict=True):
+            if self._buffers is None or self._buffers.layout.specs != plain:
+                self._allocate(gather_layout(plain, self.mesh.size, self._comm.direct_min_bytes))
+            assert self._buffers is not None
+            shared = self.params[: len(plain)]
+            placed = self._buffers.move_into_shards([param.local for param in shared])
+            for param, local in zip(shared, placed, strict=True):
                 param.local = local
         self._watch()
         self._follow_requires_grad()
@@ -299,9 +328,41 @@ class FSDPParamGroup:
         device = self.mesh.device
         self._buffers = GroupBuffers(layout, self.mesh.rank, device, self._rest, self._pin, self._few)
         self._buffers.keeps_storage = self.keeps_storage
-        self.storage_id = self._buffers.storage_id
-        for i, param in enumerate(self.params):
-            param.build_full(self._buffers.full_parameter(i))
+        for i in range(len(layout.specs)):
+            self.params[i].build_full(self._buffers.full_parameter(i))
+
+    def _find_extensions(self) -> None:
+        self.params.sort(key=lambda param: param.is_extended)
+        self._extensions = [
+            AllGatherExtension(param, self.mesh, self._policy) for param in self.params if param.is_extended
+        ]
+        self._agreed = self._looked = False
+        if self._extensions and self._few is not None:
+            raise NotImplementedError(
+                f"{self.params[-1].name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool "
+                "or None for reshard_after_forward."
+            )
+
+    def _start_extensions(self) -> tuple[list[Tensor], list[Tensor]]:
+        device, outputs, inputs = self.mesh.device, [], []
+        with torch.inference_mode(False), torch.no_grad():
+            for extension in self._extensions:
+                more_outputs, more_inputs = extension.start(device, self.mesh.size)
+                outputs += more_outputs
+                inputs += more_inputs
+        if not self._agreed and self.mesh.size > 1:
+            check_agreement([param.name for param in self.params if param.is_extended], inputs, self._comm, device)
+        self._agreed = True
+        return outputs, inputs
+
+    def _finish_extensions(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            built = [extension.finish() for extension in self._extensions]
+        if any(built):
+            self._watch()
+            self._follow_requires_grad()
+            self._prepare_slots()
+        self._full_versions = tuple(map(_version_of, self._fulls))
 
     def _watch(self) -> None:
         """Remember what is registered where, to notice what is put there instead."""
@@ -323,7 +384,7 @@ class FSDPParamGroup:
         self._trainable = self._find_trainable()
         for param, trainable in zip(self.params, self._trainable, strict=True):
             param.full.requires_grad_(trainable)
-        specs = self._buffers.layout.specs if self._buffers else ()
+        specs = self._specs if self._buffers else ()
         self.gradients.prepare(
             specs,
             tuple(self._policy.gradient_dtype(spec.storage_dtype) for spec in specs),
@@ -332,6 +393,11 @@ class FSDPParamGroup:
         self.has_frozen = not all(self._trainable)
 
     def _prepare_slots(self) -> None:
+        assert self._buffers is not None
+        self._dict_slots, self._setattr_slots = ([], []), ([], [])
+        self.storage_ids = frozenset([self._buffers.storage_id]).union(
+            *(each.storage_ids() for each in self._extensions)
+        )
         for param in self.params:
             for slot in param.slots:
                 target = slot.module._parameters if slot.is_plain else slot.module

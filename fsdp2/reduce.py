@@ -128,7 +128,7 @@ class ReducePlan:
         self.segments_shape = (world_size, layout.packed_numel)
         # One operation for all of them; on CPU it is slow where it casts, and copies twice where it pads.
         self.is_one_cat = layout.packed_numel == sum(specs[i].shard_numel for i in layout.packed) and all(
-            spec.is_even and spec.shard_numel and spec.dim == 0 and spec.compute_dtype == layout.reduce_dtype
+            spec.is_even and spec.shard_numel and spec.dim == 0 and spec.arrives_in(layout.reduce_dtype)
             for spec in (specs[i] for i in layout.packed)
         )
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "gradient_hooks",
     "graph_task",
     "group_over",
+    "inner_tensors",
     "keep_out_of_graphs",
     "local_of",
+    "mesh_over",
     "no_torch_function",
     "on_backward_end",
     "optimizer_steps",
@@ -94,12 +97,22 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([first, second])
 
 
+def mesh_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
+    """The axes of `mesh` as one axis."""
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is None:
+        assert len(axes) == 1, "several axes are chosen by name"
+        return DeviceMesh.from_group(mesh.get_group(axes[0]), mesh.device_type)
+    chosen = mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]
+    return chosen if chosen.ndim == 1 else chosen._flatten()
+
+
 def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The process group of this rank along `axes`; several count as one, for which it makes a group, once."""
     if len(axes) < 2:
         return mesh.get_group(axes[0]) if axes else None
-    assert mesh.mesh_dim_names is not None, "several axes are chosen by name"
-    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]._flatten().get_group()
+    return mesh_over(mesh, axes).get_group()
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -148,13 +161,27 @@ def single_tensor_collectives(group: dist.ProcessGroup) -> tuple[Callable[..., A
     return group._allgather_base, group._reduce_scatter_base
 
 
+_PLAIN = (Tensor, Parameter)
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """What a DTensor or another wrapper of tensors consists of; any other tensor: itself."""
+    if type(tensor) in _PLAIN:
+        return [tensor]
+    if isinstance(tensor, DTensor):
+        return inner_tensors(local_of(tensor))
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    names = flatten()[0] if flatten is not None else ()
+    return [part for name in names for part in inner_tensors(getattr(tensor, name))] or [tensor]
+
+
 def storage_id(tensor: Tensor) -> int:
     """Identity of the storage behind a tensor, also while it is freed (then `data_ptr` is 0 for all).
 
     -1 for what has no storage, hence is no view of anything: sparse tensors, functorch's wrappers.
     """
-    if type(tensor) is not Tensor and isinstance(tensor, DTensor):
-        tensor = local_of(tensor)  # the storage of the wrapper itself is none
+    if type(tensor) not in _PLAIN:
+        tensor = inner_tensors(tensor)[0]  # the storage of a wrapper itself is none
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

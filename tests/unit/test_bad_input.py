@@ -66,6 +66,18 @@ class Scale(nn.Parameter):
     """A user's subclass of Parameter."""
 
 
+class HalfExtended(TwoTensor):
+    """Says what to gather, but not what to make of it."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.a, self.b), None
+
+
+class Extended(HalfExtended):
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return outputs[0], outputs
+
+
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.ones(*shape, dtype=dtype))
 
@@ -136,7 +148,6 @@ CASES = {
     # parameters
     "scalar": weight(lambda: nn.Parameter(torch.tensor(1.0)), ValueError, "scalar"),
     "complex": weight(lambda: parameter(4, 4, dtype=torch.complex64), NotImplementedError, "complex"),
-    "non-contiguous": weight(lambda: nn.Parameter(torch.ones(4, 6).T), NotImplementedError, r"strides \(1, 6\)"),
     "sparse layout": weight(lambda: nn.Parameter(torch.eye(4).to_sparse()), NotImplementedError, "sparse"),
     "DTensor on a mesh of its own": weight(
         lambda: nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Shard(0)])),
@@ -145,6 +156,17 @@ CASES = {
     ),
     "tensor subclass": weight(
         lambda: nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4))), NotImplementedError, "TwoTensor"
+    ),
+    "half an extension": weight(
+        lambda: nn.Parameter(HalfExtended(torch.ones(4, 4), torch.ones(4, 4))),
+        NotImplementedError,
+        "HalfExtended.*fsdp_post_all_gather",
+    ),
+    "an extension that keeps a part": Case(
+        NotImplementedError,
+        "inner.weight has fsdp_pre_all_gather.*reshard_after_forward",
+        lambda: Block(nn.Parameter(Extended(torch.ones(4, 4), torch.ones(4, 4)))),
+        {"reshard_after_forward": lambda: 2},
     ),
     "parameter subclass": weight(lambda: Scale(torch.ones(4, 4)), NotImplementedError, "Scale"),
     "uninitialised": weight(nn.UninitializedParameter, ValueError, "uninitialised"),

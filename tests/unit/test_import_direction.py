@@ -27,6 +27,7 @@ ORDER = (
     "param_group",
     "gradients",
     "unsynced_grad",
+    "extension",
     "param",
     "buffers",
     "gather",

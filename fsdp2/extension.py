@@ -1,0 +1,136 @@
+"""Parameters whose local tensors say themselves how they are gathered: quantised weights, float8 casts, ...
+
+Such a local tensor (a tensor subclass, or a tensor with two methods set on the object) has
+
+- `fsdp_pre_all_gather(mesh)`, or `(mesh, outer_size, outer_stride, module, mp_policy)`, which returns the tensors to
+  gather, of equal sizes on all ranks, and any metadata;
+- `fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, *, out=None)`, which makes the full parameter of what
+  was gathered: (the tensor, a tuple of tensors to free with it); with `out`, the tensor of the first time, it refills
+  that and returns None.
+
+`mesh` is the one axis over which the parameter is sharded; an output is the ranks' inputs, one behind the other in dim
+0. It is the same tensor in each gather, so the full parameter may be a view of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import torch_compat
+from .comm import Comm
+from .mesh import DataMesh
+from .pack import leaf_over
+from .param import FSDPParam
+from .policy import MixedPrecisionPolicy
+
+
+class AllGatherExtension:
+    """Gathers one parameter by its own methods."""
+
+    def __init__(self, param: FSDPParam, mesh: DataMesh, policy: MixedPrecisionPolicy) -> None:
+        self._param, self._mesh, self._policy = param, mesh, policy
+        self._pre_arguments = self._choose_pre_arguments()
+        self._metadata: Any = None
+        # What has been gathered, and the same memory as the collective fills it: with version counters of its own.
+        self._outputs: list[Tensor] = []
+        self._filled: list[Tensor] = []
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self._is_built = False
+
+    def _choose_pre_arguments(self) -> tuple[Any, ...]:
+        param = self._param
+        mesh = torch_compat.mesh_over(self._mesh.mesh, self._mesh.shard_axes)
+        arguments = (mesh, torch.Size(param.shape), param.sharded.stride(), param.slots[0].module, self._policy)
+        signature = inspect.signature(param.local.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+        count = len(signature.parameters)
+        if count not in (1, 5):
+            raise ValueError(
+                f"{param.name}: expected fsdp_pre_all_gather(mesh) or (mesh, outer_size, outer_stride, module, "
+                f"mp_policy), got {signature}"
+            )
+        return arguments[:count]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the last gather has delivered."""
+        return sum(output.nbytes for output in self._filled)
+
+    def start(self, device: torch.device, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Allocate, and return what to gather into what, as bytes: nothing, if there is but one rank."""
+        local: Any = self._param.local
+        if local.device != device:
+            local = local.to(device, non_blocking=True)
+        tensors, self._metadata = local.fsdp_pre_all_gather(*self._pre_arguments)
+        sizes = [(world_size * (each.shape[0] if each.dim() else 1), *each.shape[1:]) for each in tensors]
+        wanted = [(size, each.dtype) for size, each in zip(sizes, tensors, strict=True)]
+        if [(tuple(each.shape), each.dtype) for each in self._outputs] != wanted:
+            self._allocate([torch.empty(size, dtype=dtype, device=device) for size, dtype in wanted])
+        for storage, nbytes in self._storages.values():
+            storage.resize_(nbytes)
+        inputs = [each.contiguous().view(-1).view(torch.uint8) for each in tensors]
+        if world_size > 1:
+            return self._filled, inputs
+        torch_compat.copy_all(self._filled, inputs)
+        return [], []
+
+    def _allocate(self, outputs: list[Tensor]) -> None:
+        self._outputs, self._is_built = outputs, False
+        self._filled = [leaf_over(each, 0, (each.nbytes,), torch.uint8) for each in outputs]
+        self._storages.clear()
+        self._own(outputs)
+
+    def _own(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._storages[torch_compat.storage_id(tensor)] = (storage, storage.nbytes())
+
+    def finish(self) -> bool:
+        """Make the full parameter of what was gathered. Return whether it is another object than before."""
+        param: Any = self._param
+        arguments = (tuple(self._outputs), self._metadata, param.compute_dtype(self._policy))
+        if self._is_built:
+            full = param.full
+            out = torch_compat.local_of(full) if isinstance(full, DTensor) else full
+            param.local.fsdp_post_all_gather(*arguments, out=out)
+            return False
+        value, inner = param.local.fsdp_post_all_gather(*arguments)
+        if tuple(value.shape) != param.gathered_shape:
+            raise ValueError(
+                f"{param.name}: expected fsdp_post_all_gather to return a tensor of shape {param.gathered_shape}, got "
+                f"{tuple(value.shape)}"
+            )
+        self._own(inner)
+        param.build_full(value)
+        self._is_built = True
+        return True
+
+    def storage_ids(self) -> list[int]:
+        """Of all memory that the full parameter consists of."""
+        parts = torch_compat.inner_tensors(self._param.full)
+        return [*self._storages, *(torch_compat.storage_id(part) for part in parts)]
+
+    def free(self) -> None:
+        """Give up what was gathered, and what was made of it."""
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
+
+
+def check_agreement(names: Sequence[str], inputs: Sequence[Tensor], comm: Comm, device: torch.device) -> None:
+    """Raise ValueError on every rank if ranks are about to gather tensors of different sizes. All must call it."""
+    sizes = [each.numel() for each in inputs]
+    digest = hashlib.sha256(repr(sizes).encode()).digest()[:16]
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    of_all = own.new_empty(comm.size * own.numel())
+    comm.all_gather([of_all], [own]).wait()
+    if not (of_all.view(comm.size, -1) == own).all():
+        raise ValueError(
+            f"{', '.join(names)}: fsdp_pre_all_gather returned tensors of other sizes than on another rank (here, in "
+            f"bytes: {sizes}). Ranks that hold fewer rows than the first must pad what they return to as many."
+        )
