@@ -72,6 +72,22 @@ class FSDPState:
     def __repr__(self) -> str:
         return self.group.name
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from. Prefetch lists name states of the whole model: they come with its root."""
+        if self.running or self.context.in_backward:
+            raise RuntimeError(f"{self}: a sharded module can't be copied or pickled while a forward or backward runs")
+        runtime = ("context", "finished", "versions", "forward_prefetch", "backward_prefetch")
+        kept = {name: value for name, value in vars(self).items() if name not in runtime}
+        settings = self.context.settings() if self.context.root is self else None
+        return {**kept, "kept": False, "backward_ready": False, "completes": False, "settings": settings}
+
+    def wake(self) -> dict[str, Any] | None:
+        """Become usable, in a copy of which all modules are there. Return the settings that the context is to take."""
+        self.group.wake()
+        self.finished, self.versions, self.forward_prefetch, self.backward_prefetch = set(), (), None, None
+        settings: dict[str, Any] | None = vars(self).pop("settings")
+        return settings
+
     def _keeps_after_forward(self) -> bool:
         """Whether the full parameters stay for backward: by default those that it needs at once, of root and last."""
         if self.reshard_after_forward is None:
@@ -164,6 +180,26 @@ class Context:
             state.context = self
             state.group.gradients.queue = self._reductions
             state.group.rename(names)
+
+    def settings(self) -> dict[str, Any]:
+        """What a user has set for all states: flags, and prefetch lists as places in the list of states."""
+        place = {state: i for i, state in enumerate(self.states)}
+
+        def places(chosen: list[FSDPState] | None) -> list[int] | None:
+            return None if chosen is None else [place[state] for state in chosen if state in place]
+
+        lists = [(places(state.forward_prefetch), places(state.backward_prefetch)) for state in self.states]
+        return {"finalizes_by_itself": self.finalizes_by_itself, "prefetch": lists}
+
+    def take_settings(
+        self, finalizes_by_itself: bool, prefetch: list[tuple[list[int] | None, list[int] | None]]
+    ) -> None:
+        """Take over the settings of the context that this one is a copy of."""
+        self.finalizes_by_itself = finalizes_by_itself
+        for state, lists in zip(self.states, prefetch, strict=True):
+            state.forward_prefetch, state.backward_prefetch = (
+                None if each is None else [self.states[i] for i in each] for each in lists
+            )
 
     def share_reductions(self, other: Context) -> None:
         """Queue reductions with those of another root from now on."""

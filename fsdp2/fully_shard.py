@@ -224,9 +224,7 @@ def _make_state(
     rest: torch.device,
     pin: bool,
 ) -> FSDPState:
-    shards, replicas = (make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group))
-    reduction = Reduction(shards, replicas if replicas.size > 1 else None, rest=rest if rest != mesh.device else None)
-    group = FSDPParamGroup(roots, params, mesh, reduction, policy, pin)
+    group = FSDPParamGroup(roots, params, mesh, Reduction.over(mesh, rest), policy, pin)
     return FSDPState(roots, group, policy, *_reshard_choice(reshard_after_forward, mesh))
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -130,6 +131,16 @@ class GroupGradients:
         self.backward_pass: object = None
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
+
+    def settings(self) -> dict[str, Any]:
+        """What a user has set."""
+        reduction = {name: getattr(self.reduction, name) for name in ("divisor", "all_reduce", "hook")}
+        return {"synchronise": self.synchronise, "reduces_unused": self.reduces_unused, "reduction": reduction}
+
+    def take_settings(self, synchronise: bool, reduces_unused: bool, reduction: dict[str, Any]) -> None:
+        """Take over the settings of another."""
+        self.synchronise, self.reduces_unused = synchronise, reduces_unused
+        self.reduction = replace(self.reduction, **reduction)
 
     def prepare(
         self, specs: tuple[ParamSpec, ...], reduce_dtypes: tuple[torch.dtype, ...], trainable: Iterable[int]

@@ -72,9 +72,34 @@ def install(states: list[FSDPState]) -> None:
         module.register_load_state_dict_post_hook(_after_load)
     for state, inner in zip(states, [*states[1:], None], strict=True):
         state.inner = inner
+    _start(states)
+
+
+def _start(states: list[FSDPState]) -> Context:
+    for state in states:
         state.group.gradients.on_first = partial(on_first_gradient, state)
         state.group.gradients.on_last = partial(on_last_gradient, state)
-    Context(outer, (state for module in outer.modules for state in states_below(module)), use_in_backward)
+    below = (state for module in states[0].modules for state in states_below(module))
+    return Context(states[0], below, use_in_backward)
+
+
+def before_copy(module: nn.Module) -> None:
+    """Have the sharded parameters registered, which a copy starts from, with gradients that can be copied."""
+    for state in states_of(module):
+        state.release()
+        for param in state.group.params:
+            param.own_gradient()
+
+
+def after_copy(module: nn.Module) -> None:
+    """`module` is a copy, of which everything is there: its state becomes usable with the last module it is part of."""
+    if not vars(module.__dict__[_STATE]):
+        return  # a list of modules shares the state, which comes with the first of them
+    states = list(states_of(module))
+    settings, *_ = [state.wake() for state in states]
+    context = _start(states)
+    if settings is not None:
+        context.take_settings(**settings)
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:

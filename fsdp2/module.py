@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial, update_wrapper
 from types import MethodType
 from typing import Any
 
@@ -321,13 +322,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"method_name: expected a method of {type(module).__name__}, got {method_name!r}")
     if hooks.state_of(module) is None:
         return
-    function = getattr(method, "__func__", None)
+    function = getattr(type(module), method_name, None) if getattr(method, "__self__", None) is module else None
+    call = partial(_run_function, module, method) if function is None else partial(_run_method, module, method_name)
+    setattr(module, method_name, update_wrapper(call, method))
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Bound anew on each call: a copy of the module then runs its own method.
-        return hooks.run_forward(self, method if function is None else MethodType(function, self), args, kwargs)
 
-    setattr(module, method_name, MethodType(forward, module))
+# At module level, and with the module as an argument: a copy of the module, pickled or not, then runs its own.
+
+
+def _run_method(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    return hooks.run_forward(module, MethodType(getattr(type(module), name), module), args, kwargs)
+
+
+def _run_function(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return hooks.run_forward(module, function, args, kwargs)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -65,6 +65,23 @@ class FSDPParam:
         self.full = nn.Parameter(torch.empty(0))  # until the group has its storage
         self._shard(original)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from; its sharded face is what is registered in the copied modules."""
+        faces = ("full", "sharded", "dtensor_spec", "_local_shape", "_local_stride")
+        return {name: value for name, value in vars(self).items() if name not in faces}
+
+    def own_gradient(self) -> None:
+        """Give the gradient memory of its own: torch can't copy a DTensor that begins inside a storage."""
+        gradient = self.sharded.grad
+        if isinstance(gradient, DTensor) and gradient.storage_offset():
+            self.sharded.grad = gradient.clone()
+
+    def wake(self) -> None:
+        """Become usable, in a copy of which all modules are there."""
+        self.full = nn.Parameter(torch.empty(0))
+        self.sharded = self.slots[0].get()
+        self._prepare_gradients(self.local)
+
     def _shard(self, whole: Tensor) -> None:
         """Replace the whole parameter, in all its slots, by this rank's rows of it."""
         spec, kind = self._spec_for(whole.dtype, whole.dtype), self._distribution

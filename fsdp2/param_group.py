@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .buffers import GroupBuffers
-from .comm import Comm, CommChoice
+from .comm import Comm, CommChoice, make_comm, subgroup
 from .extension import AllGatherExtension, check_agreement
 from .gather import PendingGather
 from .gradients import GroupGradients
@@ -88,6 +88,27 @@ class FSDPParamGroup:
         self._buffers: GroupBuffers | None = None
         self._specs: tuple[ParamSpec, ...] = ()
         self._adopt()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from: no memory, no process group."""
+        names = ("modules", "params", "mesh", "name", "keeps_storage", "notes_changes", "_policy", "_pin", "_choice")
+        few = self._few.size if self._few is not None else None
+        return {**{name: vars(self)[name] for name in names}, "few": few, "gradients": self.gradients.settings()}
+
+    def wake(self) -> None:
+        """Become usable, in a copy of which all modules and parameters are there. Every rank must call it."""
+        before = dict(vars(self))
+        for param in before["params"]:
+            param.wake()
+        mesh, params = before["mesh"], before["params"]
+        rest = params[0].rest if params else mesh.device
+        self.__init__(before["modules"], params, mesh, Reduction.over(mesh, rest), before["_policy"], before["_pin"])  # type: ignore[misc]
+        self.name, self.notes_changes = before["name"], before["notes_changes"]
+        self.gradients.take_settings(**before["gradients"])
+        self.keep_storage(before["keeps_storage"])
+        self.choose_comms(**vars(before["_choice"]))
+        if before["few"] is not None:
+            self.keep_part_among(make_comm(subgroup(mesh.shard_group, before["few"]), mesh.device))
 
     # ---- description
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from . import torch_compat
-from .comm import Comm, Work
+from .comm import Comm, Work, make_comm
 from .layout import BucketLayout, ParamSpec
+from .mesh import DataMesh
 from .pack import gradient_slots, pack_gradients
 
 # Parameter index -> (a tensor, where in its storage this rank's padded shard of the gradient begins).
@@ -36,6 +37,12 @@ class Reduction:
     all_reduce: bool = True
     hook: Callable[[Tensor], None] | None = None
     rest: torch.device | None = None
+
+    @classmethod
+    def over(cls, mesh: DataMesh, rest: torch.device) -> Reduction:
+        """The usual one of parameters on `mesh` whose shards live on `rest`."""
+        shards, replicas = (make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group))
+        return cls(shards, replicas if replicas.size > 1 else None, rest=rest if rest != mesh.device else None)
 
     def divisors(self) -> tuple[float, float]:
         """Of the reduce-scatter, and of the all-reduce behind it."""

@@ -39,18 +39,29 @@ def sharded_class(cls: Any) -> Any:
             group.adopt_replacements()
         return self
 
-    def deepcopy(self: nn.Module, memo: Any) -> Any:
-        raise NotImplementedError(
-            f"deepcopy of a sharded {cls.__name__} is not supported yet. Copy the model before fully_shard, or build "
-            "a second one and load this one's state dict."
-        )
+    def reduce(self: nn.Module, protocol: int) -> Any:
+        # For deepcopy and pickle, which can't find this class by name.
+        hooks.before_copy(self)
+        _, _, *rest = cls.__reduce_ex__(self, protocol)
+        return _new_sharded, (cls,), *rest
+
+    def setstate(self: nn.Module, state: Any) -> None:
+        cls.__setstate__(self, state)
+        hooks.after_copy(self)
 
     body = {
         "__new__": new,
         "__call__": call,
         "_apply": apply,
-        "__deepcopy__": deepcopy,
+        "__reduce_ex__": reduce,
+        "__setstate__": setstate,
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
     }
     return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)
+
+
+def _new_sharded(cls: Any) -> Any:
+    """A module to be filled by `__setstate__`."""
+    sharded = sharded_class(cls)
+    return object.__new__(sharded)
