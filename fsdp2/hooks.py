@@ -203,14 +203,16 @@ def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     # Weights that checkpointing keeps from a recomputation are read without our notice.
     must_unshard = not state.unshard_in_backward and not state.context.sees_saved_tensors()
 
-    def gradient_of_output(_: Tensor) -> None:
+    def gradient_of_output(_: Any) -> None:
         if must_unshard or state.unshard_in_backward:
             before_backward(state)
 
-    differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
-    for tensor in differentiable:
-        tensor.register_hook(gradient_of_output)
-    return bool(differentiable)
+    # On nodes, not on tensors: the hooks of one tensor run in the order in which they came, and the tensor may be the
+    # next module's input, whose group is to be freed before this one's is gathered.
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    for node in nodes:
+        node.register_prehook(gradient_of_output)
+    return bool(nodes)
 
 
 def _settle(state: FSDPState, module: nn.Module, backward_follows: bool) -> None:

@@ -159,8 +159,14 @@ class FSDPParam:
         if kind.full_mesh is None:
             return gradient
         assert isinstance(gradient, DTensor), "a gradient is distributed like its parameter"
-        if gradient.placements != kind.full_placements:
-            gradient = gradient.redistribute(placements=kind.full_placements)
+        expected = list(kind.full_placements)
+        if kind.full_mesh == self._mesh.mesh:
+            # Modules that compute with DTensors on these axes, too, leave it to us to sum over them.
+            for axis in self._mesh.shard_axes + self._mesh.replicate_axes:
+                if gradient.placements[axis].is_partial("sum"):
+                    expected[axis] = gradient.placements[axis]
+        if gradient.placements != tuple(expected):
+            gradient = gradient.redistribute(placements=expected)
         return torch_compat.local_of(gradient)
 
     @property

@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
 from helpers import assert_same, full, run_checks, shard_batch
@@ -73,6 +74,23 @@ def named_axes_train(dims: DataParallelMeshDims, placements: tuple[Shard | Repli
     train_beside(model, plain, batch)
 
 
+def computes_with_dtensors(replicates: bool) -> None:
+    """Inputs are DTensors on the same mesh: gradients arrive as partial sums over the axes that share the data."""
+    axes = ("a", "b") if replicates else ("b",)
+    mesh = init_device_mesh("cpu", (2, 2) if replicates else (4,), mesh_dim_names=axes)
+    plain = nn.Linear(WIDTH, WIDTH)
+    model = copy.deepcopy(plain)
+    for name, param in plain.named_parameters():
+        setattr(model, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()] * mesh.ndim)))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="b", replicate="a" if replicates else None))
+    whole = torch.randn(8, WIDTH)
+    own = DTensor.from_local(shard_batch(whole, dist.get_rank(), 4), mesh, [Shard(0)] * mesh.ndim)
+    model(own).to_local().square().mean().backward()
+    plain(whole).square().mean().backward()
+    for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(full(param.grad), twin.grad, 1e-5, 1e-6, name)
+
+
 NAMED = [
     (str(dims), lambda dims=dims, placements=placements: named_axes_train(dims, placements))
     for dims, placements in (
@@ -81,6 +99,12 @@ NAMED = [
         (DataParallelMeshDims(shard=("a", "b")), (Shard(0), Shard(0))),
         (DataParallelMeshDims(replicate=("a", "b")), (Replicate(), Replicate())),
     )
+]
+
+
+COMPUTED = [
+    ("DTensors in and out", partial(computes_with_dtensors, False)),
+    ("DTensors in and out, replicas", partial(computes_with_dtensors, True)),
 ]
 
 
@@ -127,4 +151,4 @@ def test_replicated_and_own_dtypes_on_two_ranks() -> None:
 
 
 def test_named_axes_on_four_ranks() -> None:
-    run_checks(4, NAMED)
+    run_checks(4, [*NAMED, *COMPUTED])
