@@ -36,7 +36,7 @@ from models import (
     mean_loss,
 )
 
-STEPS = 4
+STEPS = 3
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
 EXACT = {"rtol": 0.0, "atol": 0.0}
 ROUNDING = {
@@ -324,7 +324,7 @@ def test_training_matches_the_plain_model_on_the_whole_batch(world_size: int) ->
 
 
 @pytest.mark.parametrize("cases", [SLICE_BY_SLICE_CASES, MIXED_DTYPE_CASES], ids=["one dtype", "mixed dtypes"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_training_matches_the_slices_of_the_batch_computed_one_by_one(world_size: int, cases: list[Case]) -> None:
     """A cast too many, too early or too late, or a sum in the wrong dtype, hides below whole-batch tolerances.
 
