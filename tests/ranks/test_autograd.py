@@ -205,6 +205,21 @@ def test_one_of_a_list_of_modules_runs() -> None:
     check(scenario, reshard=(None, True, False))
 
 
+def test_lists_of_modules_as_roots() -> None:
+    """No module contains a list, so nobody may be left to end its pass."""
+
+    def scenario(run: Run, reshard: bool | None) -> None:
+        model = run.build(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+        for members in ([model[0], model[2]], [model[1], model[3]]):
+            run.shard(members, reshard_after_forward=reshard)
+        optimizer = sgd(model)
+        for seed in range(2):
+            run.step(f"all {seed}", model, optimizer, loss_of(model(run.batch(seed=seed))))
+            run.step(f"one of each {seed}", model, optimizer, loss_of(model[1](model[2](run.batch(seed=seed)))))
+
+    check(scenario, reshard=(None, True, False))
+
+
 def test_two_models_call_each_other() -> None:
     """Neither is a part of the other: two roots, two runtimes, one graph. As in a GAN, or with a frozen critic."""
 
