@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from . import hooks, torch_compat
+from .extension import count_pre_arguments
 from .mesh import DataMesh, Distribution, described_data_mesh, distribute
 from .module import public_methods
 from .param import Slot
@@ -136,8 +137,10 @@ def _check_subclass(what: str, parameter: nn.Parameter, data: Tensor) -> None:
 def check_extension(name: str, parameter: nn.Parameter, choice: bool | int | None, mesh: DataMesh) -> None:
     """An extension's parameters are given up as a whole, and gathered among all ranks."""
     data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
-    is_part = choice is not None and not isinstance(choice, bool) and choice not in (1, mesh.size)
-    if is_part and all(hasattr(data, method) for method in EXTENSION):
+    if not all(hasattr(data, method) for method in EXTENSION):
+        return
+    count_pre_arguments(name, data)
+    if choice is not None and not isinstance(choice, bool) and choice not in (1, mesh.size):
         raise NotImplementedError(
             f"{name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool or None for "
             "reshard_after_forward."

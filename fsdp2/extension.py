@@ -48,14 +48,7 @@ class AllGatherExtension:
         param = self._param
         mesh = torch_compat.mesh_over(self._mesh.mesh, self._mesh.shard_axes)
         arguments = (mesh, torch.Size(param.shape), param.sharded.stride(), param.slots[0].module, self._policy)
-        signature = inspect.signature(param.local.fsdp_pre_all_gather)  # type: ignore[attr-defined]
-        count = len(signature.parameters)
-        if count not in (1, 5):
-            raise ValueError(
-                f"{param.name}: expected fsdp_pre_all_gather(mesh) or (mesh, outer_size, outer_stride, module, "
-                f"mp_policy), got {signature}"
-            )
-        return arguments[:count]
+        return arguments[: count_pre_arguments(param.name, param.local)]
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +113,21 @@ class AllGatherExtension:
         """Give up what was gathered, and what was made of it."""
         for storage, _ in self._storages.values():
             storage.resize_(0)
+
+
+def count_pre_arguments(name: str, local: Any) -> int:
+    """How many arguments the `fsdp_pre_all_gather` of `local` takes.
+
+    Raises:
+        ValueError: neither of the two numbers it may.
+    """
+    signature = inspect.signature(local.fsdp_pre_all_gather)
+    if len(signature.parameters) not in (1, 5):
+        raise ValueError(
+            f"{name}: expected fsdp_pre_all_gather(mesh) or (mesh, outer_size, outer_stride, module, mp_policy), got "
+            f"{signature}"
+        )
+    return len(signature.parameters)
 
 
 def check_agreement(names: Sequence[str], inputs: Sequence[Tensor], comm: Comm, device: torch.device) -> None:

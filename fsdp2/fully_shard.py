@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from .context import FSDPState
 from .mesh import (
     DataMesh,
     DataParallelMeshDims,
+    Distribution,
     data_mesh,
     default_mesh,
     named_data_mesh,
@@ -127,38 +128,28 @@ def _apply(
     policy = checks.check_policy(mp_policy)
     managed = dict(_managed_modules(roots))
     slots = _collect_slots(managed, ignored_params or frozenset())
-    originals = {name: each[0].get() for name, each in slots.items()}
     for name, parameter_slots in slots.items():
         checks.check_parameter(name, parameter_slots)
     checks.check_memory(slots)
-    chosen = {name: checks.choose_placement(name, each, shard_placement_fn) for name, each in originals.items()}
-    keeps_dtype = {name: checks.choose_dtype(name, each, policy) for name, each in originals.items()}
     for root in roots:
         checks.check_names(root)
     shared = choose_axes(mesh if mesh is not None else default_mesh())
-    meshes = {name: own or shared for name, (_, own) in chosen.items()}
-    for name, each in meshes.items():
-        checks.check_device_type(name, each, shared)
-        checks.check_reshard(reshard_after_forward, each)
-        checks.check_extension(name, originals[name], reshard_after_forward, each)
     checks.check_reshard(reshard_after_forward, shared)
-    kinds = {
-        name: checks.choose_distribution(name, each, meshes[name], chosen[name][0]) for name, each in originals.items()
-    }
+    plans = [
+        _plan(name, parameter_slots, shared, policy, reshard_after_forward, shard_placement_fn)
+        for name, parameter_slots in slots.items()
+    ]
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     # From here on nothing is refused.
     _move_buffers(managed, shared.device)
     rest, pin = _resting_place(offload_policy, shared.device)
-    by_mesh: dict[DataMesh, list[FSDPParam]] = {} if slots else {shared: []}
-    for name, parameter_slots in slots.items():
-        param = FSDPParam(parameter_slots, name, meshes[name], kinds[name], rest, keeps_dtype[name])
-        by_mesh.setdefault(meshes[name], []).append(param)
+    by_mesh: dict[DataMesh, list[FSDPParam]] = {} if plans else {shared: []}
+    for plan in plans:
+        by_mesh.setdefault(plan.mesh, []).append(plan.shard(rest, type(roots[0]).__name__))
     states = [
         _make_state(roots, params, mesh, policy, reshard_after_forward, rest, pin) for mesh, params in by_mesh.items()
     ]
-    for name, original in originals.items():
-        setattr(original, checks.SHARDED_AS, f"{type(roots[0]).__name__}'s {name}")
     hooks.install(states)
     for root, cls in zip(roots, classes, strict=True):
         root.__class__ = cls
@@ -198,6 +189,41 @@ def _collect_slots(
 
 def _fqn(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+class _Plan(NamedTuple):
+    """What is to become of one parameter."""
+
+    name: str
+    slots: list[Slot]
+    mesh: DataMesh
+    distribution: Distribution
+    keeps_dtype: bool
+
+    def shard(self, rest: torch.device, root: str) -> FSDPParam:
+        original = self.slots[0].get()
+        param = FSDPParam(self.slots, self.name, self.mesh, self.distribution, rest, self.keeps_dtype)
+        setattr(original, checks.SHARDED_AS, f"{root}'s {self.name}")
+        return param
+
+
+def _plan(
+    name: str,
+    slots: list[Slot],
+    shared: DataMesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+) -> _Plan:
+    """Ask the user's functions about one parameter, and check what they say."""
+    parameter = slots[0].get()
+    dim, own = checks.choose_placement(name, parameter, shard_placement_fn)
+    mesh = own or shared
+    checks.check_device_type(name, mesh, shared)
+    checks.check_reshard(reshard_after_forward, mesh)
+    checks.check_extension(name, parameter, reshard_after_forward, mesh)
+    distribution = checks.choose_distribution(name, parameter, mesh, dim)
+    return _Plan(name, slots, mesh, distribution, checks.choose_dtype(name, parameter, policy))
 
 
 def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:

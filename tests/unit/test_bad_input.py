@@ -78,6 +78,11 @@ class Extended(HalfExtended):
         return outputs[0], outputs
 
 
+class OddlyExtended(Extended):
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any:  # type: ignore[override]
+        return (self.a, self.b), None
+
+
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     return nn.Parameter(torch.ones(*shape, dtype=dtype))
 
@@ -161,6 +166,9 @@ CASES = {
         lambda: nn.Parameter(HalfExtended(torch.ones(4, 4), torch.ones(4, 4))),
         NotImplementedError,
         "HalfExtended.*fsdp_post_all_gather",
+    ),
+    "an extension of other arguments": weight(
+        lambda: nn.Parameter(OddlyExtended(torch.ones(4, 4), torch.ones(4, 4))), ValueError, r"got \(mesh.*, size.*\)"
     ),
     "an extension that keeps a part": Case(
         NotImplementedError,
