@@ -108,8 +108,6 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
     data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
     if type(data) is not Tensor or type(parameter) not in (nn.Parameter, DTensor):
         _check_subclass(what, parameter, data)
-    if parameter.dim() == 0:
-        raise ValueError(f"{what} a scalar can't be sharded along dim 0. Make it a tensor of shape (1,).")
     if parameter.is_complex():
         raise NotImplementedError(f"{what} complex parameters are not supported yet. Store torch.view_as_real of it.")
     owner = getattr(parameter, SHARDED_AS, None)

@@ -44,9 +44,9 @@ def fully_shard(
     """Shard the parameters of `module` over the ranks of `mesh`, in place, and return `module`.
 
     Every parameter below `module` that no inner `fully_shard` call has taken becomes an `nn.Parameter(DTensor)`,
-    sharded along dim 0; together they form one group, which is gathered before forward, freed after it, gathered again
-    for backward, and whose gradients are averaged over the ranks. Call it bottom-up: on blocks first, then on the
-    model. Every rank of the mesh must call it, on the same modules in the same order.
+    sharded along dim 0 (scalars are replicated). Together they form one group, which is gathered before forward, freed
+    after it, gathered again for backward, and whose gradients are averaged over the ranks. Call it bottom-up: on blocks
+    first, then on the model. Every rank of the mesh must call it, on the same modules in the same order.
 
     Args:
         module: a module, or a list of modules that share one group. Modified in place; its class becomes a subclass of
@@ -71,8 +71,8 @@ def fully_shard(
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
-        ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is a
-            scalar, uninitialised, tied to one of another group, or over the same memory as another.
+        ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is
+            uninitialised, tied to one of another group, or over the same memory as another.
         NotImplementedError: a parameter that is a tensor subclass, complex, or
             not contiguous; embeddings with sparse gradients or `max_norm`.
 

@@ -77,10 +77,6 @@ class DataMesh:
             rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
         return rank
 
-    def placements(self, dim: int = 0) -> tuple[Placement, ...]:
-        """How a parameter that is sharded along `dim` lies on `mesh`."""
-        return tuple(Shard(dim) if axis in self.shard_axes else Replicate() for axis in range(self.mesh.ndim))
-
     @property
     def device(self) -> torch.device:
         """Where shards live: the mesh's device type, and its current device if there are several."""
@@ -158,7 +154,9 @@ class Distribution:
 
 
 def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
-    """How `parameter` lies when `mesh` shards it along `dim`. A DTensor is cut further, on axes beside its own.
+    """How `parameter` lies when `mesh` shards it along `dim`, or replicates it if it is a scalar.
+
+    A DTensor is cut further, on axes beside its own.
 
     Raises:
         ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.
@@ -167,11 +165,12 @@ def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
     if beside and mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
         raise ValueError(f"dp_mesh_dims: expected a DTensor on {mesh.mesh}, got a {type(parameter).__name__}")
     if not isinstance(parameter, DTensor):
-        return Distribution(mesh.mesh, mesh.placements(dim), None, (), dim)
+        gathered: tuple[Placement, ...] = (Replicate(),) * mesh.mesh.ndim
+        return Distribution(mesh.mesh, _cut(mesh.mesh, gathered, mesh, dim, parameter), None, (), dim)
     inner, placements = parameter.device_mesh, parameter.placements
     if not beside:
         _check_data_axes(parameter, mesh, dim)
-        return Distribution(inner, _cut(inner, placements, mesh, dim), inner, placements, dim)
+        return Distribution(inner, _cut(inner, placements, mesh, dim, parameter), inner, placements, dim)
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"expected a DTensor that is sharded or replicated, got placements {placements}")
     try:
@@ -182,7 +181,7 @@ def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
             "all axes by init_device_mesh, and slice it by name."
         ) from error
     gathered = (Replicate(),) * mesh.mesh.ndim + placements
-    return Distribution(whole, _cut(whole, gathered, mesh, dim), inner, placements, dim)
+    return Distribution(whole, _cut(whole, gathered, mesh, dim, parameter), inner, placements, dim)
 
 
 def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
@@ -192,7 +191,7 @@ def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
         not placements[axis].is_replicate() for axis in data_axes
     ):
         raise ValueError(f"expected Replicate on the data-parallel axes of {mesh.mesh}, got placements {placements}")
-    rows = torch_compat.local_of(parameter).shape[dim]
+    rows = torch_compat.local_of(parameter).shape[dim] if parameter.dim() else 0
     if len(mesh.shard_axes) > 1 and rows % mesh.size:
         raise ValueError(
             f"expected dim {dim}, of {rows} rows, to divide by {mesh.size}: a DTensor that several axes cut unevenly "
@@ -200,11 +199,15 @@ def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
         )
 
 
-def _cut(whole: DeviceMesh, placements: tuple[Placement, ...], mesh: DataMesh, dim: int) -> tuple[Placement, ...]:
+def _cut(
+    whole: DeviceMesh, placements: tuple[Placement, ...], mesh: DataMesh, dim: int, parameter: Tensor
+) -> tuple[Placement, ...]:
     """`placements` on `whole`, cut along `dim` on the data-parallel axes, which come last though they may stand left.
 
     A plain Shard would cut before those to its right.
     """
+    if parameter.dim() == 0:
+        return placements
     cut = list(placements)
     for axis in mesh.shard_axes:
         later = range(axis + 1, whole.ndim)

@@ -62,6 +62,12 @@ class FSDPParam:
         self.shape = self.gathered_shape = tuple(original.shape)
         if isinstance(original, DTensor):
             self.gathered_shape = tuple(torch_compat.local_of(original).shape)
+        # A scalar is replicated. In collectives it is a vector of as many copies as ranks, of which each holds one.
+        self._is_scalar = self.shape == ()
+        if self._is_scalar:
+            self.gathered_shape = (mesh.size,)
+        # Gradients are reduced as they come.
+        self._is_usual = distribution.full_mesh is None and not self._is_scalar
         self.full = nn.Parameter(torch.empty(0))  # until the group has its storage
         self._shard(original)
 
@@ -96,7 +102,7 @@ class FSDPParam:
             if type(gathered) not in (Tensor, nn.Parameter):
                 rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
             else:
-                rows = gathered.narrow(kind.dim, first, last - first)
+                rows = gathered if self._is_scalar else gathered.narrow(kind.dim, first, last - first)
                 rows = rows.to(device, copy=True, memory_format=torch.contiguous_format)
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
@@ -144,20 +150,25 @@ class FSDPParam:
 
     def build_full(self, memory: Tensor) -> None:
         """Make the full face of `memory`, which has its dtype and the gathered shape."""
-        kind, value = self._distribution, memory
+        kind, value = self._distribution, memory[0] if self._is_scalar else memory
         if kind.full_mesh is not None:
             stride = contiguous_stride(self.shape)
             spec = torch_compat.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, stride, memory.dtype)
-            value = torch_compat.dtensor(memory, spec)
+            local, value = value, torch_compat.dtensor(value, spec)
         self.full = nn.Parameter(value, requires_grad=memory.is_floating_point())
         if kind.full_mesh is not None:
-            torch_compat.set_local(self.full, memory)
+            torch_compat.set_local(self.full, local)
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """A gradient of the full face as the ranks of the mesh share it."""
-        kind = self._distribution
-        if kind.full_mesh is None:
+        if self._is_usual:
             return gradient
+        if self._distribution.full_mesh is not None:
+            gradient = self._local_gradient(gradient)
+        return gradient.repeat(self.gathered_shape) if self._is_scalar else gradient
+
+    def _local_gradient(self, gradient: Tensor) -> Tensor:
+        kind = self._distribution
         assert isinstance(gradient, DTensor), "a gradient is distributed like its parameter"
         expected = list(kind.full_placements)
         if kind.full_mesh == self._mesh.mesh:

@@ -151,7 +151,6 @@ CASES = {
     "a class that refuses subclasses": Case(TypeError, "InitSubclass", InitSubclass),
     "submodule reshard": Case(TypeError, "UnshardModule.*reshard", UnshardModule),
     # parameters
-    "scalar": weight(lambda: nn.Parameter(torch.tensor(1.0)), ValueError, "scalar"),
     "complex": weight(lambda: parameter(4, 4, dtype=torch.complex64), NotImplementedError, "complex"),
     "sparse layout": weight(lambda: nn.Parameter(torch.eye(4).to_sparse()), NotImplementedError, "sparse"),
     "DTensor on a mesh of its own": weight(
@@ -179,7 +178,7 @@ CASES = {
     "parameter subclass": weight(lambda: Scale(torch.ones(4, 4)), NotImplementedError, "Scale"),
     "uninitialised": weight(nn.UninitializedParameter, ValueError, "uninitialised"),
     "lazy module": Case(ValueError, r"^0\.weight.*uninitialised", lambda: nn.Sequential(nn.LazyLinear(3))),
-    "in a list": Case(ValueError, r"^\[1\]\.inner\.weight", lambda: [Block(), Block(nn.Parameter(torch.tensor(1.0)))]),
+    "in a list": Case(ValueError, r"^\[1\]\.inner\.weight", lambda: [Block(), Block(nn.UninitializedParameter())]),
     "tied across groups": Case(ValueError, r"inner\.weight is the same .*inner\.weight.*list", tied_across_groups),
     "sparse embedding": Case(NotImplementedError, r"^0\.weight.*sparse", embedding),
     "sparse embedding bag": Case(
@@ -242,8 +241,8 @@ def test_refused_and_nothing_has_changed(case: Case) -> None:
 
 def test_a_refused_model_can_be_sharded_afterwards() -> None:
     with fake_world(4):
-        model = Block(nn.Parameter(torch.tensor(1.0)))
-        with pytest.raises(ValueError, match=r"inner\.weight"):
+        model = Block(parameter(4, 4, dtype=torch.complex64))
+        with pytest.raises(NotImplementedError, match=r"inner\.weight"):
             fully_shard(model)
         model.inner.weight = parameter(4, 4)
         fully_shard(model)
