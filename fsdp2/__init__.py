@@ -1,5 +1,6 @@
 """Fully sharded data parallel training for PyTorch, with the API of torch's FSDP2."""
 
+from .clip import clip_grad_norm_
 from .fully_shard import fully_shard, replicate
 from .mesh import DataParallelMeshDims, ShardPlacementResult
 from .module import (
@@ -22,6 +23,7 @@ __all__ = [
     "OffloadPolicy",
     "ShardPlacementResult",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
     "replicate",

@@ -355,6 +355,11 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
     return PairwiseComm(group) if torch_compat.backend_name(group, device) == "gloo" else CoalescedComm(group)
 
 
+def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> None:
+    """tensor := its sum, or its largest values, over the ranks of `group`, on return. All of these must call it."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
+
+
 @cache
 def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it.

@@ -41,9 +41,11 @@ __all__ = [
     "local_of",
     "mesh_over",
     "no_torch_function",
+    "norm_each",
     "on_backward_end",
     "optimizer_steps",
     "reads_metadata",
+    "scale_each",
     "set_local",
     "single_tensor_collectives",
     "storage_id",
@@ -145,6 +147,16 @@ def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
     """destinations[i] := sources[i], cast where dtypes differ; one launch where the device allows it."""
     if destinations:
         torch._foreach_copy_(destinations, sources)
+
+
+def norm_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each, computed in `dtype`; one launch where the device allows it."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
+    """tensors[i] *= factor, a tensor without dims on their device; one launch where the device allows it."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:

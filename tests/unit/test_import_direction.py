@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
 # From the surface down. A module may import only modules that come later.
 ORDER = (
     "__init__",
+    "clip",
     "fully_shard",
     "checks",
     "sharded_class",

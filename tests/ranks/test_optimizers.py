@@ -1,0 +1,224 @@
+"""Optimizers and learning-rate schedulers of torch, on sharded parameters: each trains as it trains the plain model.
+
+Elsewhere: optimizers that step in backward, in test_autograd and test_settings; ones made at odd moments, in
+test_sharded_view; checkpoints of AdamW, in test_checkpoint.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import lr_scheduler
+
+from helpers import alone, assert_same, assert_shard_of, run_checks
+from scenarios import TOLERANCE, Net, Run, blocks, check, loss_of
+
+Make = Callable[..., optim.Optimizer]
+
+STEADY = {"lr": 0.05, "eps": 1e-3}  # where a gradient is 0 but for rounding, g / |g| would blow the rounding up
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": partial(optim.SGD, lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.1),
+    "SGD one by one": partial(optim.SGD, lr=0.1, momentum=0.5, dampening=0.2, foreach=False),
+    "Adam": partial(optim.Adam, amsgrad=True, **STEADY),
+    "Adam one by one": partial(optim.Adam, foreach=False, weight_decay=0.1, **STEADY),
+    "Adam fused": partial(optim.Adam, fused=True, amsgrad=True, **STEADY),
+    "AdamW": partial(optim.AdamW, foreach=True, maximize=True, **STEADY),
+    "AdamW one by one": partial(optim.AdamW, foreach=False, **STEADY),
+    "AdamW fused": partial(optim.AdamW, fused=True, weight_decay=0.1, **STEADY),
+    "AdamW fused, rate in a tensor": lambda p: optim.AdamW(p, fused=True, lr=torch.tensor(0.05), eps=1e-3),
+    "Adagrad": partial(optim.Adagrad, lr_decay=0.1, **STEADY),
+    "Adagrad one by one": partial(optim.Adagrad, foreach=False, **STEADY),
+    "RMSprop": partial(optim.RMSprop, momentum=0.5, centered=True, **STEADY),
+    "RMSprop one by one": partial(optim.RMSprop, foreach=False, **STEADY),
+    "NAdam": partial(optim.NAdam, **STEADY),
+    "RAdam": partial(optim.RAdam, **STEADY),
+    "Adadelta": partial(optim.Adadelta, **STEADY),
+    "Adamax": partial(optim.Adamax, **STEADY),
+    "ASGD": partial(optim.ASGD, lr=0.1, t0=1),
+}
+
+
+def in_two_groups(model: nn.Module, make: Make) -> optim.Optimizer:
+    """As trainers do it: no decay for vectors."""
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in model.parameters() if p.dim() != 1]
+    return make([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+
+
+def test_training() -> None:
+    """Three ranks: rows of 5 and 3, and a rank whose shards of the former are shorter."""
+
+    def scenario(run: Run, name: str) -> None:
+        model = run.build(Net, depth=1)
+        blocks(run, model)
+        decays = "weight_decay" in getattr(OPTIMIZERS[name], "keywords", {})
+        optimizer = in_two_groups(model, OPTIMIZERS[name]) if decays else OPTIMIZERS[name](model.parameters())
+        for step in range(3):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, world_size=3, name=tuple(OPTIMIZERS))
+
+
+NOT_FOR_DTENSORS: dict[str, Make] = {
+    "SGD fused": partial(optim.SGD, lr=0.1, fused=True),
+    "Adagrad fused": partial(optim.Adagrad, fused=True, **STEADY),
+    "Adafactor": partial(optim.Adafactor, lr=0.05, foreach=False),
+    "Adafactor foreach": partial(optim.Adafactor, lr=0.05, foreach=True),
+    "Rprop": partial(optim.Rprop, lr=0.05, foreach=False),
+    "Rprop foreach": partial(optim.Rprop, lr=0.05, foreach=True),
+    "LBFGS": partial(optim.LBFGS, lr=0.1, max_iter=2),
+    "Muon": partial(optim.Muon, lr=0.05, adjust_lr_fn="match_rms_adamw"),
+}
+
+
+class Wide(nn.Sequential):
+    """Matrices of more columns than rows, which is how Muon's bf16 arithmetic is the same cut or not."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 4, bias=False))
+
+
+def test_an_optimizer_that_dtensor_does_not_know_raises() -> None:
+    """Which ones those are depends on torch. One that steps must step as on the plain model, never otherwise."""
+
+    def train_by_closure(run: Run, name: str) -> dict[str, Tensor]:
+        model = run.build(Wide)
+        run.shard(model)
+        optimizer = NOT_FOR_DTENSORS[name](model.parameters())
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(run.batch(6, seed=1)))
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return {fqn: p.detach() for fqn, p in model.named_parameters()}
+
+    plain = alone(lambda: {name: train_by_closure(Run(), name) for name in NOT_FOR_DTENSORS})
+
+    def trains_or_raises(name: str) -> None:
+        try:
+            trained = train_by_closure(Run(dist.get_rank(), 2, []), name)
+        except (RuntimeError, NotImplementedError) as error:
+            assert "placement" in str(error) or "shard" in str(error), error  # noqa: PT017
+            return
+        for fqn, value in trained.items():  # a hundredth of a step
+            assert_shard_of(value, plain[name][fqn], rtol=0, atol=5e-4, name=fqn)
+
+    run_checks(2, [(name, partial(trains_or_raises, name)) for name in NOT_FOR_DTENSORS])
+
+
+Schedule = Callable[[optim.Optimizer], Any]
+
+SCHEDULES: dict[str, Schedule] = {
+    "warm-up, then cosine": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(o, 4)], milestones=[2]
+    ),
+    "one cycle, momentum too": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=6),
+    "by the loss": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.5),
+    "a function for each group": lambda o: lr_scheduler.LambdaLR(o, [lambda n: 0.9**n, lambda n: 0.5**n]),
+}
+
+
+def test_learning_rate_schedules() -> None:
+    """Interrupted in the middle: a new optimizer and schedule go on from the state of the old ones."""
+
+    def start(model: nn.Module, name: str) -> tuple[optim.Optimizer, Any]:
+        optimizer = in_two_groups(model, partial(optim.SGD, lr=0.2, momentum=0.5))
+        return optimizer, SCHEDULES[name](optimizer)
+
+    def scenario(run: Run, name: str) -> None:
+        model = run.build(Net)
+        blocks(run, model)
+        optimizer, schedule = start(model, name)
+        for step in range(6):
+            if step == 3:
+                states = optimizer.state_dict(), schedule.state_dict()
+                optimizer, schedule = start(model, name)
+                optimizer.load_state_dict(states[0])
+                schedule.load_state_dict(states[1])
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+            metric = [torch.tensor(float(2 - step % 2))] if name == "by the loss" else []
+            schedule.step(*metric)
+            run.value("rates", [(group["lr"], group["momentum"]) for group in optimizer.param_groups])
+
+    check(scenario, name=tuple(SCHEDULES))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+SAVED = ("Adam fused", "RMSprop", "NAdam")
+
+
+def train(run: Run, model: nn.Module, optimizer: optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        loss_of(model(run.batch(seed=step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def build(run: Run, name: str, seed: int = 1) -> tuple[nn.Module, optim.Optimizer]:
+    model = run.build(Net, depth=1, seed=seed)
+    blocks(run, model)
+    return model, in_two_groups(model, partial(OPTIMIZERS[name], weight_decay=0.1))
+
+
+def by_name(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
+    return {fqn: dict(optimizer.state[p]) for fqn, p in model.named_parameters()}
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """Saved by two ranks, loaded by three: moments, sums and counts must cross, and training must go on."""
+
+    def whole(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        run = Run()
+        model, optimizer = build(run, name)
+        train(run, model, optimizer, range(2))
+        states = copy.deepcopy(by_name(model, optimizer))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # casts some of it, as any loading does
+        train(run, model, optimizer, range(2, 4))
+        return states, {name: p.detach() for name, p in model.named_parameters()}
+
+    plain = alone(lambda: {name: whole(name) for name in SAVED})
+
+    def save(name: str) -> None:
+        run = Run(dist.get_rank(), 2, [])
+        model, optimizer = build(run, name)
+        train(run, model, optimizer, range(2))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        if run.rank == 0:
+            for fqn, expected in plain[name][0].items():
+                assert set(state["state"][fqn]) == set(expected)
+                for key, value in expected.items():
+                    assert_same(state["state"][fqn][key], value, **TOLERANCE, name=f"{fqn} {key}")
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / name)
+
+    def load(name: str) -> None:
+        run = Run(dist.get_rank(), 3, [])
+        model, optimizer = build(run, name, seed=99)
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=tmp_path / name)
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        train(run, model, optimizer, range(2, 4))
+        for fqn, param in model.named_parameters():
+            assert_shard_of(param, plain[name][1][fqn], **TOLERANCE, name=fqn)
+
+    for world_size, step in ((2, save), (3, load)):
+        run_checks(world_size, [(f"{step.__name__} {name}", partial(step, name)) for name in SAVED])
