@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -735,6 +736,26 @@ def test_composable_activation_checkpointing() -> None:
             run.step(f"step {step}", model, optimizer, sum(losses))
 
     check(scenario, where=("blocks", "inside", "root", "some"), first=(False, True), wrap=(blocks, leaves))
+
+
+def test_activation_checkpointing_by_wrapper() -> None:
+    """A module around each block, inside or outside the sharded one; a tied first and last layer are one group."""
+
+    def scenario(run: Run, outside: bool, use_reentrant: bool) -> None:
+        model = run.build(Net)
+        model.head.weight = model.stem.weight
+        kind = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
+        for i, block in enumerate(model.blocks):
+            inner = run.shard(block) if outside else block
+            wrapper = checkpoint_wrapper(inner, checkpoint_impl=kind)
+            model.blocks[i] = wrapper if outside else run.shard(wrapper)
+        run.shard([model.stem, model.head], reshard_after_forward=True)
+        run.shard(model)
+        optimizer = sgd(model)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, outside=(False, True), use_reentrant=(False, True))
 
 
 def test_checkpointed_modules_called_twice_with_outputs_that_nobody_can_see() -> None:

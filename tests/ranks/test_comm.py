@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2 import fully_shard
 from fsdp2.comm import PairwiseComm
 from helpers import run_checks, run_ranks
 
@@ -229,3 +233,33 @@ def test_ranks_send_what_they_must(world_size: int) -> None:
 
     nbytes = 3099 * 4 * (world_size - 1) // world_size
     assert run_ranks(world_size, body) == [(nbytes,) * 4] * world_size
+
+
+class Calls(TorchDispatchMode):
+    """The names of all operations that the dispatcher sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(hsdp: bool) -> None:
+    """Two groups, one of which stays: three gathers and two reductions, each a message to every other rank."""
+    mesh = init_device_mesh("cpu", (2, 2) if hsdp else (4,))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+    with CommDebugMode() as counted, Calls() as calls:
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    peers = 1 if hsdp else 3
+    assert calls.names.count("c10d.send") == calls.names.count("c10d.recv_") == (2 + 1 + 2) * peers
+    assert calls.names.count("c10d.allreduce_") == counted.get_total_counts() == 2 * hsdp
+
+
+def test_what_is_counted_on_gloo() -> None:
+    """CommDebugMode knows no send and no receive; a dispatch mode does."""
+    run_checks(4, [(f"{hsdp=}", lambda hsdp=hsdp: collectives_of_a_step(hsdp)) for hsdp in (False, True)])  # type: ignore[misc]

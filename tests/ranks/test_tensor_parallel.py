@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.comm import PairwiseComm
 from fsdp2.hooks import states_below
 from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
@@ -360,6 +360,38 @@ def whole_state_dicts_come_and_go(case: Case) -> None:
     different.raise_first()
 
 
+def made_on_meta(case: Case) -> None:
+    """Parallelised and sharded before it has any memory; then loaded, in place and by assignment."""
+    for assign in (False, True):
+        different, plain = Differences(), case.plain()
+        with torch.device("meta"):
+            model = case.make()
+        assert all(p.is_meta for p in model.parameters())
+        if not assign:
+            model.to_empty(device="cpu")
+        source = case.make() if not assign else plain
+        model.load_state_dict({name: value.clone() for name, value in source.state_dict().items()}, assign=assign)
+        compare(case, model, plain, different, f"loaded, {assign=}")
+        mean_loss(model(case.own(case.batch(plain, 0)))).backward()
+        plain_loss(case, plain, 0)
+        compare(case, model, plain, different, f"{assign=}, gradients", gradients=True)
+        different.raise_first()
+
+
+def one_rank_gathers_nothing(case: Case) -> None:
+    """Tensor parallelism alone, with shards at rest on the CPU: only its own collectives run."""
+    different, plain, model = Differences(), case.plain(), case.plain()
+    model.parallelize(case.mesh["tp"])
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=case.dp, offload_policy=CPUOffloadPolicy())
+    refused = mock.Mock(side_effect=AssertionError("nobody to talk to"))
+    with mock.patch.multiple(PairwiseComm, all_gather=refused, reduce_scatter=refused, all_reduce=refused):
+        mean_loss(model(case.own(case.batch(plain, 0)))).backward()
+    plain_loss(case, plain, 0)
+    compare(case, model, plain, different, "gradients", gradients=True)
+    different.raise_first()
+
+
 def another_mesh_is_refused_by_name(case: Case) -> None:
     """Two meshes made apart: nobody knows how their axes lie to each other. Nothing has been changed."""
     model = case.plain()
@@ -414,8 +446,13 @@ def test_around_training(shape: tuple[int, int]) -> None:
         (clips, [case]),
         (gathers_again_in_backward, [case, low, Case(shape, Sequence)]),
         (whole_state_dicts_come_and_go, [case, Case(shape, Sequence)]),
+        (made_on_meta, [case, Case(shape, Sequence)]),
         (another_mesh_is_refused_by_name, [case]),
     )
+
+
+def test_one_data_parallel_rank() -> None:
+    run_cases(2, (one_rank_gathers_nothing, [Case((1, 2)), Case((1, 2), Sequence)]))
 
 
 def test_checkpoints_between_meshes(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class Marked(nn.Module):
 def record(model: nn.Module) -> list[str]:
     """Start to record `model`; the list returned grows as it runs."""
     lines: list[str] = []
-    for state in states_below(model):
+    for state in dict.fromkeys(states_below(model)):  # one that a list of modules shares comes once for each
         group = state.group
         group._comm = group.gradients.reduction.shards = RecordingComm(group._comm, group, lines)
         replicas = group.gradients.reduction.replicas

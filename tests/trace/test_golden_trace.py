@@ -48,6 +48,10 @@ def trace_of_second_iteration(model: Root, **kwargs: object) -> str:
     fully_shard(model.b0, **kwargs)
     fully_shard(model.b1, **kwargs)
     fully_shard(model, **kwargs)
+    return trace_of_the_second(model)
+
+
+def trace_of_the_second(model: Root) -> str:
     lines = record(model)
     for _ in range(2):
         lines.clear()
@@ -135,6 +139,30 @@ reduce b1    128
 free   b1
 back   b0
 reduce b0    128
+free   b0""",
+        )
+
+    def test_lists(self) -> None:
+        """Two modules as one group: gathered at the first one's forward and freed after the last one's; and back."""
+        model = Root()
+        fully_shard([model.b0, model.b1], reshard_after_forward=True)
+        fully_shard(model)
+        self.assertExpectedInline(
+            trace_of_the_second(model),
+            """\
+gather root  128
+gather b0    192
+run    root
+run    b0
+run    b1
+free   b0
+gather b0    192
+back   root
+reduce root  128
+free   root
+back   b1
+back   b0
+reduce b0    192
 free   b0""",
         )
 

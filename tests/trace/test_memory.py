@@ -45,10 +45,15 @@ def build(**options: object) -> nn.Module:
     return fully_shard(model, **options)  # type: ignore[arg-type]
 
 
-def measure(**options: object) -> dict[str, float]:
-    """Resting bytes, peaks of forward and of the whole step above resting, bytes that outlive the model."""
+def measure(in_backward: bool = False, **options: object) -> dict[str, float]:
+    """Resting bytes, peaks of forward and of the whole step above resting, bytes that outlive the model.
+
+    `in_backward`: clear each gradient as soon as it is there, as an optimizer that steps then does.
+    """
     with AllocationMeter() as meter:
         model = build(**options)
+        for param in model.parameters() if in_backward else ():
+            param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         batch = torch.ones(1, DIM, requires_grad=True)
         for _ in range(2):  # in the second step the order is known: gathers run ahead
             gc.collect()
@@ -98,6 +103,12 @@ def test_fp32_step_holds_two_groups_and_the_gradients_on_their_way() -> None:
     """
     expected = 2 * GROUP + 3 * GROUP / 4 + (BLOCKS - 2 + 3 / 4) * GROUP / RANKS
     assert 0.98 * expected <= measure()["step"] <= expected + SLACK
+
+
+def test_optimizer_in_backward_holds_no_gradients_but_those_on_their_way() -> None:
+    """As above without the shards of complete gradients; those that are being reduced are two, of S/4 each."""
+    expected = 2 * GROUP + 3 * GROUP / 4 + 2 * GROUP / RANKS / 4
+    assert 0.98 * expected <= measure(in_backward=True)["step"] <= expected + SLACK
 
 
 def test_mixed_precision_step_holds_two_groups_and_the_gradients_on_their_way() -> None:

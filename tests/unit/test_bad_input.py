@@ -454,3 +454,15 @@ def test_a_module_without_parameters() -> None:
         x = torch.ones(2, 4, requires_grad=True)
         model(x).sum().backward()
         assert torch.equal(x.grad, torch.ones(2, 4))
+
+
+def test_a_slice_of_a_sharded_sequence_is_not_sharded() -> None:
+    """nn.Sequential builds one of its own class; the modules in it are the same, sharded or not."""
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        fully_shard(model[0])
+        fully_shard(model)
+        part = model[:2]
+        assert type(part) is nn.Sequential
+        assert isinstance(part[0], FSDPModule)
+        assert part(torch.ones(2, 4)).shape == (2, 4)

@@ -1,0 +1,116 @@
+"""Runs the tests on several releases of torch, each in an environment of its own, and prints a table.
+
+    python tests/run_matrix.py
+    python tests/run_matrix.py --torch 2.11.0 2.15.0 -- tests/unit -x
+
+What follows `--` goes to pytest. Environments are kept, and used again by the next run. Releases of torch other than
+2.13.0 may bring several GB of CUDA packages, which the tests do not need.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import venv
+import xml.etree.ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RELEASES = ("2.11.0", "2.13.0", "2.15.0")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run of pytest. `note`: what went wrong besides failing tests."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return self.passed > 0 and not self.failed and not self.note
+
+
+def main() -> int:
+    options = parse()
+    outcomes = {release: run(release, options.environments / f"torch-{release}", options) for release in options.torch}
+    print("\n" + table(outcomes))
+    return 0 if all(outcome.is_good for outcome in outcomes.values()) else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run the tests on several releases of torch.")
+    parser.add_argument("--torch", nargs="+", default=RELEASES, metavar="X.Y.Z", help="the releases (%(default)s)")
+    parser.add_argument(
+        "--environments",
+        type=lambda text: Path(text).absolute(),
+        default=ROOT / ".venv-matrix",
+        metavar="FOLDER",
+        help="where to keep them, one folder for each release (%(default)s)",
+    )
+    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="for one run of pytest (%(default)s)")
+    parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="for pytest, after --")
+    return parser.parse_args()
+
+
+def run(release: str, folder: Path, options: argparse.Namespace) -> Outcome:
+    """Make the environment, unless it is there, and run pytest in it."""
+    print(f"== torch {release}", flush=True)
+    try:
+        python = environment(release, folder)
+    except subprocess.CalledProcessError as error:
+        return Outcome(note=f"not installed: {error.cmd[1:4]} failed")
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [python, "-m", "pytest", f"--junitxml={report}", *options.pytest]
+    began = time.monotonic()
+    try:
+        code = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=options.timeout
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return Outcome(seconds=time.monotonic() - began, note=f"not done within {options.timeout:g} s")
+    if not report.exists():
+        return Outcome(seconds=time.monotonic() - began, note=f"pytest left with {code} and no report")
+    return read(report, code)
+
+
+def environment(release: str, folder: Path) -> Path:
+    """The Python of an environment that holds this release, this project and what its tests need.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install them.
+    """
+    python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+    # Each time: it is quick where nothing is missing, and completes what an interrupted run has left.
+    # torch is named first, so that pip does not take a newer one with the project.
+    subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={release}", "-e", f"{ROOT}[test]"], check=True)
+    return python
+
+
+def read(report: Path, code: int) -> Outcome:
+    """What pytest has written; `code` is its exit status."""
+    suite = next(xml.etree.ElementTree.parse(report).getroot().iter("testsuite"))
+    tests, failures, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
+    # 0: all passed; 1: some failed. Anything else ends the run early.
+    note = "" if code in (0, 1) else f"pytest left with {code}"
+    failed = failures + errors
+    return Outcome(tests - failed - skipped, failed, skipped, float(suite.get("time", 0)), note)
+
+
+def table(outcomes: dict[str, Outcome]) -> str:
+    lines = ["| torch | passed | failed | skipped | seconds | |", "|---|---|---|---|---|---|"]
+    for release, o in outcomes.items():
+        lines.append(f"| {release} | {o.passed} | {o.failed} | {o.skipped} | {o.seconds:.0f} | {o.note} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""How many collectives a step takes in each mode, as torch's CommDebugMode counts them: the README's table.
+
+On one of four ranks whose peers are simulated, through the interface that NCCL has, too. tests/ranks/test_comm.py
+counts on gloo, where ranks send and receive instead, which CommDebugMode does not know.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from recorder import record
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fsdp2 import fully_shard, replicate
+from helpers import fake_world
+
+BLOCKS, WIDTH = 3, 8
+GROUPS = BLOCKS + 1
+c10d = torch.ops.c10d
+GATHERS = (c10d._allgather_base_, c10d.allgather_into_tensor_coalesced_)
+REDUCES = (c10d._reduce_scatter_base_, c10d.reduce_scatter_tensor_coalesced_)
+SUMS = (c10d.allreduce_,)
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    with fake_world(4):
+        yield
+
+
+class Net(nn.Module):
+    """Blocks, and a scale of the root's own. Every backward reads the weights."""
+
+    def __init__(self, width: int = WIDTH, depth: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))) for _ in range(BLOCKS)
+        )
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def build(model: Net | None = None, shard: Callable[..., Any] = fully_shard, **options: Any) -> Any:
+    model = Net() if model is None else model
+    for block in model.blocks:
+        shard(block, **options)
+    return shard(model, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Collectives in one step."""
+
+    forward: int = 0  # gathers; nothing else may happen there
+    gathers: int = 0  # in backward, as the other two
+    reduces: int = 0
+    sums: int = 0
+
+
+def step(model: Any) -> Counts:
+    x = torch.ones(2, model.scale.shape[0], requires_grad=True)  # CommDebugMode's own hooks ask for it
+    with CommDebugMode() as forward:
+        loss = model(x).sum()
+    with CommDebugMode() as backward:
+        loss.backward()
+    model.zero_grad()
+    seen = backward.get_comm_counts()
+    gathers, reduces, sums = (sum(seen[op] for op in ops) for ops in (GATHERS, REDUCES, SUMS))
+    before = sum(forward.get_comm_counts()[op] for op in GATHERS)
+    assert forward.get_total_counts() == before, forward.get_comm_counts()
+    assert backward.get_total_counts() == gathers + reduces + sums, seen
+    return Counts(before, gathers, reduces, sums)
+
+
+def steps(model: Any) -> Counts:
+    """Of each step but the first, which has no order to follow yet, and does not know which group is the last."""
+    first, second, third = (step(model) for _ in range(3))
+    assert third == second
+    assert first in (second, dataclasses.replace(second, gathers=second.gathers + 1))
+    return second
+
+
+@pytest.mark.parametrize(
+    ("reshard", "gathers"),
+    [(True, GROUPS), (None, GROUPS - 2), (False, 0), (1, 0), (2, GROUPS), (4, GROUPS)],
+    ids=str,
+)
+def test_sharded(reshard: bool | int | None, gathers: int) -> None:
+    """One gather in forward and one in backward, unless the parameters stay; None: the root's and the last group's."""
+    model = build(reshard_after_forward=reshard)
+    assert steps(model) == Counts(forward=GROUPS, gathers=gathers, reduces=GROUPS)
+
+
+def test_what_stays_for_backward_is_gathered_if_freed_by_hand() -> None:
+    model = build(reshard_after_forward=False)
+    steps(model)
+    with CommDebugMode() as seen:
+        loss = model(torch.ones(2, WIDTH, requires_grad=True)).sum()
+        for module in (*model.blocks, model):
+            module.reshard()
+        loss.backward()
+    assert sum(seen.get_comm_counts()[op] for op in GATHERS) == 2 * GROUPS
+
+
+@pytest.mark.parametrize("reshard", [True, None, False, 2], ids=str)
+def test_hsdp(reshard: bool | int | None) -> None:
+    """Each reduction is summed between replicas once more."""
+    alone = steps(build(reshard_after_forward=reshard))
+    model = build(mesh=init_device_mesh("cpu", (2, 2)), reshard_after_forward=reshard)
+    assert steps(model) == dataclasses.replace(alone, sums=GROUPS)
+    model.set_requires_all_reduce(False)
+    assert step(model) == alone
+    model.set_requires_all_reduce(True)
+    assert step(model) == dataclasses.replace(alone, sums=GROUPS)
+
+
+def test_replicated() -> None:
+    assert steps(build(shard=replicate)) == Counts(sums=GROUPS)
+
+
+@pytest.mark.parametrize("hsdp", [False, True])
+def test_accumulation(hsdp: bool) -> None:
+    """Without synchronisation nothing is reduced."""
+    options = {"mesh": init_device_mesh("cpu", (2, 2))} if hsdp else {}
+    model = build(reshard_after_forward=True, **options)
+    steps(model)
+    for sync in (False, False, True):
+        model.set_requires_gradient_sync(sync)
+        assert step(model) == Counts(GROUPS, GROUPS, GROUPS * sync, GROUPS * sync * hsdp)
+
+
+def test_accumulation_that_keeps_everything() -> None:
+    """As torch's users write it: what stays after one micro-batch is not gathered for the next, the last included."""
+    model = build(reshard_after_forward=False)
+    seen = []
+    for i in range(3):
+        model.set_requires_gradient_sync(i == 2)
+        model.set_reshard_after_backward(i == 2)
+        seen.append(step(model))
+    assert seen == [Counts(forward=GROUPS), Counts(), Counts(reduces=GROUPS)]
+    assert step(model) == Counts(forward=GROUPS, reduces=GROUPS)
+
+
+def test_large_groups_reduce_in_parts() -> None:
+    """From 1 MiB on, at most four, while backward goes on; they gather in one launch all the same."""
+    width, depth = 512, 8  # 1 MiB in each weight
+    model = build(Net(width, depth), reshard_after_forward=True)
+    assert steps(model) == Counts(forward=GROUPS, gathers=GROUPS, reduces=4 * BLOCKS + 1)
+
+
+def test_frozen_groups_reduce_nothing() -> None:
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    assert steps(build(model, reshard_after_forward=True)).reduces == GROUPS - 1
+
+
+def test_frozen_parameters_are_not_reduced() -> None:
+    """Beside trainable ones, in one group: only the bytes of those go out, rounded up to rows for each rank."""
+    model = build()
+    everything = bytes_reduced(model)
+    model = Net()
+    for block in model.blocks:
+        block.append(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    assert bytes_reduced(build(model)) == everything
+
+
+def bytes_reduced(model: nn.Module) -> list[str]:
+    lines = record(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    return [line for line in lines if line.startswith("reduce")]
