@@ -145,6 +145,9 @@ class Context:
         # Whether the pass began with grad enabled, so that a backward may follow.
         self.pass_has_grad = False
         self.running: list[FSDPState] = []
+        # Where the inputs of a pass are moved: to an accelerator, as torch's FSDP2 does it.
+        device = root.group.mesh.device
+        self.takes_inputs_to = None if device.type in ("cpu", "meta") else device
         self._saved_tensors = SavedTensors(use_in_backward)
         self._reductions = ReductionQueue()
         # What a user may set: see the methods of FSDPModule.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from . import torch_compat
 from .context import Context, FSDPState
-from .tree import cast_floating, map_tensors, tensors_in
+from .tree import cast_floating, map_tensors, tensors_in, to_device
 
 _STATE = "_fsdp2_state"
 
@@ -150,6 +150,8 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
         unshard(state)
         state.versions = state.group.versions()
         state.context.prefetch_forward(state)
+        if state.context.takes_inputs_to is not None and len(state.context.running) == 1:
+            args, kwargs = to_device((args, kwargs), state.context.takes_inputs_to)
     dtype = state.input_dtype
     hooks_inputs = torch.is_grad_enabled() and not state.completes
     if dtype is None and not hooks_inputs:

@@ -55,6 +55,11 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
+def to_device(value: Any, device: torch.device) -> Any:
+    """`value` with its tensors on `device`; from page-locked memory they come while others compute."""
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], everywhere: bool = False) -> Any:
     """`value` with `change` applied to its tensors.
 

@@ -37,9 +37,9 @@ def test_training_matches_the_plain_model(nccl: None, policy: MixedPrecisionPoli
     fully_shard(sharded, mp_policy=policy or MixedPrecisionPolicy())
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if policy is None else {"rtol": 5e-2, "atol": 5e-3}
     for seed in range(3):
-        batch = plain.example(rows=4, seed=seed).cuda()
-        mean_loss(plain(batch)).backward()
-        mean_loss(sharded(batch)).backward()
+        batch = plain.example(rows=4, seed=seed)
+        mean_loss(plain(batch.cuda())).backward()
+        mean_loss(sharded(batch)).backward()  # the root moves its inputs
         for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
             assert_same(full(q.grad), p.grad, **tolerance, name=f"{name}.grad")
         plain.zero_grad()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2.tree import cast_floating, tensors_in
+from fsdp2.tree import cast_floating, tensors_in, to_device
 
 BF16 = torch.bfloat16
 
@@ -297,3 +297,12 @@ def test_a_mapping_that_may_share_its_insides_is_left_alone() -> None:
     assert cast_floating(mapping, BF16) is mapping
     assert mapping["tensor"].dtype == torch.float32
     assert len(tensors_in(mapping)) == 1
+
+
+def test_to_device_moves_all_tensors_and_keeps_the_rest() -> None:
+    value = {"a": [torch.ones(2), "text"], "b": (torch.ones(1, dtype=torch.int64, device="meta"),)}
+    moved = to_device(value, torch.device("meta"))
+    assert [each.device.type for each in (moved["a"][0], moved["b"][0])] == ["meta", "meta"]
+    assert moved["a"][1] == "text"
+    assert moved["b"][0] is value["b"][0], "it is there already"
+    assert value["a"][0].device.type == "cpu"
