@@ -1,6 +1,6 @@
 """Counts the machine instructions of one training step: what times on a shared machine can't tell apart.
 
-    python benchmarks/instructions.py              needs valgrind; about 8 minutes on two cores
+    python benchmarks/instructions.py              needs valgrind; about 8 minutes a world size on two cores
 
 A step runs under valgrind's callgrind, with ATen's generic kernels (valgrind knows no AVX-512). What it costs is the
 difference of two runs that differ in their number of steps alone, so imports and set-up drop out. The number repeats
@@ -65,25 +65,26 @@ def per_group(library: str, world_size: int, precision: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=64, help="size of the simulated process group")
+    parser.add_argument("--world", type=int, nargs="+", default=[8, 64, 512], help="sizes of the fake process group")
     parser.add_argument("--train", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
         library, world_size, precision, steps = arguments.train
         train(library, int(world_size), precision, int(steps))
-    cases = [(library, precision) for precision in PRECISIONS for library in LIBRARIES]
+    cases = [
+        (library, world, precision) for world in arguments.world for precision in PRECISIONS for library in LIBRARIES
+    ]
     with ThreadPoolExecutor(2) as pool:
-        counted = dict(
-            zip(cases, pool.map(lambda case: per_group(case[0], arguments.world, case[1]), cases), strict=True)
-        )
+        counted = dict(zip(cases, pool.map(lambda case: per_group(*case), cases), strict=True))
     lines = [f"# Instructions per group and step, {datetime.date.today().isoformat()}", ""]
     lines += [f"- {fact}" for fact in describe_machine()]
-    lines += [f"- {SHAPE}, {arguments.world} ranks of which one runs, `python benchmarks/instructions.py`", ""]
-    lines += ["| thousands, above the plain model | fsdp2 | torch | fsdp2 / torch |", "|---|---|---|---|"]
-    for precision in PRECISIONS:
-        plain, theirs, ours = (counted[library, precision] for library in LIBRARIES)
-        ratio = (ours - plain) / (theirs - plain)
-        lines.append(f"| {precision} | {(ours - plain) / 1e3:.0f} | {(theirs - plain) / 1e3:.0f} | {ratio:.3f}x |")
+    lines += [f"- {SHAPE}, N ranks of which one runs, `python benchmarks/instructions.py`", ""]
+    lines += ["| N | thousands, above the plain model | fsdp2 | torch | fsdp2 / torch |", "|---|---|---|---|---|"]
+    for world in arguments.world:
+        for precision in PRECISIONS:
+            plain, theirs, ours = (counted[library, world, precision] / 1e3 for library in LIBRARIES)
+            row = (world, precision, f"{ours - plain:.0f}", f"{theirs - plain:.0f}")
+            lines.append(f"| {' | '.join(map(str, row))} | {(ours - plain) / (theirs - plain):.3f}x |")
     report = "\n".join([*lines, "", *(__doc__ or "").strip().splitlines()[4:], ""])
     (HERE / "results" / f"{datetime.date.today().isoformat()}-instructions.md").write_text(report)
     print(report)
