@@ -10,6 +10,7 @@ from .module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from .patch import patch_torch
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
+    "patch_torch",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",

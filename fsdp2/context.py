@@ -18,12 +18,13 @@ from .order import Cursor, within_budget
 from .param_group import SHARDED, UNSHARDED, FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .saved_tensors import SavedTensors
+from .torch_interface import TorchState
 
 # Forwards without a backward (evaluation with grad enabled) must not make the record grow for ever.
 _MAX_HISTORY = 4096
 
 
-class FSDPState:
+class FSDPState(TorchState):
     """One group at run time: its modules, its settings, and how far a pass has come.
 
     A `fully_shard` call makes one state; several, each `inner` to the one before, where parameters have meshes of their
@@ -58,6 +59,8 @@ class FSDPState:
         self.finished: set[nn.Module] = set()
         # Whether a forward left the full parameters behind for backward; another pass does not use them.
         self.kept = False
+        # Whether another pass may use them: the user has gathered them, or wanted them to stay.
+        self.held = False
         # Whether nothing is expected to be gathered after this group in the pass that runs.
         self.last_in_pass = False
         # Gathered and registered for the backward that runs.
@@ -79,7 +82,7 @@ class FSDPState:
         runtime = ("context", "finished", "versions", "forward_prefetch", "backward_prefetch")
         kept = {name: value for name, value in vars(self).items() if name not in runtime}
         settings = self.context.settings() if self.context.root is self else None
-        return {**kept, "kept": False, "backward_ready": False, "completes": False, "settings": settings}
+        return {**kept, "kept": False, "held": False, "backward_ready": False, "completes": False, "settings": settings}
 
     def wake(self) -> dict[str, Any] | None:
         """Become usable, in a copy of which all modules are there. Return the settings that the context is to take."""
@@ -99,12 +102,19 @@ class FSDPState:
         self.finished.clear()
         self.kept = backward_follows
         if backward_follows and self._keeps_after_forward():
+            self.held |= not self.reshard_after_backward
             self.group.uninstall()
         elif backward_follows and self.keeps_part and self.group.is_unsharded and not self.context.graph_reads_weights:
+            self.held = False
             self.group.shrink()
         else:
             self.kept = False
             self._reshard()
+
+    def hold(self) -> None:
+        """The user is about to gather the group: passes that do not free it shall not gather it again."""
+        torch_compat.count_optimizer_steps()
+        self.held = self.group.notes_changes = True
 
     def release(self) -> None:
         """Reshard, unless a forward of the group runs (a backward may run inside it)."""
@@ -118,14 +128,15 @@ class FSDPState:
             self.release()
         else:
             self.backward_ready = False
-            self.kept = True
+            self.kept = self.held = True
             self.group.uninstall()
 
     def is_kept_for_next_pass(self) -> bool:
         """Whether a full copy of the pass before may be used: the user wants it, and no parameter has changed."""
-        return not self.reshard_after_backward and self.group.is_up_to_date()
+        return self.held and self.group.is_up_to_date()
 
     def _reshard(self) -> None:
+        self.held, self.group.notes_changes = False, not self.reshard_after_backward
         self.group.reshard(free=not self.context.graph_reads_weights)
 
 
@@ -260,7 +271,7 @@ class Context:
         if event is not None:
             event.wait()
         for state in self.states:
-            if state.kept and not state.is_kept_for_next_pass():
+            if (state.kept or state.held) and not state.is_kept_for_next_pass():
                 state.release()
 
     # ---- backward
@@ -312,6 +323,22 @@ class Context:
         if self.is_last_backward and not self.graph_reads_weights:
             self._ran.clear()
         self.in_backward = False
+
+    def synchronise_waiting(self, states: Iterable[FSDPState] | None = None) -> None:
+        """Between backward passes: begin to reduce what waits to be synchronised, of all states or of some, and free
+        what a backward pass would have freed at its end. `finalize` delivers.
+
+        Raises:
+            RuntimeError: during a backward pass.
+        """
+        if self.in_backward:
+            raise RuntimeError("gradients that wait are reduced by the backward pass that runs: ask for it afterwards")
+        self._reductions.finish_partial()
+        for state in reversed(self.states) if states is None else states:
+            state.group.gradients.reduce_waiting()
+            state.release_after_backward()
+        if self.is_last_backward:
+            self._ran.clear()
 
     def finalize(self) -> None:
         """Finish the reductions in flight, and let `.grad` show what there is."""

@@ -156,6 +156,10 @@ def _apply(
     return module
 
 
+# As torch's functions have it: the state that they left on a module, or None.
+fully_shard.state = replicate.state = hooks.state_of  # type: ignore[attr-defined]
+
+
 # ---- what belongs to the call
 
 

@@ -129,6 +129,8 @@ class GroupGradients:
         self._taken_along: set[int] = set()
         # Identity of the backward pass that runs, or ran last.
         self.backward_pass: object = None
+        # Whether the last backward pass has left gradients to a later one, on whichever rank.
+        self.owes = False
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
 
@@ -212,6 +214,7 @@ class GroupGradients:
 
     def end_backward(self) -> None:
         """Reduce what is left; then let `.grad` show what must wait."""
+        self.owes = not (self.synchronise and self.reduction.all_reduce)
         unused = (
             [each for each in self._buckets if not each.complete] if self.reduces_unused and self.synchronise else []
         )
@@ -223,6 +226,16 @@ class GroupGradients:
                 self._resume()
         for bucket in self._buckets:
             bucket.restart()
+
+    def reduce_waiting(self) -> None:
+        """Between backward passes: do what one more, that computes nothing, would do with the gradients that wait.
+
+        Those that somebody assigned to the full parameters are taken along.
+        """
+        if self.owes:
+            self.begin_backward(object())
+            self.flush()
+            self.end_backward()
 
     def _resume(self) -> None:
         """Sum between replicas what no gradient of this backward pass has taken along."""

@@ -79,6 +79,8 @@ def _start(states: list[FSDPState]) -> Context:
     for state in states:
         state.group.gradients.on_first = partial(on_first_gradient, state)
         state.group.gradients.on_last = partial(on_last_gradient, state)
+    for module in states[0].modules:
+        torch_compat.register_composable(module, states[0], "fully_shard")
     below = (state for module in states[0].modules for state in states_below(module))
     return Context(states[0], below, use_in_backward)
 

@@ -65,6 +65,7 @@ class FSDPModule:
         _check_bool("async_op", async_op)
         states = list(hooks.states_of(self))
         for state in states:
+            state.hold()
             state.group.start_unshard()
         handle = UnshardHandle(states)
         if async_op:
@@ -288,11 +289,16 @@ class FSDPModule:
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Finish the reductions of all backward passes since the last call; then `.grad` is there. On the root only.
 
+        Gradients that wait, of passes without synchronisation, are reduced now, if that has been switched on again
+        (`set_requires_gradient_sync`) since.
+
         Args:
             async_op: return a handle, whose `wait` does it: before gradients are used, or work on this root begins.
         """
         _check_bool("async_op", async_op)
-        handle = GradientReductionHandle(_root(self, "finalize_backward").context)
+        context = _root(self, "finalize_backward").context
+        context.synchronise_waiting()
+        handle = GradientReductionHandle(context)
         if async_op:
             return handle
         handle.wait()

@@ -177,7 +177,7 @@ class FSDPParamGroup:
         if notice_replacements:
             self._notice_replacements()
         assert self._buffers is not None
-        self._gathered_at = self._clock()
+        self._gathered_at = self._clock() if self.notes_changes else None
         if self._extensions:
             self.state = self._buffers.start_gather(self._comm, *self._start_extensions())
         else:
@@ -283,12 +283,15 @@ class FSDPParamGroup:
 
     def _clock(self) -> Any:
         """Differs from an earlier value if a parameter may have changed since."""
-        return (self.versions(), torch_compat.optimizer_steps()) if self.notes_changes else None
+        return self.versions(), torch_compat.optimizer_steps()
 
     def is_up_to_date(self) -> bool:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""
         return (
-            self._gathered_at == self._clock() and not self._is_replaced() and self._trainable == self._find_trainable()
+            self._gathered_at is not None
+            and self._gathered_at == self._clock()
+            and (self.installed or not self._is_replaced())
+            and self._trainable == self._find_trainable()
         )
 
     def _is_replaced(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from operator import attrgetter
@@ -11,9 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd import Variable
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -24,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 __all__ = [
     "ZERO_FUNCTIONS",
     "ZERO_OPS",
+    "ComposableState",
     "DTensorSpec",
     "active_pack_hook",
     "backend_name",
@@ -45,6 +49,7 @@ __all__ = [
     "on_backward_end",
     "optimizer_steps",
     "reads_metadata",
+    "register_composable",
     "scale_each",
     "set_local",
     "single_tensor_collectives",
@@ -271,6 +276,19 @@ def take_hooks(source: Tensor, target: Tensor) -> None:
         hooks = getattr(source, name)
         if hooks:
             setattr(target, name, hooks)
+
+
+def register_composable(module: nn.Module, state: ComposableState, name: str) -> None:
+    """Let torch's other composable APIs know that `name` manages `module`.
+
+    DDP's `replicate` refuses such a module, and leaves its parameters alone below another. Tools look for the state in
+    torch's table, which does not keep it alive.
+    """
+    # At the first call rather than with this file: it brings DDP along.
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
+    _module_state_mapping[module] = weakref.ref(state)
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:

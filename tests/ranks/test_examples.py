@@ -122,6 +122,12 @@ def test_tensor_parallel(plain_losses: Curve) -> None:
     assert "mlp_out.weight is (64, 256), on this rank (32, 128)" in output
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_pipeline(schedule: str, plain_losses: Curve) -> None:
+    """A stage whose gradients are not reduced, or not all there, goes another way from the second step on."""
+    assert_same(losses(run_example("pipeline.py", 4, "--schedule", schedule)), plain_losses)
+
+
 def test_lora() -> None:
     output = run_example("lora.py", 2)
     curve = losses(output)

@@ -15,14 +15,18 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
 
 # From the surface down. A module may import only modules that come later.
 ORDER = (
+    "__main__",
     "__init__",
+    "patch",
     "clip",
     "fully_shard",
     "checks",
     "sharded_class",
     "module",
+    "pipelining",
     "hooks",
     "context",
+    "torch_interface",
     "saved_tensors",
     "order",
     "param_group",
@@ -40,7 +44,14 @@ ORDER = (
     "policy",
     "tree",
     "torch_compat",
+    "when_imported",
 )
+# The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
+BRIDGE = ("patch",)
+# What torch's other composable APIs look up on a module; neither an implementation of FSDP nor imported with fsdp2.
+CONTRACT = "torch.distributed._composable.contract"
+# Python finds this one in a folder of its own.
+STARTUP = "startup/sitecustomize.py"
 # Plain descriptions: they, and what they import at run time, know nothing of torch.distributed.
 PURE = ("layout", "order", "policy")
 COLLECTIVES = re.compile(
@@ -179,14 +190,18 @@ def only_comm_calls_collectives(sources: dict[str, Source]) -> Problems:
 
 def nothing_touches_torch_fsdp(sources: dict[str, Source]) -> Problems:
     for source in sources.values():
+        if source.name in BRIDGE:
+            continue
         for line, dotted in (*source.names(), *source.strings):
+            if source.name == "torch_compat" and under(dotted, CONTRACT):
+                continue
             if under(dotted, "torch.distributed.fsdp") or under(dotted, "torch.distributed._composable"):
                 yield source, line, f"{dotted} is torch's own FSDP: fsdp2 stands without it"
 
 
 def private_torch_names_stand_in_torch_compat(sources: dict[str, Source]) -> Problems:
     for source in sources.values():
-        if source.name == "torch_compat":
+        if source.name in ("torch_compat", *BRIDGE):
             continue
         for line, dotted in (*source.names(), *source.strings):
             if found := PRIVATE.match(dotted):
@@ -243,8 +258,15 @@ def test_rule_holds(rule: Rule) -> None:
 
 def test_package_is_flat() -> None:
     """The rules read fsdp2/*.py; a module in a folder would escape them."""
-    assert [str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("*/**/*.py")] == []
+    assert [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.glob("*/**/*.py")] == [STARTUP]
     assert (PACKAGE / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("path", [PACKAGE / "when_imported.py", PACKAGE / STARTUP], ids=lambda path: path.stem)
+def test_what_runs_before_every_program_imports_the_standard_library_alone(path: Path) -> None:
+    """Torch takes seconds to import; and a program may have to set environment variables before."""
+    imported = {dotted.partition(".")[0] for _, dotted, _ in Source(path).imports}
+    assert imported <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""A pipeline of two stages, each sharded over half of the ranks, with micro-batches by torch's own schedules.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/pipeline.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/pipeline.py --schedule InterleavedZeroBubble
+
+torch.distributed.pipelining asks whether a stage is sharded by torch's FSDP2: `patch_torch` has it ask for ours, and is
+called before it is imported. Each stage then accumulates the gradients of its micro-batches, and reduces them once.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tiny_text import DOCUMENTATION, LAYERS, LEARNING_RATE, STEPS, Text, join_ranks, make_gpt
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import fully_shard, patch_torch
+
+patch_torch()
+from torch.distributed.pipelining import PipelineStage  # noqa: E402
+from torch.distributed.pipelining.schedules import get_schedule_class  # noqa: E402
+
+PIPELINE, MICRO_BATCHES = 2, 4
+
+
+class Part(nn.Module):
+    """Some layers of the GPT under their own names, so that the stages' checkpoints make up the whole model's."""
+
+    def __init__(self, gpt: nn.Module, index: int, count: int) -> None:
+        super().__init__()
+        # Cut between the layers that carry the stream: embeddings, blocks, head.
+        names = ["embeddings", *(str(i) for i in range(LAYERS)), "head"]
+        own = names[index * len(names) // count : (index + 1) * len(names) // count]
+        self.blocks = nn.ModuleDict({name: gpt.blocks[int(name)] for name in own if name.isdigit()})
+        if "embeddings" in own:
+            self.byte_embedding, self.position_embedding = gpt.byte_embedding, gpt.position_embedding
+        if "head" in own:
+            self.norm, self.head = gpt.norm, gpt.head
+
+    def forward(self, stream: Tensor) -> Tensor:
+        if hasattr(self, "byte_embedding"):
+            stream = self.byte_embedding(stream) + self.position_embedding.weight
+        for block in self.blocks.values():
+            stream = block(stream)
+        return self.head(self.norm(stream)) if hasattr(self, "head") else stream
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedule", default="1F1B")
+    schedule_class = get_schedule_class(parser.parse_args().schedule)
+    device = join_ranks()
+    mesh_shape = (PIPELINE, dist.get_world_size() // PIPELINE)
+    mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("pipeline", "data"))
+    pipeline, data = mesh["pipeline"], mesh["data"]
+
+    gpt, place = make_gpt(device), pipeline.get_local_rank()
+    looped = schedule_class.__name__.startswith(("ScheduleInterleaved", "ScheduleLooped"))
+    count = 2 * PIPELINE if looped else PIPELINE
+    stages = []
+    for index in range(place, count, PIPELINE):
+        part = Part(gpt, index, count)
+        for block in part.blocks.values():
+            fully_shard(block, mesh=data)
+        fully_shard(part, mesh=data)
+        stages.append(PipelineStage(part, index, count, device, group=pipeline.get_group()))
+    schedule = schedule_class(stages if looped else stages[0], MICRO_BATCHES, loss_fn=cross_entropy)
+
+    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    text = Text(DOCUMENTATION, device)
+    for step in range(1, STEPS + 1):
+        inputs, targets = text.batch(step, data.get_local_rank(), data.size())
+        losses: list[Tensor] = []
+        if place == PIPELINE - 1:  # has the last stage
+            schedule.step(target=targets, losses=losses)
+        else:
+            schedule.step(inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+        if losses:
+            mean = torch.stack([loss.detach() for loss in losses]).mean() / data.size()
+            dist.all_reduce(mean, group=data.get_group())
+            if data.get_local_rank() == 0:
+                print(f"step {step:2}: loss {mean.item():.5f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Run a program that was written for torch's FSDP2 with ours, unedited:
+
+    python -m fsdp2 script.py ARGUMENTS
+    python -m fsdp2 -m package.module ARGUMENTS
+    torchrun --nproc-per-node 2 -m fsdp2 script.py ARGUMENTS
+    python -m fsdp2 -m torch.distributed.run --nproc-per-node 2 script.py ARGUMENTS
+
+What follows `-m fsdp2` is a command line of Python, and becomes one: this process turns into
+`python script.py ARGUMENTS`, with the folder `startup` in front of PYTHONPATH. From there Python itself runs
+`sitecustomize.py` before any program, which has `patch_torch()` called as soon as torch.distributed.fsdp is imported.
+
+Why so: the program starts in a fresh interpreter, so that it can set environment variables before it imports torch; it
+is the true `__main__`; and whatever it starts (multiprocessing, subprocess, torchrun) inherits the environment, and
+needs nothing else. It costs one more import of torch at the start of the first process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+STARTUP = str(Path(__file__).resolve().parent / "startup")
+
+
+def python_options(command: list[str], arguments: list[str]) -> list[str]:
+    """What stands before `-m fsdp2` in this process's command line, which ends with `arguments`.
+
+    Raises:
+        SystemExit: it was started in another way.
+    """
+    before = command[1 : len(command) - len(arguments)]
+    name = before.pop() if before else ""
+    if name == __package__ and before:
+        name = before.pop() + name
+    if not name.startswith("-") or not name.endswith(f"m{__package__}"):
+        raise SystemExit(f"expected to be started as python -m {__package__}")
+    flags = name.removesuffix(f"m{__package__}")
+    return [*before, flags] if flags != "-" else before
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if not arguments:
+        raise SystemExit(__doc__)
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, inherited] if inherited else [STARTUP])
+    os.execv(sys.executable, [sys.executable, *python_options(sys.orig_argv, arguments), *arguments])
+
+
+if __name__ == "__main__":
+    main()

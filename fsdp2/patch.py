@@ -1,0 +1,183 @@
+"""patch_torch(): programs written for torch's FSDP2 get ours. The one file that knows where torch's names stand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from . import hooks, pipelining
+from .fully_shard import fully_shard, replicate
+from .mesh import DataParallelMeshDims
+from .module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .when_imported import when_imported
+
+_API = "torch.distributed.fsdp"
+_REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
+# Where torch's implementation stands. Its code goes on to use its own names, for those who hold a reference to it.
+_INTERNAL = f"{_API}._fully_shard."
+# Of these, what others import names from. They get a copy of the module, in which the names are ours.
+_COPIED = (f"{_INTERNAL}_fully_shard", _REPLICATE)
+_PIPELINING = "torch.distributed.pipelining.stage"
+_ALIASES = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
+
+
+class _OfReplicated(type):
+    """`isinstance` alone tells a replicated module from a sharded one: they have one class."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, FSDPModule) and not hooks.require_state(instance).group.mesh.shard_axes
+
+
+class ReplicateModule(FSDPModule, metaclass=_OfReplicated):
+    """What torch calls a module that `replicate` was applied to."""
+
+
+_PUBLIC = (
+    *(CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, GradientReductionHandle, MixedPrecisionPolicy),
+    *(OffloadPolicy, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx),
+)
+# Module of torch -> its name -> what comes in place of the object that has it; younger torches have more.
+_OURS: dict[str, dict[str, Any]] = {
+    _API: {each.__name__: each for each in _PUBLIC},
+    _REPLICATE: {"replicate": replicate, "ReplicateModule": ReplicateModule},
+}
+
+
+class Patch:
+    """One call of `patch_torch`. The patch is in force as long as one of them is not undone."""
+
+    def __init__(self) -> None:
+        self._is_undone = False
+
+    def undo(self) -> None:
+        """Put torch's names back, unless another call stands. Further calls do nothing.
+
+        Modules sharded meanwhile stay ours. So do names that modules outside torch imported meanwhile.
+        """
+        if not self._is_undone:
+            self._is_undone = True
+            _standing.remove(self)
+            if not _standing:
+                _restore()
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def patch_torch() -> Patch:
+    """Put our `fully_shard`, `FSDPModule`, policies, ... in place of torch's, wherever programs find these.
+
+    That is everywhere torch's objects have names in imported modules: in torch's own, from which later imports take
+    them, and in others that took them before. Torch's implementation works as before for those who reach it otherwise.
+
+    Returns a handle: `undo()` it, or use it in a `with` statement; else it stays. Calls may nest. Called again, it also
+    reaches what has got hold of torch's objects since.
+    """
+    patch = Patch()
+    _standing.append(patch)
+    _replace()
+    return patch
+
+
+_standing: list[Patch] = []
+# Torch's objects, a few modules among them, and what comes in their place while the patch is in force.
+_pairs: list[tuple[Any, Any]] = []
+# Where it came: (names, name, torch's object, ours).
+_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+# What undoes the rest: that we wait for the import of pipelining, and what was done to it then.
+_waiting: list[Callable[[], None]] = []
+_adapted: list[Callable[[], None]] = []
+
+
+def _replace() -> None:
+    # All at once, before anything is replaced: what torch builds on its own names is complete then.
+    for name in (_API, *_ALIASES, *_COPIED):
+        import_module(name)  # under `python -m fsdp2`, this may call patch_torch
+    if not _pairs:
+        _pairs.extend(_pair_up())
+    if not _adapted:
+        _stop_waiting()
+        _waiting.append(when_imported(_PIPELINING, _adapt_pipelining))
+    ours = {id(theirs): our for theirs, our in _pairs}
+    for name, module in list(sys.modules.items()):
+        if id(module) in ours:
+            _put(sys.modules, name, ours[id(module)])
+        elif not name.startswith(_INTERNAL) and not name.startswith(f"{__package__}."):
+            for key, value in _items(module):
+                if id(value) in ours:
+                    _put(vars(module), key, ours[id(value)])
+
+
+def _put(names: dict[str, Any], key: str, ours: Any) -> None:
+    _replaced.append((names, key, names[key], ours))
+    names[key] = ours
+
+
+def _pair_up() -> Iterator[tuple[Any, Any]]:
+    """Each of torch's objects, and what comes in its place."""
+    pairs = [
+        (getattr(sys.modules[module], name), ours)
+        for module, names in _OURS.items()
+        for name, ours in names.items()
+        if hasattr(sys.modules[module], name)
+    ]
+    yield from pairs
+    for name in _COPIED:
+        yield sys.modules[name], _copy(sys.modules[name], {id(theirs): ours for theirs, ours in pairs})
+
+
+def _copy(module: ModuleType, ours: dict[int, Any]) -> ModuleType:
+    copied = ModuleType(module.__name__, module.__doc__)
+    vars(copied).update({key: ours.get(id(value), value) for key, value in vars(module).items()})
+    return copied
+
+
+def _items(module: Any) -> list[tuple[str, Any]]:
+    names = getattr(module, "__dict__", None)  # anything can be in sys.modules
+    return list(names.items()) if isinstance(names, dict) else []
+
+
+def _adapt_pipelining(stage: ModuleType) -> None:
+    # Halfway through its import, it may be what has torch.distributed.fsdp imported: patch_torch is called once more.
+    if not _adapted and hasattr(stage, "_PipelineStageBase"):
+        _adapted.append(pipelining.adapt(stage))
+
+
+def _stop_waiting() -> None:
+    while _waiting:
+        _waiting.pop()()
+
+
+def _restore() -> None:
+    for names, key, theirs, ours in reversed(_replaced):
+        if names.get(key) is ours:
+            names[key] = theirs
+    _stop_waiting()
+    while _adapted:
+        _adapted.pop()()
+    _restore_in_torch()
+    _replaced.clear()
+    _pairs.clear()
+
+
+def _restore_in_torch() -> None:
+    """In modules of torch that were imported meanwhile: torch's later code must know its own modules again."""
+    theirs = {id(ours): their for their, ours in _pairs}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch."):
+            for key, value in _items(module):
+                if id(value) in theirs:
+                    vars(module)[key] = theirs[id(value)]

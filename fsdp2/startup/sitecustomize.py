@@ -1,0 +1,43 @@
+"""Python runs this before a program if this folder is on PYTHONPATH: see __main__.py of the package around it.
+
+Torch is not imported here, since most processes that a program starts have nothing to do with it.
+"""
+
+import sys
+from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from os.path import basename, dirname, join, realpath
+
+HERE = dirname(realpath(__file__))
+PACKAGE = dirname(HERE)
+REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
+
+
+def load(name, spec):
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def patch(module):
+    spec = getattr(sys.modules.get(REPLICATE), "__spec__", None)
+    if getattr(spec, "_initializing", False) and module.__name__ != REPLICATE:
+        return  # it was the first to import torch's FSDP2, and must have it to itself until it is complete
+    if find_spec(basename(PACKAGE)) is None:  # of a clone that was run from its folder
+        sys.path.append(dirname(PACKAGE))
+    import_module(basename(PACKAGE)).patch_torch()
+
+
+def run_the_one_behind():
+    """Another sitecustomize.py, that this one hides."""
+    spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if realpath(folder) != HERE])
+    if spec is not None:
+        load("sitecustomize", spec)
+
+
+tool = load("_fsdp2_when_imported", spec_from_file_location("_fsdp2_when_imported", join(PACKAGE, "when_imported.py")))
+for name in ("torch.distributed.fsdp", REPLICATE, "torch.distributed.pipelining.stage"):
+    tool.when_imported(name, patch)
+run_the_one_behind()
