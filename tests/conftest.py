@@ -37,4 +37,4 @@ def _warm() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that fork come first: see `helpers.alone` for why nothing may run a backward in this process before."""
-    items.sort(key=lambda item: "ranks" not in item.path.parts)
+    items.sort(key=lambda item: not {"ranks", "clients"} & set(item.path.parts))

@@ -1,0 +1,142 @@
+"""accelerate: `Accelerator.prepare` with `FullyShardedDataParallelPlugin(fsdp_version=2)`."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from client_training import (
+    BATCHES,
+    IMPLEMENTATIONS,
+    MAX_NORM,
+    Record,
+    assert_sharded,
+    batches,
+    fresh,
+    oracle_of,
+    own_part,
+    pretend_accelerator,
+    second_half,
+    trained_plainly,
+    using,
+)
+from helpers import alone, run_checks
+from models import mean_loss
+
+accelerate = pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
+
+
+def make_accelerator(
+    per_step: int = 1, precision: str = "no", mesh: dict[str, int] | None = None, compiled: bool = False, **plugin: Any
+) -> Any:
+    pretend_accelerator()
+    wrapping = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["CausalBlock"]}
+    options = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, **wrapping, **plugin)
+    dynamo = accelerate.utils.TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+    return accelerate.Accelerator(
+        fsdp_plugin=options,
+        gradient_accumulation_steps=per_step,
+        mixed_precision=precision,
+        parallelism_config=accelerate.ParallelismConfig(**mesh) if mesh else None,
+        dynamo_plugin=dynamo if compiled else None,
+    )
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, batches: list[Tensor], clip: bool = False) -> Record:
+    record = Record()
+    for i, batch in enumerate(batches):
+        with accelerator.accumulate(model):
+            loss = mean_loss(model(own_part(batch)))
+            record.add(f"loss {i}", accelerator.reduce(loss.detach(), "mean"))
+            accelerator.backward(loss)
+            if clip and accelerator.sync_gradients:
+                record.add(f"norm {i}", accelerator.clip_grad_norm_(model.parameters(), MAX_NORM))
+            optimizer.step()
+            optimizer.zero_grad()
+    record.add_params(model.named_parameters(), lambda fqn: fqn.replace("_checkpoint_wrapped_module.", ""))
+    return record
+
+
+def trains(implementation: str, expected: dict[str, Tensor], clip: bool = False, **options: Any) -> None:
+    with using(implementation):
+        accelerator = make_accelerator(**options)
+        model, optimizer = accelerator.prepare(*fresh())
+        assert_sharded(model, implementation, at_least=3)
+        assert all((block._compiled_call_impl is not None) == ("compiled" in options) for block in model.blocks)
+        train(accelerator, model, optimizer, batches(), clip).assert_like(expected)
+
+
+def trains_in_bf16(implementation: str, expected: dict[str, Tensor]) -> None:
+    """Computed in bf16, kept in fp32: losses as exact as three digits can be."""
+    with using(implementation):
+        accelerator = make_accelerator(precision="bf16")
+        model, optimizer = accelerator.prepare(*fresh())
+        assert_sharded(model, implementation, at_least=3)
+        assert model(own_part(batches()[0])).dtype == torch.bfloat16
+        record = train(accelerator, model, optimizer, batches())
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        for i in range(BATCHES):
+            torch.testing.assert_close(record.values[f"loss {i}"].double(), expected[f"loss {i}"], rtol=0.02, atol=0)
+
+
+def ignores(implementation: str) -> None:
+    """Parameters of an ignored module are not sharded, and each rank trains its own."""
+    with using(implementation):
+        accelerator = make_accelerator(ignored_modules="norm")
+        model, optimizer = accelerator.prepare(*fresh())
+        assert {fqn for fqn, p in model.named_parameters() if not isinstance(p, DTensor)} == {
+            "norm.weight",
+            "norm.bias",
+        }
+        before = model.norm.weight.detach().clone()
+        train(accelerator, model, optimizer, batches())
+        assert not torch.equal(model.norm.weight, before)
+
+
+def resumes(implementation: str, expected: dict[str, Tensor], folder: Path, state_dict_type: str) -> None:
+    """`load_state` undoes what was trained after `save_state`, optimizer state included."""
+    with using(implementation):
+        accelerator = make_accelerator(state_dict_type=state_dict_type)
+        model, optimizer = accelerator.prepare(*fresh())
+        train(accelerator, model, optimizer, batches(0, 2))
+        accelerator.save_state(str(folder / state_dict_type))
+        train(accelerator, model, optimizer, batches(2, 4))
+        accelerator.load_state(str(folder / state_dict_type))
+        resumed = train(accelerator, model, optimizer, batches(2, 4))
+        resumed.assert_like(second_half(expected))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "keeps": {"reshard_after_forward": False},
+    "clips": {"clip": True},
+    "accumulates": {"per_step": 2, "clip": True},
+    "checkpoints activations": {"activation_checkpointing": True},
+    "offloads": {"cpu_offload": True},
+    "loads from rank 0": {"cpu_ram_efficient_loading": True},
+    "compiles": {"compiled": True},
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_trains_as_plain(implementation: str, tmp_path: Path) -> None:
+    checks: list[tuple[str, Callable[[], None]]] = []
+    for name, options in CASES.items():
+        if name == "offloads" and implementation == "torch" and not torch.accelerator.is_available():
+            continue  # accelerate asks for pinned memory, which torch's FSDP2 then cannot give
+        expected = alone(partial(trained_plainly, **oracle_of(options)))
+        checks.append((name, partial(trains, implementation, expected, **options)))
+    expected = alone(trained_plainly)
+    checks.append(("bf16", partial(trains_in_bf16, implementation, expected)))
+    checks.append(("ignores", partial(ignores, implementation)))
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        checks.append((f"resumes {kind}", partial(resumes, implementation, expected, tmp_path, kind)))
+    run_checks(2, checks)
+    mesh = {"dp_replicate_size": 2, "dp_shard_size": 2}
+    run_checks(4, [("replicates", partial(trains, implementation, expected, mesh=mesh))])

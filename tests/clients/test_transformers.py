@@ -1,0 +1,174 @@
+"""transformers: models that shard themselves while they load (`DistributedConfig`), and `Trainer(fsdp=True)`."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_llama
+from client_training import (
+    IMPLEMENTATIONS,
+    Record,
+    assert_sharded,
+    mean_of_ranks,
+    own_part,
+    pretend_accelerator,
+    pretend_torchrun,
+    using,
+)
+from helpers import alone, run_checks
+from tiny_llama import SIZES, TOLERANCE
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
+
+Config = Callable[[], Any]
+
+
+def untied() -> Any:
+    return transformers.LlamaConfig(**SIZES)
+
+
+def tied() -> Any:
+    return transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+
+
+def experts() -> Any:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4}
+    return transformers.Qwen3MoeConfig(**SIZES, **sizes, decoder_sparse_step=1)
+
+
+# ---- models that shard themselves ------------------------------------------------------------------------------------
+
+
+def shards_itself(implementation: str, expected: dict[str, Tensor], folder: Path, options: dict[str, Any]) -> None:
+    with using(implementation):
+        pretend_torchrun()
+        config = transformers.distributed.DistributedConfig(**options)
+        model = tiny_llama.load(folder, distributed_config=config)
+        assert_sharded(model, implementation, at_least=4)
+        tiny_llama.train(model, own_part, mean_of_ranks).assert_like(expected, **TOLERANCE)
+
+
+# With replicas; with pinned memory, which torch's FSDP2 can't do without without an accelerator; with all-to-all.
+CASES: list[tuple[Config, dict[str, Any]]] = [
+    (untied, {"fsdp_size": 4}),
+    (untied, {"fsdp_size": 2, "dp_replicate_size": 2}),
+    (untied, {"fsdp_size": 4, "fsdp_cpu_offload": True}),
+    (tied, {"fsdp_size": 4}),
+    (experts, {"fsdp_size": 4}),
+    (experts, {"fsdp_size": 4, "ep_size": 2}),
+]
+
+
+def torch_fails(config: Config, options: dict[str, Any]) -> bool:
+    """Pinned memory needs an accelerator; of a weight tied to one outside its group, part of the gradient is lost."""
+    return config is tied or ("fsdp_cpu_offload" in options and not torch.accelerator.is_available())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_model_that_shards_itself(implementation: str, tmp_path: Path) -> None:
+    folders = {config: tiny_llama.save(config(), tmp_path / config.__name__) for config in (untied, tied, experts)}
+    plain = {
+        config: alone(lambda at=at: tiny_llama.train(tiny_llama.load(at)).values) for config, at in folders.items()
+    }
+    checks: list[tuple[str, Callable[[], None]]] = []
+    for config, options in CASES:
+        if implementation == "fsdp2" or not torch_fails(config, options):
+            check = partial(shards_itself, implementation, plain[config], folders[config], options)
+            checks.append((f"{config.__name__} {options}", check))
+    run_checks(4, checks, timeout=120)
+
+
+# ---- Trainer ---------------------------------------------------------------------------------------------------------
+
+
+def trainer(folder: Path, output: Path, fsdp_config: dict[str, Any], **options: Any) -> Any:
+    """One that goes through the batches in order, with plain SGD."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(output),
+        fsdp=True,
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]} | fsdp_config,
+        max_steps=tiny_llama.STEPS,
+        max_grad_norm=tiny_llama.MAX_NORM,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        **{"report_to": "none", "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no"} | options,
+    )
+    rows = torch.cat([tiny_llama.batch(step) for step in range(tiny_llama.STEPS)])
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return transformers.Trainer(
+        tiny_llama.load(folder), arguments, train_dataset=data, optimizer_cls_and_kwargs=tiny_llama.SGD
+    )
+
+
+def record_of(trainer: Any) -> Record:
+    """What it has logged, to six digits, and the model."""
+    record = Record()
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            record.add(f"loss {int(entry['step']) - 1}", float(entry["loss"]))
+    record.add_params(trainer.model.named_parameters(), lambda fqn: fqn.replace("_checkpoint_wrapped_module.", ""))
+    return record
+
+
+def trains(
+    implementation: str, expected: dict[str, Tensor], folder: Path, output: Path, per_step: int = 1, **config: Any
+) -> None:
+    with using(implementation):
+        pretend_accelerator()
+        rows = tiny_llama.ROWS // 2 // per_step
+        options = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": per_step}
+        model = trainer(folder, output, config, **options)
+        model.train()
+        assert_sharded(model.model, implementation, at_least=3)
+        record_of(model).assert_like(expected, **TOLERANCE)
+
+
+def resumes(implementation: str, expected: dict[str, Tensor], folder: Path, output: Path, state_dict_type: str) -> None:
+    """From the checkpoint after half of the steps, in a new trainer; then `generate`, a method of its own."""
+    with using(implementation):
+        pretend_accelerator()
+        options = {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}
+        trainer(folder, output, {"state_dict_type": state_dict_type}, **options).train()
+        pretend_accelerator()
+        resumed = trainer(folder, output, {"state_dict_type": state_dict_type}, **options)
+        resumed.train(resume_from_checkpoint=str(output / "checkpoint-2"))
+        assert_sharded(resumed.model, implementation, at_least=3)
+        record = record_of(resumed)
+        expected = dict(expected)
+        generated = expected.pop("generated")
+        record.assert_like(expected, **TOLERANCE)
+        assert torch.equal(generate(resumed.model), generated)
+
+
+def generate(model: Any) -> Tensor:
+    return model.generate(tiny_llama.batch(0), max_new_tokens=4, do_sample=False)
+
+
+def trained_plainly(folder: Path) -> dict[str, Tensor]:
+    model = tiny_llama.load(folder)
+    record = tiny_llama.train(model, clip=True)
+    return record.values | {"generated": generate(model)}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_trainer(implementation: str, tmp_path: Path) -> None:
+    folder = tiny_llama.save(untied(), tmp_path / "model")
+    with_generated = alone(partial(trained_plainly, folder))
+    expected = {name: value for name, value in with_generated.items() if name != "generated"}
+    checks: list[tuple[str, Callable[[], None]]] = []
+    for name, config in {
+        "plain": {},
+        "accumulates": {"per_step": 2},
+        "checkpoints activations": {"activation_checkpointing": True},
+        "loads from rank 0": {"cpu_ram_efficient_loading": True},
+    }.items():
+        checks.append((name, partial(trains, implementation, expected, folder, tmp_path / name, **config)))
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        checks.append((kind, partial(resumes, implementation, with_generated, folder, tmp_path / kind, kind)))
+    run_checks(2, checks, timeout=120)

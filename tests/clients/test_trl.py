@@ -1,0 +1,121 @@
+"""trl: `SFTTrainer` on a whole model and on adapters, `DPOTrainer` with a frozen reference beside the trained model.
+
+The oracle of the first is plain training; of the others the trainer itself, in one process and not sharded.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_llama
+from client_training import IMPLEMENTATIONS, Record, assert_sharded, pretend_accelerator, using
+from helpers import alone, run_checks
+
+trl = pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Every token is a number."""
+    words = {str(token): token for token in range(tiny_llama.VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "0", "eos_token": "1", "unk_token": "0"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+def options(folder: Path, output: Path, fsdp: bool) -> dict[str, Any]:
+    """Of every trainer: batches in order, plain SGD."""
+    arguments = {
+        "output_dir": str(output),
+        "max_steps": tiny_llama.STEPS,
+        "max_grad_norm": tiny_llama.MAX_NORM,
+        "per_device_train_batch_size": tiny_llama.ROWS // (2 if fsdp else 1),
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+    }
+    arguments |= {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "bf16": False}
+    if fsdp:
+        arguments |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    else:
+        arguments["use_cpu"] = True
+    return arguments
+
+
+def sft(folder: Path, output: Path, fsdp: bool, adapters: bool = False) -> Any:
+    rows = torch.cat([tiny_llama.batch(step) for step in range(tiny_llama.STEPS)])
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(2)  # for the adapters
+    return trl.SFTTrainer(
+        tiny_llama.load(folder),
+        trl.SFTConfig(**options(folder, output, fsdp)),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": rows.tolist()}),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        optimizer_cls_and_kwargs=tiny_llama.SGD,
+        peft_config=lora if adapters else None,
+    )
+
+
+def dpo(folder: Path, output: Path, fsdp: bool) -> Any:
+    """The reference model is another random one: equal models would show nothing."""
+    rows = torch.cat([tiny_llama.batch(step) for step in range(tiny_llama.STEPS)]).tolist()
+    texts = [" ".join(map(str, row)) for row in rows]
+    parts = {"prompt": texts, "chosen": texts[1:] + texts[:1], "rejected": texts[2:] + texts[:2]}
+    reference = tiny_llama.load(folder)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    return trl.DPOTrainer(
+        tiny_llama.load(folder),
+        ref_model=reference,
+        args=trl.DPOConfig(**options(folder, output, fsdp), optim="sgd", learning_rate=tiny_llama.SGD[1]["lr"]),
+        train_dataset=datasets.Dataset.from_dict(parts),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+
+
+def trained(trainer: Any) -> Record:
+    trainer.train()
+    record = Record()
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            record.add(f"loss {int(entry['step']) - 1}", float(entry["loss"]))
+    record.add_params(trainer.model.named_parameters())
+    return record
+
+
+def trains(
+    implementation: str, expected: dict[str, Tensor], make: Callable[..., Any], folder: Path, output: Path
+) -> None:
+    with using(implementation):
+        pretend_accelerator()
+        trainer = make(folder, output, True)
+        record = trained(trainer)
+        assert_sharded(trainer.model, implementation, at_least=3)
+        if make is dpo:
+            assert_sharded(trainer.ref_model, implementation, at_least=1)
+        record.assert_like(expected, **tiny_llama.TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_trainers(implementation: str, tmp_path: Path) -> None:
+    folder = tiny_llama.save(transformers.LlamaConfig(**tiny_llama.SIZES), tmp_path / "model")
+    save_tokenizer(folder)
+    plain = alone(lambda: tiny_llama.train(tiny_llama.load(folder), clip=True).values)
+    checks: list[tuple[str, Callable[[], None]]] = []
+    checks.append(("sft", partial(trains, implementation, plain, sft, folder, tmp_path / "sft")))
+    for make in partial(sft, adapters=True), dpo:
+        unsharded = alone(lambda make=make: trained(make(folder, tmp_path / "unsharded", False)).values)
+        checks.append((f"{make}", partial(trains, implementation, unsharded, make, folder, tmp_path / "sharded")))
+    run_checks(2, checks, timeout=120)

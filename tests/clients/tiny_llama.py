@@ -1,0 +1,58 @@
+"""A small random Llama on disk, as clients of the Hugging Face family load one, and the plain training of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from client_training import Record
+
+VOCAB, STEPS, ROWS, LENGTH = 17, 4, 4, 5
+SGD = (torch.optim.SGD, {"lr": 0.25, "momentum": 0.5})
+MAX_NORM = 0.5
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # fp32: models compute their norms, rotations and experts in it anyway
+SIZES = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "intermediate_size": 12}
+
+
+def save(config: Any, folder: Path) -> Path:
+    """Before the fork, so that no rank imports the model's modules."""
+    import transformers
+
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **options: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def train(
+    model: nn.Module,
+    own: Callable[[Tensor], Tensor] = lambda batch: batch,
+    mean: Callable[[Tensor], Tensor] = Tensor.detach,
+    clip: bool = False,
+) -> Record:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = SGD[0](trained, **SGD[1])
+    record = Record()
+    for step in range(STEPS):
+        tokens = own(batch(step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        record.add(f"loss {step}", mean(loss))
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.add_params(model.named_parameters())
+    return record
