@@ -81,7 +81,7 @@ def main() -> None:
         if place == PIPELINE - 1:  # has the last stage
             schedule.step(target=targets, losses=losses)
         else:
-            schedule.step(inputs)
+            schedule.step(inputs.contiguous())  # torch 2.11 insists
         optimizer.step()
         optimizer.zero_grad()
         if losses:

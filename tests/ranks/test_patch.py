@@ -16,7 +16,7 @@ STEPS, ROWS = 3, 4
 
 # It sets an environment variable before it imports torch, and takes names from three places.
 PROGRAM = """
-import os, sys
+import os, sys, time
 os.environ["OMP_NUM_THREADS"] = "1"
 assert "torch" not in sys.modules
 import torch
@@ -52,6 +52,7 @@ def train(rank, store):
     if rank == 0:
         print(*on_ranks, *lines, sep="", end="", flush=True)
     dist.destroy_process_group()
+    time.sleep(0.3)  # gloo's threads let go of the last tensors late, which an interpreter that ends does not survive
 
 
 if __name__ == "__main__":
