@@ -115,6 +115,48 @@ class AllGatherExtension:
             storage.resize_(0)
 
 
+class GroupExtensions:
+    """The extended ones among one group's parameters, which are gathered together with the others."""
+
+    def __init__(self, params: Sequence[FSDPParam], mesh: DataMesh, policy: MixedPrecisionPolicy) -> None:
+        self._params, self._mesh = [param for param in params if param.is_extended], mesh
+        self.members = [AllGatherExtension(param, mesh, policy) for param in self._params]
+        # Whether all ranks are known to gather the same.
+        self._agreed = mesh.size == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the last gather has delivered."""
+        return sum(member.nbytes for member in self.members)
+
+    def start(self, comm: Comm) -> tuple[list[Tensor], list[Tensor]]:
+        """What to gather into what. Every rank of `comm` must call it."""
+        device, outputs, inputs = self._mesh.device, [], []
+        with torch.inference_mode(False), torch.no_grad():
+            for member in self.members:
+                more_outputs, more_inputs = member.start(device, self._mesh.size)
+                outputs += more_outputs
+                inputs += more_inputs
+        if not self._agreed:
+            _check_agreement([param.name for param in self._params], inputs, comm, device)
+            self._agreed = True
+        return outputs, inputs
+
+    def finish(self) -> bool:
+        """Make the full parameters of what was gathered. Return whether any is another object than before."""
+        with torch.inference_mode(False), torch.no_grad():
+            built = [member.finish() for member in self.members]
+        return any(built)
+
+    def storage_ids(self) -> set[int]:
+        """Of all memory that the full parameters consist of."""
+        return {each for member in self.members for each in member.storage_ids()}
+
+    def free(self) -> None:
+        for member in self.members:
+            member.free()
+
+
 def count_pre_arguments(name: str, local: Any) -> int:
     """How many arguments the `fsdp_pre_all_gather` of `local` takes.
 
@@ -130,7 +172,7 @@ def count_pre_arguments(name: str, local: Any) -> int:
     return len(signature.parameters)
 
 
-def check_agreement(names: Sequence[str], inputs: Sequence[Tensor], comm: Comm, device: torch.device) -> None:
+def _check_agreement(names: Sequence[str], inputs: Sequence[Tensor], comm: Comm, device: torch.device) -> None:
     """Raise ValueError on every rank if ranks are about to gather tensors of different sizes. All must call it."""
     sizes = [each.numel() for each in inputs]
     digest = hashlib.sha256(repr(sizes).encode()).digest()[:16]

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import checks, hooks
 from .comm import Comm, make_comm, subgroup
-from .context import FSDPState
 from .mesh import (
     DataMesh,
     DataParallelMeshDims,
@@ -26,6 +25,7 @@ from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .reduce import Reduction
 from .sharded_class import sharded_class
+from .state import FSDPState
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 

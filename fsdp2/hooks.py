@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_compat
-from .context import Context, FSDPState
+from .context import Context
+from .state import FSDPState
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 
 _STATE = "_fsdp2_state"

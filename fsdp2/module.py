@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import hooks, torch_compat
-from .context import Context, FSDPState
+from .context import Context
 from .reduce import on_stream
+from .state import FSDPState
 
 
 class UnshardHandle:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from . import torch_compat
 from .buffers import GroupBuffers
 from .comm import Comm, CommChoice, make_comm, subgroup
-from .extension import AllGatherExtension, check_agreement
+from .extension import GroupExtensions
 from .gather import PendingGather
 from .gradients import GroupGradients
 from .layout import GatherLayout, ParamSpec, gather_layout
@@ -80,9 +80,8 @@ class FSDPParamGroup:
         self._gathered_at: Any = None
         # Ranks that can restore the parameters of which each has kept a part after forward.
         self._few: Comm | None = None
-        # Of the parameters that have one, the last in `params`; and whether all ranks gather the same for them.
-        self._extensions: list[AllGatherExtension] = []
-        self._agreed = False
+        # The parameters that have one are the last in `params`.
+        self._extensions = GroupExtensions((), mesh, policy)
         self._looked = False
         # None while parameters are on another device, on meta say.
         self._buffers: GroupBuffers | None = None
@@ -120,8 +119,7 @@ class FSDPParamGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded group, in compute dtypes, padding included."""
-        extended = sum(each.nbytes for each in self._extensions)
-        return extended + (self._buffers.layout.full_nbytes if self._buffers else 0)
+        return self._extensions.nbytes + (self._buffers.layout.full_nbytes if self._buffers else 0)
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Name the group and its parameters after the FQNs of their modules."""
@@ -178,8 +176,8 @@ class FSDPParamGroup:
             self._notice_replacements()
         assert self._buffers is not None
         self._gathered_at = self._clock() if self.notes_changes else None
-        if self._extensions:
-            self.state = self._buffers.start_gather(self._comm, *self._start_extensions())
+        if self._extensions.members:
+            self.state = self._buffers.start_gather(self._comm, *self._extensions.start(self._comm))
         else:
             self.state = self._buffers.start_gather(self._comm)
 
@@ -189,7 +187,7 @@ class FSDPParamGroup:
         if isinstance(self.state, PendingGather):
             self.state.finish()
             self.state = UNSHARDED
-            if self._extensions:
+            if self._extensions.members:
                 self._finish_extensions()
 
     def install(self) -> None:
@@ -215,9 +213,8 @@ class FSDPParamGroup:
             state.abandon()
         if free and self._buffers is not None:
             self._buffers.free()
-            if not self.keeps_storage:
-                for extension in self._extensions:
-                    extension.free()
+            if self._extensions.members and not self.keeps_storage:
+                self._extensions.free()
 
     def shrink(self) -> None:
         """Register the sharded parameters; give up the full ones but for a part, from which few ranks restore them."""
@@ -238,7 +235,7 @@ class FSDPParamGroup:
     def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
         assert self._buffers is not None, "a full parameter was saved"
-        if self._extensions and torch_compat.storage_id(weight) != self._buffers.storage_id:
+        if self._extensions.members and torch_compat.storage_id(weight) != self._buffers.storage_id:
             first = 2 * len(self._buffers.layout.specs)  # which of the extended ones it is part of is not known
             return before[first:] != now[first:]
         weight = torch_compat.local_of(weight) if isinstance(weight, DTensor) else weight
@@ -334,7 +331,7 @@ class FSDPParamGroup:
             return
         self._find_extensions()
         self._specs = specs = tuple(param.spec(self._policy) for param in self.params)
-        plain = specs[: len(specs) - len(self._extensions)]
+        plain = tuple(spec for spec in specs if not spec.extended)
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
             if self._buffers is None or self._buffers.layout.specs != plain:
@@ -357,32 +354,15 @@ class FSDPParamGroup:
 
     def _find_extensions(self) -> None:
         self.params.sort(key=lambda param: param.is_extended)
-        self._extensions = [
-            AllGatherExtension(param, self.mesh, self._policy) for param in self.params if param.is_extended
-        ]
-        self._agreed = self._looked = False
-        if self._extensions and self._few is not None:
+        self._extensions, self._looked = GroupExtensions(self.params, self.mesh, self._policy), False
+        if self._extensions.members and self._few is not None:
             raise NotImplementedError(
                 f"{self.params[-1].name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool "
                 "or None for reshard_after_forward."
             )
 
-    def _start_extensions(self) -> tuple[list[Tensor], list[Tensor]]:
-        device, outputs, inputs = self.mesh.device, [], []
-        with torch.inference_mode(False), torch.no_grad():
-            for extension in self._extensions:
-                more_outputs, more_inputs = extension.start(device, self.mesh.size)
-                outputs += more_outputs
-                inputs += more_inputs
-        if not self._agreed and self.mesh.size > 1:
-            check_agreement([param.name for param in self.params if param.is_extended], inputs, self._comm, device)
-        self._agreed = True
-        return outputs, inputs
-
     def _finish_extensions(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            built = [extension.finish() for extension in self._extensions]
-        if any(built):
+        if self._extensions.finish():
             self._watch()
             self._follow_requires_grad()
             self._prepare_slots()
@@ -419,9 +399,7 @@ class FSDPParamGroup:
     def _prepare_slots(self) -> None:
         assert self._buffers is not None
         self._dict_slots, self._setattr_slots = ([], []), ([], [])
-        self.storage_ids = frozenset([self._buffers.storage_id]).union(
-            *(each.storage_ids() for each in self._extensions)
-        )
+        self.storage_ids = frozenset([self._buffers.storage_id]) | self._extensions.storage_ids()
         for param in self.params:
             for slot in param.slots:
                 target = slot.module._parameters if slot.is_plain else slot.module

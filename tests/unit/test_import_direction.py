@@ -26,6 +26,7 @@ ORDER = (
     "pipelining",
     "hooks",
     "context",
+    "state",
     "torch_interface",
     "saved_tensors",
     "order",

@@ -1,0 +1,129 @@
+"""One group at run time: what a user has set for it, and how far a pass has come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from . import torch_compat
+from .comm import Comm
+from .param_group import FSDPParamGroup
+from .policy import MixedPrecisionPolicy
+from .torch_interface import TorchState
+
+
+class FSDPState(TorchState):
+    """One group at run time: its modules, its settings, and how far a pass has come.
+
+    A `fully_shard` call makes one state; several, each `inner` to the one before, where parameters have meshes of their
+    own.
+    """
+
+    context: Any  # a Context, which sets it: anew when an outer module is sharded
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        group: FSDPParamGroup,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        few: Comm | None = None,
+    ) -> None:
+        self.modules, self.group, self.policy = modules, group, policy
+        # Of the same call: its parameters on another mesh. Their forward is run inside this one's.
+        self.inner: FSDPState | None = None
+        # What a user may set: see the methods of FSDPModule.
+        self.reshard_after_forward = reshard_after_forward
+        # Instead of all, free all but a part, from which few ranks restore the rest.
+        self.keeps_part = few is not None
+        group.keep_part_among(few)
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[FSDPState] | None = None
+        self.backward_prefetch: list[FSDPState] | None = None
+        self.max_reductions = 1
+        # Forwards of `modules` that run now, and those of a list that have run in this pass.
+        self.running = 0
+        self.finished: set[nn.Module] = set()
+        # Whether a forward left the full parameters behind for backward; another pass does not use them.
+        self.kept = False
+        # Whether another pass may use them: the user has gathered them, or wanted them to stay.
+        self.held = False
+        # Whether nothing is expected to be gathered after this group in the pass that runs.
+        self.last_in_pass = False
+        # Gathered and registered for the backward that runs.
+        self.backward_ready = False
+        # Whether, in the last backward, counting its gradients was enough to know when to free the group.
+        self.completes = False
+        # What floating-point inputs are cast to.
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        # Of the sharded parameters, when they were last gathered on purpose.
+        self.versions: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return self.group.name
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from. Prefetch lists name states of the whole model: they come with its root."""
+        if self.running or self.context.in_backward:
+            raise RuntimeError(f"{self}: a sharded module can't be copied or pickled while a forward or backward runs")
+        runtime = ("context", "finished", "versions", "forward_prefetch", "backward_prefetch")
+        kept = {name: value for name, value in vars(self).items() if name not in runtime}
+        settings = self.context.settings() if self.context.root is self else None
+        return {**kept, "kept": False, "held": False, "backward_ready": False, "completes": False, "settings": settings}
+
+    def wake(self) -> dict[str, Any] | None:
+        """Become usable, in a copy of which all modules are there. Return the settings that the context is to take."""
+        self.group.wake()
+        self.finished, self.versions, self.forward_prefetch, self.backward_prefetch = set(), (), None, None
+        settings: dict[str, Any] | None = vars(self).pop("settings")
+        return settings
+
+    def _keeps_after_forward(self) -> bool:
+        """Whether the full parameters stay for backward: by default those that it needs at once, of root and last."""
+        if self.reshard_after_forward is None:
+            return self.context.root is self or self.last_in_pass
+        return self.reshard_after_forward is False
+
+    def settle(self, backward_follows: bool) -> None:
+        """Forward is over: register the sharded parameters; free the full ones' data, or keep all or some of it."""
+        self.finished.clear()
+        self.kept = backward_follows
+        if backward_follows and self._keeps_after_forward():
+            self.held |= not self.reshard_after_backward
+            self.group.uninstall()
+        elif backward_follows and self.keeps_part and self.group.is_unsharded and not self.context.graph_reads_weights:
+            self.held = False
+            self.group.shrink()
+        else:
+            self.kept = False
+            self._reshard()
+
+    def hold(self) -> None:
+        """The user is about to gather the group: passes that do not free it shall not gather it again."""
+        torch_compat.count_optimizer_steps()
+        self.held = self.group.notes_changes = True
+
+    def release(self) -> None:
+        """Reshard, unless a forward of the group runs (a backward may run inside it)."""
+        self.backward_ready = self.kept = False
+        if not self.running:
+            self._reshard()
+
+    def release_after_backward(self) -> None:
+        """Like `release`, but keep the full parameters' data for the next pass if the user wants that."""
+        if self.reshard_after_backward or self.running or not self.group.is_unsharded:
+            self.release()
+        else:
+            self.backward_ready = False
+            self.kept = self.held = True
+            self.group.uninstall()
+
+    def is_kept_for_next_pass(self) -> bool:
+        """Whether a full copy of the pass before may be used: the user wants it, and no parameter has changed."""
+        return self.held and self.group.is_up_to_date()
+
+    def _reshard(self) -> None:
+        self.held, self.group.notes_changes = False, not self.reshard_after_backward
+        self.group.reshard(free=not self.context.graph_reads_weights)
