@@ -365,7 +365,8 @@ def public_methods() -> list[str]:
 
 def _root(module: Any, what: str) -> FSDPState:
     state = hooks.require_state(module)
-    if state.context.root is not state:
+    is_root: bool = state.context.root is state
+    if not is_root:
         raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")
     return state
 

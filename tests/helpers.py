@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import gc
 import io
 import os
 import re
@@ -78,6 +79,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     """
     if dist.is_initialized():
         raise RuntimeError("run_ranks: the parent owns a process group, which a forked rank would inherit")
+    # The parent's objects stay out of the ranks' garbage collections, each of which would copy all of its memory.
+    gc.freeze()
     ranks: list[_Rank] = []
     release_read, release_write = os.pipe()
     with tempfile.TemporaryDirectory(prefix="fsdp2_ranks_") as name:
@@ -90,6 +93,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
             _raise_problems(ranks, timeout)
             return [r.outcome()[1] for r in ranks]
         finally:
+            gc.unfreeze()
             os.close(release_write)  # the ranks wait for this before they leave: nobody hangs up on a slower one
             os.close(release_read)
             _reap(ranks)

@@ -723,7 +723,7 @@ def forced_sums_do_not_average(mesh: DeviceMesh) -> None:
     sums, ranks = summed(new_net()), dist.get_world_size()
     operations: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        module = sys.modules["fsdp2.fully_shard"]
+        module = sys.modules["fsdp2.reduce"]
         patch.setattr(module, "make_comm", lambda group, _: CoalescedComm(Operations(group, operations)))  # type: ignore[arg-type]
         for setter, value, average, divisor in (
             ("set_force_sum_reduction_for_comms", False, True, ranks),

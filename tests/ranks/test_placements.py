@@ -539,7 +539,8 @@ def bytes_alive() -> int:
     """Of all tensors that Python knows."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and type(each) is not DTensor]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if type(t.data) is Tensor}
+    plain = [each for each in tensors if type(each.data) is Tensor and each.layout is torch.strided]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in plain}
     return sum(storages.values())
 
 
