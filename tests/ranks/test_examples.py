@@ -3,18 +3,7 @@
 Their model and batches are the same in all but one, so plain training on one process is the oracle of their losses.
 """
 
-import contextlib
-import multiprocessing
-import os
 import re
-import runpy
-import socket
-import subprocess
-import sys
-import tempfile
-import traceback
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,54 +11,9 @@ import torch
 
 from examples.tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, make_gpt
 from helpers import alone
-
-ROOT = Path(__file__).parents[2]
+from programs import run_by_torchrun, run_forked
 
 Curve = dict[int, float]
-
-
-def run_by_torchrun(name: str, ranks: int, *options: str) -> str:
-    """What it prints."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [*launcher, str(ROOT / "examples" / name), *options]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return finished.stdout
-
-
-def run_example(name: str, ranks: int, *options: str) -> str:
-    """What it prints, in forked processes that have imported torch: torchrun's take seconds each for that."""
-    context, folder = multiprocessing.get_context("fork"), Path(tempfile.mkdtemp())
-    with socket.socket() as any_free:
-        any_free.bind(("localhost", 0))
-        port = any_free.getsockname()[1]
-    processes = [
-        context.Process(target=be_rank, args=(folder / str(rank), name, options, rank, ranks, port))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        process.kill()
-    output = "".join((folder / str(rank)).read_text() for rank in range(ranks))
-    assert [process.exitcode for process in processes] == [0] * ranks, output
-    return output
-
-
-def be_rank(log: Path, name: str, options: Sequence[str], rank: int, ranks: int, port: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    sys.argv, sys.path[:0] = [name, *options], [str(ROOT / "examples")]
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # pytest's filter, that makes errors of them, is not the user's
-    with log.open("w", buffering=1) as output, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        try:
-            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
-        except BaseException:
-            traceback.print_exc()
-            raise
 
 
 def losses(output: str) -> Curve:
@@ -108,14 +52,14 @@ def assert_same(curve: Curve, expected: Curve) -> None:
 
 def test_hsdp(plain_losses: Curve) -> None:
     """Replicas that forget to exchange gradients drift apart, and away from plain training."""
-    output = run_by_torchrun("hsdp.py", 4)
+    output = run_forked("hsdp.py", 4)
     assert_same(losses(output), plain_losses)
     assert "head.weight is (256, 64), on this rank (128, 64)" in output
     assert "replicas hold equal weights: True" in output
 
 
 def test_tensor_parallel(plain_losses: Curve) -> None:
-    output = run_example("tensor_parallel.py", 4)
+    output = run_forked("tensor_parallel.py", 4)
     assert_same(losses(output), plain_losses)
     assert "mlp_norm.weight is (64,), on this rank (32,)" in output
     assert "mlp_in.weight is (256, 64), on this rank (64, 64)" in output
@@ -125,11 +69,11 @@ def test_tensor_parallel(plain_losses: Curve) -> None:
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
 def test_pipeline(schedule: str, plain_losses: Curve) -> None:
     """A stage whose gradients are not reduced, or not all there, goes another way from the second step on."""
-    assert_same(losses(run_example("pipeline.py", 4, "--schedule", schedule)), plain_losses)
+    assert_same(losses(run_forked("pipeline.py", 4, "--schedule", schedule)), plain_losses)
 
 
 def test_lora() -> None:
-    output = run_example("lora.py", 2)
+    output = run_by_torchrun("lora.py", 2)
     curve = losses(output)
     last = max(curve)  # not trained on: to compare with the reloaded adapters
     assert sum(curve[last - i] for i in range(5)) / 5 < curve[1] - 0.3
@@ -141,14 +85,14 @@ def test_lora() -> None:
 
 
 def test_checkpoint_compile(plain_losses: Curve) -> None:
-    output = run_example("checkpoint_compile.py", 2)
+    output = run_forked("checkpoint_compile.py", 2)
     assert_same(losses(output), plain_losses)
     (graphs,) = numbers(r"graphs compiled by aot_eager for 2 blocks: (\d+)", output)
     assert 1 <= graphs <= 2  # equal blocks share one
 
 
 def test_cpu_offload(plain_losses: Curve) -> None:
-    output = run_example("cpu_offload.py", 2)
+    output = run_forked("cpu_offload.py", 2)
     assert_same(losses(output), plain_losses)
     model = make_gpt(torch.device("cpu"))
     half, block = (
@@ -163,10 +107,10 @@ def test_cpu_offload(plain_losses: Curve) -> None:
 
 def test_resume_elsewhere(tmp_path: Path, plain_losses: Curve) -> None:
     """On one rank, after a save on two that was interrupted: from the last one that was not."""
-    stopped = losses(run_example("resume_elsewhere.py", 2, "--steps", "10", "--folder", str(tmp_path)))
+    stopped = losses(run_forked("resume_elsewhere.py", 2, "--steps", "10", "--folder", str(tmp_path)))
     (tmp_path / "partial").mkdir()
     (tmp_path / "partial" / "__0_0.distcp").write_bytes(b"half of a")
-    resumed = losses(run_example("resume_elsewhere.py", 1, "--steps", "15", "--folder", str(tmp_path)))
+    resumed = losses(run_forked("resume_elsewhere.py", 1, "--steps", "15", "--folder", str(tmp_path)))
     assert list(resumed) == [11, 12, 13, 14, 15]
     assert_same(stopped | resumed, {step: plain_losses[step] for step in range(1, 16)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000010", "step-000015"]

@@ -1,42 +1,33 @@
 """examples/train_gpt.py as its users run it: the loss curve does not depend on who shards, over how many ranks.
 
-Plain training on one process is the oracle. Each run is a subprocess, since the launcher is part of what is tested.
+Plain training on one process is the oracle. One run is by torchrun, since the launcher is part of what is tested.
 """
 
 import json
-import os
 import runpy
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from programs import ROOT, run_by_torchrun, run_forked
+
 pytest.importorskip("tqdm", reason="examples/train_gpt.py needs the extra fsdp2[examples]")
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 IMPL = "fsdp2"
 STEPS, SAVED_STEP = 12, 6  # STEPS is what --tiny trains
 
 Curve = dict[int, float]
+Run = Callable[..., str]
 
 
-def run_script(arguments: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Plain python for one rank, torchrun for more."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *launcher, str(SCRIPT), "--tiny", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-
-
-def train(folder: Path, impl: str, ranks: int, *options: str) -> tuple[Curve, Curve]:
+def train(folder: Path, impl: str, ranks: int, *options: str, run: Run = run_forked) -> tuple[Curve, Curve]:
     """Training loss and validation bits per byte, each by step, of one run."""
     log = folder / "losses.jsonl"
-    options = ("--impl", impl, "--save", str(folder), "--log-file", str(log), *options)
-    finished = run_script(list(options), ranks)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    assert "Sample: 'The " in finished.stdout
+    output = run(SCRIPT.name, ranks, "--tiny", "--impl", impl, "--save", str(folder), "--log-file", str(log), *options)
+    assert "Sample: 'The " in output
     records = [json.loads(line) for line in log.read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     validations = {record["step"]: record["val_bits_per_byte"] for record in records if "val_bits_per_byte" in record}
@@ -52,7 +43,7 @@ def plain_curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Curve, Curve
 def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Curve, Curve]]:
     """Folder and curves of an uninterrupted run on two ranks, with a checkpoint half way."""
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, train(folder, IMPL, 2, "--save-every", str(SAVED_STEP))
+    return folder, train(folder, IMPL, 2, "--save-every", str(SAVED_STEP), run=run_by_torchrun)
 
 
 def assert_same(curves: tuple[Curve, Curve], expected: tuple[Curve, Curve]) -> None:
