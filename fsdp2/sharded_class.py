@@ -49,6 +49,12 @@ def sharded_class(cls: Any) -> Any:
         cls.__setstate__(self, state)
         hooks.after_copy(self)
 
+    def deepcopy(self: nn.Module, memo: Any) -> Any:
+        raise NotImplementedError(
+            f"{cls.__name__} has a __deepcopy__ of its own, which knows nothing of shards. Copy the model before "
+            "fully_shard, or build a second one and load this one's state dict."
+        )
+
     body = {
         "__new__": new,
         "__call__": call,
@@ -58,6 +64,8 @@ def sharded_class(cls: Any) -> Any:
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
     }
+    if hasattr(cls, "__deepcopy__"):
+        body["__deepcopy__"] = deepcopy
     return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)
 
 

@@ -176,12 +176,22 @@ def hidden_state_is_not_shared() -> None:
     assert full(twin.weight).abs().sum() == 0
 
 
+def a_class_that_copies_itself() -> None:
+    class Own(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return Own(4, 4)
+
+    with pytest.raises(NotImplementedError, match="Own has a __deepcopy__ of its own"):
+        copy.deepcopy(fully_shard(Own(4, 4)))
+
+
 CHECKS = [
     *((f"trains, {name}", partial(trains, way)) for name, way in WAYS.items()),
     ("trains, mixed precision", partial(trains, copy.deepcopy, mp_policy=MixedPrecisionPolicy(torch.float64))),
     *((f"shared groups, {name}", partial(shared_groups, way)) for name, way in WAYS.items()),
     *((f"settings, {name}", partial(settings_stay, way)) for name, way in WAYS.items()),
     ("a part", part_of_a_model),
+    ("own way to copy", a_class_that_copies_itself),
     ("unsharded before", unsharded_before),
     ("inside a pass", not_inside_a_pass),
     ("gradients that wait", not_with_gradients_that_wait),
