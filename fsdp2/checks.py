@@ -12,16 +12,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from . import hooks, torch_compat
-from .extension import count_pre_arguments
+from .extension import count_pre_arguments, refuse_part
 from .mesh import DataMesh, Distribution, described_data_mesh, distribute
 from .module import public_methods
-from .param import Slot
+from .param import Slot, lacks_of_extension
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 
 # Left on an original parameter: if it turns up again, registered elsewhere, it was tied across groups.
 SHARDED_AS = "_fsdp2_sharded_as"
-
-EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 def check_modules(module: Any) -> list[nn.Module]:
@@ -123,7 +121,7 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
 
 
 def _check_subclass(what: str, parameter: nn.Parameter, data: Tensor) -> None:
-    missing = [name for name in EXTENSION if not hasattr(data, name)]
+    missing = lacks_of_extension(data)
     if missing:
         kind = type(parameter if type(data) is Tensor else data).__name__
         raise NotImplementedError(
@@ -135,14 +133,11 @@ def _check_subclass(what: str, parameter: nn.Parameter, data: Tensor) -> None:
 def check_extension(name: str, parameter: nn.Parameter, choice: bool | int | None, mesh: DataMesh) -> None:
     """An extension's parameters are given up as a whole, and gathered among all ranks."""
     data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
-    if not all(hasattr(data, method) for method in EXTENSION):
+    if lacks_of_extension(data):
         return
     count_pre_arguments(name, data)
     if choice is not None and not isinstance(choice, bool) and choice not in (1, mesh.size):
-        raise NotImplementedError(
-            f"{name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool or None for "
-            "reshard_after_forward."
-        )
+        refuse_part(name)
 
 
 def choose_placement(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -155,6 +155,13 @@ class GroupExtensions:
     def free(self) -> None:
         for member in self.members:
             member.free()
+
+
+def refuse_part(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool or None for "
+        "reshard_after_forward."
+    )
 
 
 def count_pre_arguments(name: str, local: Any) -> int:

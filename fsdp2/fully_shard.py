@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import checks, hooks
-from .comm import Comm, make_comm, subgroup
 from .mesh import (
     DataMesh,
     DataParallelMeshDims,
@@ -23,7 +22,6 @@ from .mesh import (
 from .param import FSDPParam, Slot
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .reduce import Reduction
 from .sharded_class import sharded_class
 from .state import FSDPState
 
@@ -73,8 +71,8 @@ def fully_shard(
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
         ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is
             uninitialised, tied to one of another group, or over the same memory as another.
-        NotImplementedError: a parameter that is a tensor subclass, complex, or
-            not contiguous; embeddings with sparse gradients or `max_norm`.
+        NotImplementedError: a parameter that is complex, or a tensor subclass that does not say how it is gathered (see
+            extension.py); embeddings with sparse gradients or `max_norm`.
 
     After any of these errors nothing has been changed.
     """
@@ -147,9 +145,7 @@ def _apply(
     by_mesh: dict[DataMesh, list[FSDPParam]] = {} if plans else {shared: []}
     for plan in plans:
         by_mesh.setdefault(plan.mesh, []).append(plan.shard(rest, type(roots[0]).__name__))
-    states = [
-        _make_state(roots, params, mesh, policy, reshard_after_forward, rest, pin) for mesh, params in by_mesh.items()
-    ]
+    states = [_make_state(roots, params, mesh, policy, reshard_after_forward, pin) for mesh, params in by_mesh.items()]
     hooks.install(states)
     for root, cls in zip(roots, classes, strict=True):
         root.__class__ = cls
@@ -251,17 +247,16 @@ def _make_state(
     mesh: DataMesh,
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
-    rest: torch.device,
     pin: bool,
 ) -> FSDPState:
-    group = FSDPParamGroup(roots, params, mesh, Reduction.over(mesh, rest), policy, pin)
+    group = FSDPParamGroup(roots, params, mesh, policy, pin)
     return FSDPState(roots, group, policy, *_reshard_choice(reshard_after_forward, mesh))
 
 
-def _reshard_choice(choice: bool | int | None, mesh: DataMesh) -> tuple[bool | None, Comm | None]:
-    """As a bool, and the ranks among which a part stays after forward, if that is neither all ranks nor this one."""
+def _reshard_choice(choice: bool | int | None, mesh: DataMesh) -> tuple[bool | None, int | None]:
+    """As a bool, and among how many ranks a part stays after forward, if that is neither all of them nor one."""
     if choice is None or isinstance(choice, bool):
         return choice, None
     if choice in (1, mesh.size) or mesh.shard_group is None:
         return choice != 1, None
-    return True, make_comm(subgroup(mesh.shard_group, choice), mesh.device)
+    return True, choice

@@ -15,6 +15,14 @@ from .mesh import DataMesh, Distribution
 from .pack import contiguous_stride
 from .policy import MixedPrecisionPolicy
 
+# What a local tensor has that says itself how it is gathered: see extension.py.
+EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+def lacks_of_extension(local: Tensor) -> list[str]:
+    """Which of these methods `local` lacks."""
+    return [name for name in EXTENSION if not hasattr(local, name)]
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -137,9 +145,8 @@ class FSDPParam:
 
     @property
     def is_extended(self) -> bool:
-        """Whether its local tensor says itself how it is gathered: see extension.py."""
-        local = self.local
-        return hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")
+        """Whether its local tensor says itself how it is gathered."""
+        return not lacks_of_extension(self.local)
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         stored = self.local.dtype

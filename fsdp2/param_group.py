@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from . import torch_compat
 from .buffers import GroupBuffers
 from .comm import Comm, CommChoice, make_comm, subgroup
-from .extension import GroupExtensions
+from .extension import GroupExtensions, refuse_part
 from .gather import PendingGather
 from .gradients import GroupGradients
 from .layout import GatherLayout, ParamSpec, gather_layout
@@ -55,18 +55,18 @@ class FSDPParamGroup:
         modules: Sequence[nn.Module],
         params: Sequence[FSDPParam],
         mesh: DataMesh,
-        reduction: Reduction,
         policy: MixedPrecisionPolicy,
         pin: bool = False,
     ) -> None:
         self.modules, self.params, self.mesh = list(modules), list(params), mesh
-        self._comm = self._plain_comm = reduction.shards
         self._policy = policy
         self._choice = CommChoice()
         self.name = type(modules[0]).__name__
         # Where shards live, and whether in page-locked memory there.
         self._rest = params[0].rest if params else mesh.device
         self._pin = pin
+        reduction = Reduction.over(mesh, self._rest)
+        self._comm = self._plain_comm = reduction.shards
         self.state: _Settled | PendingGather = SHARDED
         self.installed = False
         self.gradients = GroupGradients(self.params, reduction)
@@ -99,15 +99,12 @@ class FSDPParamGroup:
         before = dict(vars(self))
         for param in before["params"]:
             param.wake()
-        mesh, params = before["mesh"], before["params"]
-        rest = params[0].rest if params else mesh.device
-        self.__init__(before["modules"], params, mesh, Reduction.over(mesh, rest), before["_policy"], before["_pin"])  # type: ignore[misc]
+        self.__init__(*(before[name] for name in ("modules", "params", "mesh", "_policy", "_pin")))  # type: ignore[misc]
         self.name, self.notes_changes = before["name"], before["notes_changes"]
         self.gradients.take_settings(**before["gradients"])
         self.keep_storage(before["keeps_storage"])
         self.choose_comms(**vars(before["_choice"]))
-        if before["few"] is not None:
-            self.keep_part_among(make_comm(subgroup(mesh.shard_group, before["few"]), mesh.device))
+        self.keep_part_among(before["few"])
 
     # ---- description
 
@@ -143,10 +140,11 @@ class FSDPParamGroup:
     def _direct_min_bytes(self) -> tuple[int, int]:
         return self._comm.direct_min_bytes, self.gradients.reduction.shards.direct_min_bytes
 
-    def keep_part_among(self, few: Comm | None) -> None:
-        """Have `shrink` keep a part, from which these ranks, this one included, restore the full parameters."""
-        if few is not self._few:
-            self._few = few
+    def keep_part_among(self, few: int | None) -> None:
+        """Have `shrink` keep a part, from which so many neighbouring ranks restore the full parameters."""
+        if few is not None:
+            assert self.mesh.shard_group is not None, "one rank keeps no part"
+            self._few = make_comm(subgroup(self.mesh.shard_group, few), self.mesh.device)
             self._rebuild()
 
     def keep_storage(self, keep: bool) -> None:
@@ -356,10 +354,7 @@ class FSDPParamGroup:
         self.params.sort(key=lambda param: param.is_extended)
         self._extensions, self._looked = GroupExtensions(self.params, self.mesh, self._policy), False
         if self._extensions.members and self._few is not None:
-            raise NotImplementedError(
-                f"{self.params[-1].name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool "
-                "or None for reshard_after_forward."
-            )
+            refuse_part(self.params[-1].name)
 
     def _finish_extensions(self) -> None:
         if self._extensions.finish():

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from . import torch_compat
-from .comm import Comm
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .torch_interface import TorchState
@@ -28,14 +27,14 @@ class FSDPState(TorchState):
         group: FSDPParamGroup,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
-        few: Comm | None = None,
+        few: int | None = None,
     ) -> None:
         self.modules, self.group, self.policy = modules, group, policy
         # Of the same call: its parameters on another mesh. Their forward is run inside this one's.
         self.inner: FSDPState | None = None
         # What a user may set: see the methods of FSDPModule.
         self.reshard_after_forward = reshard_after_forward
-        # Instead of all, free all but a part, from which few ranks restore the rest.
+        # Instead of all, free all but a part, from which so few ranks restore the rest.
         self.keeps_part = few is not None
         group.keep_part_among(few)
         self.reshard_after_backward = True

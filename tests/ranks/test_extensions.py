@@ -172,7 +172,7 @@ def value_of(param: Tensor) -> Tensor:
 
 
 def trains(rows: int, checkpointed: bool = False, mesh: Callable[[], Any] = lambda: None, **options: Any) -> None:
-    """AdamW over shards of a subclass, two steps, the second with an accumulated micro-batch."""
+    """SGD over shards of a subclass, three steps of two micro-batches each."""
     plain = Model(rows, None)
     model = Model(rows, InBF16, checkpointed)
     fully_shard(model.mids[1], mesh=mesh(), **options)  # of extended and plain parameters, by itself
