@@ -139,13 +139,15 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Begin to gather exactly these when this module's forward begins, in place of what the last pass suggests."""
+        chosen = _states_of("modules", modules)
         for state in hooks.states_of(self):
-            state.forward_prefetch = _states_of("modules", modules)
+            state.forward_prefetch = chosen
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Begin to gather exactly these when backward reaches this module, in place of what ran before it."""
+        chosen = _states_of("modules", modules)
         for state in hooks.states_of(self):
-            state.backward_prefetch = _states_of("modules", modules)
+            state.backward_prefetch = chosen
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
         """Reduce zeros for parameters that got no gradient on this rank, since they may have one on other ranks.
