@@ -77,6 +77,7 @@ def install(states: list[FSDPState]) -> None:
 
 
 def _start(states: list[FSDPState]) -> Context:
+    torch_compat.count_optimizer_steps()
     for state in states:
         state.group.gradients.on_first = partial(on_first_gradient, state)
         state.group.gradients.on_last = partial(on_last_gradient, state)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import hooks, torch_compat
+from . import hooks
 from .context import Context
 from .reduce import on_stream
 from .state import FSDPState
@@ -122,8 +122,6 @@ class FSDPModule:
         `reshard` after changes that it does not count: through `.data`, by a collective, by foreach operations.
         """
         _check_bool("reshard_after_backward", reshard_after_backward)
-        if not reshard_after_backward:
-            torch_compat.count_optimizer_steps()
         for state in _states(self, recurse):
             state.reshard_after_backward = reshard_after_backward
             state.group.notes_changes = not reshard_after_backward

@@ -77,7 +77,7 @@ class FSDPParamGroup:
         self.keeps_storage = False
         # Whether to note what `is_up_to_date` compares, at each gather.
         self.notes_changes = False
-        self._gathered_at: Any = None
+        self._gathered_at: tuple[int, ...] | None = None
         # Ranks that can restore the parameters of which each has kept a part after forward.
         self._few: Comm | None = None
         # The parameters that have one are the last in `params`.
@@ -173,7 +173,7 @@ class FSDPParamGroup:
         if notice_replacements:
             self._notice_replacements()
         assert self._buffers is not None
-        self._gathered_at = self._clock() if self.notes_changes else None
+        self._gathered_at = self.versions() if self.notes_changes else None
         if self._extensions.members:
             self.state = self._buffers.start_gather(self._comm, *self._extensions.start(self._comm))
         else:
@@ -223,10 +223,7 @@ class FSDPParamGroup:
         self._buffers.shrink()
 
     def versions(self) -> tuple[int, ...]:
-        """Two per sharded parameter, one of which grows with each in-place operation on it.
-
-        The foreach and fused kernels of torch's optimizers don't count.
-        """
+        """Two per sharded parameter, one of which grows with each in-place operation on it, or an optimizer's step."""
         with torch_compat.no_torch_function():
             return tuple(map(_version_of, self._versioned))
 
@@ -276,15 +273,11 @@ class FSDPParamGroup:
                 f"before its first forward: model.to_empty(device={self._rest.type!r}), then initialise or load."
             )
 
-    def _clock(self) -> Any:
-        """Differs from an earlier value if a parameter may have changed since."""
-        return self.versions(), torch_compat.optimizer_steps()
-
     def is_up_to_date(self) -> bool:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""
         return (
             self._gathered_at is not None
-            and self._gathered_at == self._clock()
+            and self._gathered_at == self.versions()
             and (self.installed or not self._is_replaced())
             and self._trainable == self._find_trainable()
         )

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from . import torch_compat
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .torch_interface import TorchState
@@ -101,7 +100,6 @@ class FSDPState(TorchState):
 
     def hold(self) -> None:
         """The user is about to gather the group: passes that do not free it shall not gather it again."""
-        torch_compat.count_optimizer_steps()
         self.held = self.group.notes_changes = True
 
     def release(self) -> None:
