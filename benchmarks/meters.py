@@ -1,5 +1,6 @@
 """Exact counters for one process: bytes copied, bytes sent, bytes allocated. None of them measures time."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,7 +204,8 @@ def _find_group(name: str, args: Sequence[Any]) -> dist.ProcessGroup:
 class AllocationMeter:
     """Every allocation and release of the CPU allocator between `with` and its end, storage resizes included.
 
-    Marks name regions in time. Memory that was allocated before the meter started is unknown to it.
+    Marks name regions in time. Memory that was allocated before the meter started is unknown to it, unless an earlier
+    meter saw it: then its release counts, so garbage is collected first.
     """
 
     _profile: profile = field(default_factory=lambda: profile(activities=[ProfilerActivity.CPU], profile_memory=True))
@@ -211,6 +213,7 @@ class AllocationMeter:
     _regions: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __enter__(self) -> "AllocationMeter":
+        gc.collect()
         self._profile.__enter__()
         return self
 

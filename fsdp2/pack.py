@@ -34,7 +34,12 @@ def alias(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+    """In elements, as `torch.empty(shape)` has it."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -40,6 +40,10 @@ class Slot:
         return type(self.module).__setattr__ is nn.Module.__setattr__
 
 
+# The full face of every parameter until its group has a storage.
+_NO_STORAGE = nn.Parameter(torch.empty(0))
+
+
 class FSDPParam:
     """One distinct parameter (however often registered), and its two faces.
 
@@ -76,7 +80,7 @@ class FSDPParam:
             self.gathered_shape = (mesh.size,)
         # Gradients are reduced as they come.
         self._is_usual = distribution.full_mesh is None and not self._is_scalar
-        self.full = nn.Parameter(torch.empty(0))  # until the group has its storage
+        self.full = _NO_STORAGE
         self._shard(original)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,7 +96,7 @@ class FSDPParam:
 
     def wake(self) -> None:
         """Become usable, in a copy of which all modules are there."""
-        self.full = nn.Parameter(torch.empty(0))
+        self.full = _NO_STORAGE
         self.sharded = self.slots[0].get()
         self._prepare_gradients(self.local)
 
@@ -128,9 +132,7 @@ class FSDPParam:
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self._prepare_gradients(local)
-        sharded = nn.Parameter(torch_compat.dtensor(local, self.dtensor_spec), original.requires_grad)
-        # nn.Parameter wraps a detached copy of the local tensor object; put ours back, to know it again.
-        torch_compat.set_local(sharded, local)
+        sharded = torch_compat.distributed_parameter(local, self.dtensor_spec, original.requires_grad)
         sharded.__dict__.update(_user_attributes(original))
         torch_compat.take_hooks(original, sharded)
         return sharded
@@ -157,14 +159,15 @@ class FSDPParam:
 
     def build_full(self, memory: Tensor) -> None:
         """Make the full face of `memory`, which has its dtype and the gathered shape."""
-        kind, value = self._distribution, memory[0] if self._is_scalar else memory
-        if kind.full_mesh is not None:
+        kind, value, differentiable = self._distribution, memory, memory.is_floating_point()
+        if self._is_scalar:
+            value = memory[0]
+        if kind.full_mesh is None:
+            self.full = nn.Parameter(value, differentiable)
+        else:
             stride = contiguous_stride(self.shape)
             spec = torch_compat.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, stride, memory.dtype)
-            local, value = value, torch_compat.dtensor(value, spec)
-        self.full = nn.Parameter(value, requires_grad=memory.is_floating_point())
-        if kind.full_mesh is not None:
-            torch_compat.set_local(self.full, local)
+            self.full = torch_compat.distributed_parameter(value, spec, differentiable)
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """A gradient of the full face as the ranks of the mesh share it."""

@@ -272,6 +272,8 @@ def assert_same(actual: Tensor | None, expected: Tensor | None, rtol: float, ato
             raise AssertionError(f"{name}: expected {_describe(expected)}, got {_describe(actual)}")
         return
     actual, expected = full(actual), full(expected)
+    if actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected):
+        return  # what assert_close finds out in ten times the time
     torch.testing.assert_close(
         actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{name} ({_describe(actual)}): {text}"
     )

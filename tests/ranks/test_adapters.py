@@ -80,7 +80,7 @@ def test_training() -> None:
         model = run.build(Adapted, kind)
         model.recomputes = recomputes
         wrap(run, model)
-        optimizer = torch.optim.AdamW(adapters_of(model), lr=0.05, eps=1e-3)
+        optimizer = torch.optim.AdamW(adapters_of(model), lr=0.05, eps=1e-3, fused=True)
         for step in range(3):
             run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
         run.value("frozen gradients", [p.grad is None for p in model.parameters() if not p.requires_grad])
@@ -91,7 +91,7 @@ def test_training() -> None:
 def trained(run: Run, kind: type[LoRA]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = run.build(Adapted, kind)
     blocks(run, model)
-    optimizer = torch.optim.AdamW(adapters_of(model), lr=0.05, eps=1e-3)
+    optimizer = torch.optim.AdamW(adapters_of(model), lr=0.05, eps=1e-3, fused=True)
     for step in range(2):
         loss_of(model(run.batch(seed=step))).backward()
         optimizer.step()

@@ -82,11 +82,11 @@ class Case:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
+    return torch.optim.SGD(parameters, lr=0.25, momentum=0.5, foreach=True)
 
 
 CASES = [

@@ -283,7 +283,7 @@ def save_by_fsdp1(folder: Path, original: bool) -> None:
         device_id=torch.device("cpu"),
         use_orig_params=original,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
     train(model, optimizer, range(BEFORE), lambda batch: shard_batch(batch, dist.get_rank(), dist.get_world_size()))
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         state = {"model": model.state_dict()}

@@ -124,7 +124,7 @@ def test_beside_gradients_that_are_reduced_by_hooks() -> None:
 
         for param in own:
             param.register_post_accumulate_grad_hook(reduce)
-        optimizer = sgd(model)
+        optimizer = sgd(model, foreach=False)
         for step in range(2):
             loss = loss_of(model(run.batch(seed=step)))
             loss.backward()

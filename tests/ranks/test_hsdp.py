@@ -173,7 +173,7 @@ def transformer(run: Run, model: Any) -> None:
 def training(run: MeshRun, build: Callable[[], TinyModel], wrap: Wrap, optimizer: str) -> None:
     model = run.build(build)
     wrap(run, model)
-    chosen = sgd(model) if optimizer == "sgd" else torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    chosen = sgd(model) if optimizer == "sgd" else torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
     for step in range(3):
         model.before_step(step)
         run.step(f"step {step}", model, chosen, mean_loss(model(run.example(model, step))))
@@ -969,7 +969,7 @@ def ignore(mesh: DeviceMesh, build: Callable[[], TinyModel], chosen: Callable[[s
     taken = {name for state in states_below(model) for param in state.group.params for name in param.names}
     everything = dict(model.named_parameters(remove_duplicate=False))
     assert taken == set(everything) - set(originals)
-    optimizers = [sgd(each) for each in (plain, model)]
+    optimizers = [sgd(each, foreach=False) for each in (plain, model)]
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for step in range(2):
         batch = plain.example(rows=2 * ROWS, seed=step)
@@ -1100,7 +1100,7 @@ def new_model(mesh: DeviceMesh | None, seed: int = 1) -> tuple[TinyModel, torch.
     model = TinyGPT(tied=True, depth=1).double()
     if mesh is not None:
         transformer(Sharded(mesh=mesh), model)  # type: ignore[arg-type]
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
 
 def losses(model: TinyModel, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[Tensor]:

@@ -23,7 +23,7 @@ def trains_on(mesh: DeviceMesh) -> None:
 
 def assert_trains_like(model: nn.Module, plain: OddMLP) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.25, momentum=0.5) for each in (model, plain)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.25, momentum=0.5, foreach=True) for each in (model, plain)]
     for step in range(2):
         batch = plain.example(rows=12, seed=step)
         mean_loss(model(shard_batch(batch, rank, size))).backward()

@@ -68,7 +68,7 @@ def distributed(model: nn.Module) -> dict[str, Tensor]:
 def trains_like(sharded: TinyModel, plain: TinyModel) -> None:
     """Bitwise on 1 rank, else within rounding. The optimizer is built from what is registered now."""
     tolerance = (0.0, 0.0) if dist.get_world_size() == 1 else (2e-5, 1e-6)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3) for model in (plain, sharded)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True) for model in (plain, sharded)]
     for step in range(2):
         batch = plain.example(rows=ROWS, seed=step)
         mean_loss(plain(batch)).backward()
@@ -127,7 +127,7 @@ def given_memory_group_by_group() -> None:
     """As trainers do that fill one block at a time; the optimizer exists already."""
     plain = TinyGPT()
     sharded = on_meta(TinyGPT, leaves)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, foreach=True)
     for name, module in sharded.named_modules():
         if module._parameters:
             module.to_empty(device="cpu", recurse=False)

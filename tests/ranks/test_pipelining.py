@@ -145,7 +145,7 @@ class Case:
 
 def optimizer_for(*models: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for model in models for parameter in model.parameters()]
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=True)
 
 
 def trains(case: Case) -> None:

@@ -153,8 +153,8 @@ class Case:
 
     def optimizer_for(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=2.0**-2, momentum=0.5)
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+            return torch.optim.SGD(model.parameters(), lr=2.0**-2, momentum=0.5, foreach=True)
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
     def batch(self, model: TinyModel, step: int) -> Tensor:
         batch = model.example(rows=ROWS, seed=step)

@@ -272,7 +272,7 @@ class Trainer:
     def __init__(self, model: Root, seed: int, rank: int = 0, world_size: int = 1) -> None:
         self.model, self.seed, self.rank, self.world_size = model, seed, rank, world_size
         self.plan = draw_plan(model, seed)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, foreach=True)
 
     def steps(self) -> Iterator[Observed]:
         for number, step in enumerate(self.plan):
