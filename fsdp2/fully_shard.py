@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .sharded_class import sharded_class
 from .state import FSDPState
+from .units import attach, find_units
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
@@ -142,11 +144,15 @@ def _apply(
     # From here on nothing is refused.
     _move_buffers(managed, shared.device)
     rest, pin = _resting_place(offload_policy, shared.device)
-    by_mesh: dict[DataMesh, list[FSDPParam]] = {} if plans else {shared: []}
-    for plan in plans:
-        by_mesh.setdefault(plan.mesh, []).append(plan.shard(rest, type(roots[0]).__name__))
-    states = [_make_state(roots, params, mesh, policy, reshard_after_forward, pin) for mesh, params in by_mesh.items()]
+    shares = _shares(plans, find_units(roots, slots), shared)
+    states = []
+    for share, members in shares.items():
+        params = [plan.shard(rest, type(roots[0]).__name__) for plan in members]
+        states.append(_make_state(roots, share, params, policy, reshard_after_forward, pin))
+    for state, share in zip(states, shares, strict=True):
+        state.outer = states[0] if share.unit is not None else None
     hooks.install(states)
+    attach(states[0])
     for root, cls in zip(roots, classes, strict=True):
         root.__class__ = cls
     return module
@@ -226,6 +232,23 @@ def _plan(
     return _Plan(name, slots, mesh, distribution, checks.choose_dtype(name, parameter, policy))
 
 
+class _Share(NamedTuple):
+    """What one group is made of: parameters on one mesh; those of one unit, or those that belong to none."""
+
+    mesh: DataMesh
+    unit: nn.Module | None
+
+
+def _shares(plans: list[_Plan], units: dict[str, nn.Module], shared: DataMesh) -> dict[_Share, list[_Plan]]:
+    """One for the modules of the call themselves first, though it may be empty; the units' last."""
+    shares: dict[_Share, list[_Plan]] = {}
+    for plan in plans:
+        shares.setdefault(_Share(plan.mesh, units.get(plan.name)), []).append(plan)
+    if all(share.unit is not None for share in shares):
+        shares[_Share(shared, None)] = []
+    return dict(sorted(shares.items(), key=lambda item: item[0].unit is not None))
+
+
 def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:
     for module in managed:
         for name, buffer in module._buffers.items():
@@ -243,14 +266,20 @@ def _resting_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.d
 
 def _make_state(
     roots: list[nn.Module],
+    share: _Share,
     params: list[FSDPParam],
-    mesh: DataMesh,
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
     pin: bool,
 ) -> FSDPState:
-    group = FSDPParamGroup(roots, params, mesh, policy, pin)
-    return FSDPState(roots, group, policy, *_reshard_choice(reshard_after_forward, mesh))
+    modules = roots
+    if share.unit is not None:  # inputs and outputs are those of the outer module: what is inside stays as it is
+        modules, policy = [share.unit], replace(policy, cast_forward_inputs=False, output_dtype=None)
+    group = FSDPParamGroup(modules, params, share.mesh, policy, pin)
+    state = FSDPState(modules, group, policy, *_reshard_choice(reshard_after_forward, share.mesh))
+    # The backward of an embedding reads no weight.
+    state.unshard_in_backward = not isinstance(share.unit, nn.Embedding)
+    return state
 
 
 def _reshard_choice(choice: bool | int | None, mesh: DataMesh) -> tuple[bool | None, int | None]:

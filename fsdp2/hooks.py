@@ -73,6 +73,7 @@ def install(states: list[FSDPState]) -> None:
         module.register_load_state_dict_post_hook(_after_load)
     for state, inner in zip(states, [*states[1:], None], strict=True):
         state.inner = inner
+    outer.units = [state for state in states if state.outer is not None]
     _start(states)
 
 
@@ -95,15 +96,18 @@ def before_copy(module: nn.Module) -> None:
             param.own_gradient()
 
 
-def after_copy(module: nn.Module) -> None:
-    """`module` is a copy, of which everything is there: its state becomes usable with the last module it is part of."""
+def after_copy(module: nn.Module) -> FSDPState | None:
+    """`module` is a copy, of which everything is there: its (outer) state becomes usable, and is returned, with the
+    last module that it is part of.
+    """
     if not vars(module.__dict__[_STATE]):
-        return  # a list of modules shares the state, which comes with the first of them
+        return None  # a list of modules shares the state, which comes with the first of them
     states = list(states_of(module))
     settings, *_ = [state.wake() for state in states]
     context = _start(states)
     if settings is not None:
         context.take_settings(**settings)
+    return states[0]
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
@@ -127,7 +131,7 @@ def run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
 
 @torch_compat.untraced
 def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if state.inner is not None:
+    if state.inner is not None and state.inner.outer is None:
         forward = partial(_run_inner, state.inner, module, forward)
     in_backward = torch_compat.graph_task() != -1
     state.context.enter(state, in_backward)
@@ -143,6 +147,26 @@ def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any
 @torch_compat.untraced
 def _run_inner(state: FSDPState, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _run_forward(state, module, forward, args, kwargs)
+
+
+@torch_compat.untraced
+def run_unit(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The same for a unit, a large module below the one that `fully_shard` was applied to."""
+    return _run_forward(state, module, forward, args, kwargs)
+
+
+@torch_compat.untraced
+def read_parameters(unit: FSDPState) -> None:
+    """Somebody reads a parameter of `unit` from its module: register the full ones, if the outer module runs."""
+    assert unit.outer is not None, "every unit has one"
+    if unit.group.installed:
+        return
+    if unit.context.in_backward:
+        before_backward(unit, recomputes=True)
+        unshard(unit)  # if it was freed since
+    elif unit.outer.running:
+        unshard(unit)
+        unit.versions, unit.read_outside = unit.group.versions(), True
 
 
 def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
@@ -231,6 +255,10 @@ def _settle(state: FSDPState, module: nn.Module, backward_follows: bool) -> None
     else:
         state.context.unfinished.pop(state, None)
         state.settle(backward_follows)
+        for unit in state.units:
+            if unit.read_outside:
+                unit.settle(backward_follows)
+                unit.read_outside = False
 
 
 def unshard(state: FSDPState) -> None:

@@ -81,6 +81,19 @@ def gradient_slots(layout: BucketLayout, specs: tuple[ParamSpec, ...]) -> list[G
     return slots
 
 
+def pack_piece(gradient: Tensor, spec: ParamSpec, first: int, last: int, out_WP: Tensor) -> None:
+    """Copy elements `first` to `last` of each rank's shard, along dim 0, of one gradient, casting to `out_WP.dtype`.
+
+    What is padding keeps whatever it held.
+    """
+    flat, shard, last = gradient.reshape(-1), spec.shard_numel, min(last, spec.shard_numel)
+    whole = spec.whole_chunks * shard
+    out_WP[: spec.whole_chunks, : last - first] = flat[:whole].view(spec.whole_chunks, shard)[:, first:last]
+    rest = flat[whole:][first:last]
+    if rest.numel():
+        out_WP[spec.whole_chunks, : rest.numel()] = rest
+
+
 def pack_gradients(gradients: Sequence[Tensor], slots: Sequence[GradientSlot], out_WP: Tensor) -> None:
     """Copy each gradient into its slot, casting to `out_WP.dtype`.
 

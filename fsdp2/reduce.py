@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,9 +11,15 @@ from torch import Tensor
 
 from . import torch_compat
 from .comm import Comm, Work, make_comm
-from .layout import BucketLayout, ParamSpec
+from .layout import BucketLayout, ParamSpec, split_pieces
 from .mesh import DataMesh
-from .pack import gradient_slots, pack_gradients
+from .pack import gradient_slots, pack_gradients, pack_piece
+
+# The gradient of a group of one parameter, an embedding or a head say, can't be cut into buckets. It is copied and sent
+# piece by piece, so many at a time, lest a copy of all of it, in the reduce dtype, be the peak of the whole step.
+MAX_PIECES = 16
+MIN_PIECE_BYTES = 1024 * 1024
+PIECES_IN_FLIGHT = 2
 
 # Parameter index -> (a tensor, where in its storage this rank's padded shard of the gradient begins).
 Shards = dict[int, tuple[Tensor, int]]
@@ -129,7 +136,7 @@ class ReducePlan:
     """What is the same in all reductions of one bucket."""
 
     def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:
-        self.layout = layout
+        self.layout, self.spec = layout, specs[layout.indices[0]]
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
         self.slots = gradient_slots(layout, specs)
         self.segments_shape = (world_size, layout.packed_numel)
@@ -138,6 +145,10 @@ class ReducePlan:
             spec.is_even and spec.shard_numel and spec.dim == 0 and spec.arrives_in(layout.reduce_dtype)
             for spec in (specs[i] for i in layout.packed)
         )
+        self.pieces: list[tuple[int, int]] = []
+        if len(specs) == 1 and layout.packed and specs[0].dim == 0:
+            itemsize = layout.reduce_dtype.itemsize
+            self.pieces = split_pieces(layout.packed_numel, world_size, itemsize, MAX_PIECES, MIN_PIECE_BYTES)
 
     def pack(self, gradients: Mapping[int, Tensor], out_WP: Tensor) -> None:
         packed = [gradients[i] for i in self.layout.packed]
@@ -164,6 +175,9 @@ def start(
         return PendingReduce(layout, reduction, None, output, [], carried)
     device = gradients[layout.indices[0]].device
     output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    if len(plan.pieces) > 1:
+        work: Work | None = _start_in_pieces(gradients[layout.indices[0]], plan, reduction, output)
+        return PendingReduce(layout, reduction, work, output, [], carried)
     inputs = [gradients[i].contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     if layout.packed_numel:
@@ -173,6 +187,36 @@ def start(
         outputs.append(output[layout.packed_start :] if outputs else output)
     work = comm.reduce_scatter(outputs, inputs, reduction.divisors()[0]) if outputs else None
     return PendingReduce(layout, reduction, work, output, inputs, carried)
+
+
+class _Pieces:
+    """The reductions of one gradient's pieces, oldest first, and what each reads."""
+
+    def __init__(self) -> None:
+        self._running: deque[tuple[Work, Tensor]] = deque()
+
+    def make_room(self) -> None:
+        while len(self._running) >= PIECES_IN_FLIGHT:
+            self._running.popleft()[0].wait()
+
+    def add(self, work: Work, segments: Tensor) -> None:
+        self._running.append((work, segments))
+
+    def wait(self) -> None:
+        while self._running:
+            self._running.popleft()[0].wait()
+
+
+def _start_in_pieces(gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor) -> Work:
+    """Begin to reduce one gradient, which is packed; of each piece but the last ones, the sum is there on return."""
+    pieces, comm = _Pieces(), reduction.shards
+    for first, last in plan.pieces:
+        pieces.make_room()
+        segments = output.new_empty(plan.segments_shape[0], last - first)
+        pack_piece(gradient, plan.spec, first, last, segments)
+        work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
+        pieces.add(work, segments)
+    return pieces
 
 
 def resume(

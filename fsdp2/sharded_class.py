@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from . import hooks, torch_compat
+from . import hooks, torch_compat, units
 from .module import FSDPModule
 
 
@@ -47,7 +47,9 @@ def sharded_class(cls: Any) -> Any:
 
     def setstate(self: nn.Module, state: Any) -> None:
         cls.__setstate__(self, state)
-        hooks.after_copy(self)
+        copied = hooks.after_copy(self)
+        if copied is not None:
+            units.attach(copied)
 
     def deepcopy(self: nn.Module, memo: Any) -> Any:
         raise NotImplementedError(

@@ -31,6 +31,12 @@ class FSDPState(TorchState):
         self.modules, self.group, self.policy = modules, group, policy
         # Of the same call: its parameters on another mesh. Their forward is run inside this one's.
         self.inner: FSDPState | None = None
+        # Of the same call: the states of large modules below, which run by themselves (see units.py), and the state
+        # whose unit this one is. Units come last in the chain of inner states.
+        self.units: list[FSDPState] = []
+        self.outer: FSDPState | None = None
+        # Whether, in the pass that runs, the outer module has read parameters without calling the unit.
+        self.read_outside = False
         # What a user may set: see the methods of FSDPModule.
         self.reshard_after_forward = reshard_after_forward
         # Instead of all, free all but a part, from which so few ranks restore the rest.
@@ -81,7 +87,7 @@ class FSDPState(TorchState):
     def _keeps_after_forward(self) -> bool:
         """Whether the full parameters stay for backward: by default those that it needs at once, of root and last."""
         if self.reshard_after_forward is None:
-            return self.context.root is self or self.last_in_pass
+            return self.context.root is self or self.last_in_pass or self.read_outside
         return self.reshard_after_forward is False
 
     def settle(self, backward_follows: bool) -> None:

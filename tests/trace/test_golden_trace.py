@@ -4,6 +4,8 @@ Two blocks (4 x 4 weight and bias each: 80 bytes) under a root with a weight and
 simulated. The first iteration is not shown: it has no recorded order yet, hence no gathers ahead in forward.
 """
 
+from unittest import mock
+
 import expecttest
 import torch
 from recorder import Marked, record
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard, units
 from helpers import fake_world
 
 
@@ -297,3 +299,31 @@ run    b1
 free   b1
 free   root""",
         )
+
+    def test_units(self) -> None:
+        """The root's head, were it large, runs by itself: last in forward, first in backward, free when reduced."""
+        with mock.patch.object(units, "MIN_UNIT_BYTES", 1):
+            self.assertExpectedInline(
+                trace_of_second_iteration(Root()),
+                """\
+gather b0    128
+run    root
+gather b1    128
+run    b0
+free   b0
+gather head  128
+run    b1
+free   b1
+gather b1    128
+back   root
+reduce head  128
+free   head
+gather b0    128
+back   b1
+reduce b1    128
+free   b1
+back   b0
+reduce b0    128
+free   b0
+free   root""",
+            )

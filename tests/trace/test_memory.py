@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.meters import AllocationMeter
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard, reduce, units
 from helpers import fake_world
 
 RANKS, BLOCKS, DIM = 8, 6, 512
@@ -131,3 +131,57 @@ def test_model_is_freed_with_its_last_reference() -> None:
     del model
     gc.collect()
     assert reference() is None
+
+
+VOCAB = 9 * GROUP // (4 * 4 * DIM)  # an embedding, and a head, of 2.25 groups each
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def peaks_of_language(ranks: int, **options: object) -> tuple[float, float]:
+    """Peaks of forward and of the whole step above resting, in groups, where the model's own call has both."""
+    gc.collect()
+    with AllocationMeter() as meter:
+        model = Language()
+        for block in model.blocks:
+            fully_shard(block, **options)  # type: ignore[arg-type]
+        fully_shard(model, **options)  # type: ignore[arg-type]
+        tokens = torch.zeros(1, dtype=torch.long)
+        for _ in range(2):
+            with meter.region("step"):
+                with meter.region("forward"):
+                    loss = model(tokens).float().sum()
+                loss.backward()
+                model.zero_grad()
+    resting, group = meter.allocated_before("step"), GROUP / (2 if options else 1)
+    return (meter.peak_during("forward") - resting) / group, (meter.peak_during("step") - resting) / group
+
+
+def test_an_embedding_and_a_head_left_in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward holds the larger of them and a block; backward a head, its gradient, a block, and what is on its way: in
+    mixed precision two of 16 pieces of the gradient in fp32. All sharded gradients are an eighth, in fp32.
+    """
+    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 1 << 16)
+    large = 2.25
+    forward, step = peaks_of_language(RANKS)
+    assert large < forward <= large + 1 + 0.05
+    assert 2 * large < step <= 2 * large + 1 + large / RANKS + 0.05
+    forward, step = peaks_of_language(RANKS, mp_policy=BF16_REDUCE_FP32)
+    assert large < forward <= large + 1 + 0.05
+    assert 2 * large < step <= 2 * large + 1 + 2 * large * (2 / 16 + 1 / RANKS) + 0.05
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 1 << 40)
+    forward_of_one, step_of_one = peaks_of_language(RANKS, mp_policy=BF16_REDUCE_FP32)
+    assert forward_of_one > forward + 2, "the formula can be missed"
+    assert step_of_one > step + 6, "so can this one"

@@ -24,6 +24,7 @@ ORDER = (
     "sharded_class",
     "module",
     "pipelining",
+    "units",
     "hooks",
     "context",
     "state",

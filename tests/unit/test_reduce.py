@@ -1,5 +1,6 @@
 """Gradients to shards of their mean, for many random groups and world sizes: all ranks simulated in this process."""
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp2 import reduce
-from fsdp2.layout import ParamSpec, bucket_layout
+from fsdp2.layout import ParamSpec, bucket_layout, split_pieces
+from fsdp2.pack import pack_piece
 from fsdp2.reduce import ReducePlan, Reduction
 from helpers import own_rows
 
@@ -140,3 +142,29 @@ def test_abandoned_reduction_waits_before_it_gives_up_its_buffers() -> None:
     layout = bucket_layout(specs, [0], F32, 0)
     reduce.start({0: torch.ones(4, 2)}, ReducePlan(layout, specs, 2), Reduction(comm), {}).abandon()  # type: ignore[arg-type]
     assert comm.count == 1
+
+
+def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
+    """Whatever the rows: even, uneven, fewer than ranks; and each piece is a multiple of 16 bytes."""
+    for rows, columns, ranks, count in itertools.product((1, 5, 8, 33), (1, 8, 12), (2, 3, 8), (1, 3, 16)):
+        spec = ParamSpec((rows, columns), F32, BF16, ranks)
+        layout = bucket_layout([spec], [0], F32, 1 << 40)
+        gradient = torch.randn(rows, columns, dtype=BF16)
+        padded = torch.full((ranks, layout.packed_numel), 7.0)
+        flat = torch.full((ranks * spec.shard_numel,), 7.0)
+        flat[: gradient.numel()] = gradient.reshape(-1)
+        padded[:, : spec.shard_numel] = flat.view(ranks, -1)
+        pieces = split_pieces(layout.packed_numel, ranks, F32.itemsize, count, 1)
+        assert 1 <= len(pieces) <= count
+        assert [first for first, _ in pieces] == [0, *(last for _, last in pieces[:-1])]
+        assert pieces[-1][1] == layout.packed_numel
+        for first, last in pieces:
+            assert first * F32.itemsize % 16 == 0
+            packed = torch.full((ranks, last - first), 7.0)
+            pack_piece(gradient, spec, first, last, packed)
+            assert torch.equal(packed, padded[:, first:last])
+
+
+def test_pieces_are_not_too_small() -> None:
+    assert split_pieces(1024, 4, 4, 16, 4096) == [(0, 256), (256, 512), (512, 768), (768, 1024)]
+    assert split_pieces(1024, 4, 4, 16, 1 << 20) == [(0, 1024)]

@@ -1,0 +1,274 @@
+"""Large modules that are left for the model's own call, an embedding and a head: units, each gathered when it runs.
+
+How the model uses them must not matter, nor that the gradient of a unit of one parameter is reduced piece by piece.
+Units and pieces are large; here the limits are lowered.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, reduce, units
+from helpers import full, run_ranks
+from scenarios import WIDTH, Block, Run, check, loss_of, sgd
+
+VOCAB = 11
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 1)
+    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 16)
+
+
+class WithoutNotice(torch.autograd.Function):
+    """x @ weight.T that keeps the weight where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad @ ctx.weight, grad.T @ ctx.x
+
+
+def calls(model: "Language", x: Tensor) -> Tensor:
+    return model.head(model.run_blocks(x))
+
+
+def calls_twice(model: "Language", x: Tensor) -> Tensor:
+    hidden = model.run_blocks(x)
+    return model.head(hidden) + model.head(hidden.sin())
+
+
+def reads(model: "Language", x: Tensor) -> Tensor:
+    return F.linear(model.run_blocks(x), model.head.weight)
+
+
+def reads_and_calls(model: "Language", x: Tensor) -> Tensor:
+    hidden = model.run_blocks(x)
+    return F.linear(hidden, model.head.weight) + model.head(hidden.sin()) + F.linear(hidden.cos(), model.head.weight)
+
+
+def reads_first(model: "Language", x: Tensor) -> Tensor:
+    scale = 1 + model.embed.weight.square().mean() + model.head.weight.square().mean()
+    return model.head(model.run_blocks(x * scale))
+
+
+def reads_in_checkpoint(model: "Language", x: Tensor) -> Tensor:
+    return checkpoint(lambda h: F.linear(h, model.head.weight).tanh(), model.run_blocks(x), use_reentrant=False)
+
+
+def calls_in_checkpoint(model: "Language", x: Tensor) -> Tensor:
+    reentrant = torch.is_grad_enabled()  # which warns without
+    return checkpoint(lambda h: model.head(h).tanh(), model.run_blocks(x), use_reentrant=reentrant)
+
+
+def hides(model: "Language", x: Tensor) -> Tensor:
+    return WithoutNotice.apply(model.run_blocks(x), model.head.weight)
+
+
+def skips(model: "Language", x: Tensor) -> Tensor:
+    return model.run_blocks(x)
+
+
+USES: tuple[Callable[..., Tensor], ...] = (
+    calls,
+    calls_twice,
+    reads,
+    reads_and_calls,
+    reads_first,
+    reads_in_checkpoint,
+    calls_in_checkpoint,
+    hides,
+    skips,
+)
+
+
+class Language(nn.Module):
+    """An embedding, blocks, a norm, a head; all but the blocks are the model's own."""
+
+    def __init__(self, use: Callable[..., Tensor] = calls) -> None:
+        super().__init__()
+        self.use = use
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        x = self.embed((x.abs().sum(1) * 7).long() % VOCAB) + x
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def recipe(run: Run, model: Language, **options: Any) -> None:
+    for block in model.blocks:
+        run.shard(block, **options)
+    run.shard(model, **options)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_use(world_size: int) -> None:
+    """Three steps, of which one accumulates, and evaluations between."""
+
+    def scenario(run: Run, use: Callable[..., Tensor], reshard: bool | None) -> None:
+        if use is hides and reshard:
+            run.value("freed after forward", "as asked for")
+            return
+        model = run.build(Language, use)
+        recipe(run, model, reshard_after_forward=reshard)
+        optimizer = sgd(model)
+        for step in range(3):
+            if step == 1:
+                run.set_sync(model, False)
+                loss_of(model(run.batch(seed=10))).backward()
+                run.set_sync(model, True)
+            with torch.no_grad():
+                run.rows(f"evaluated {step}", model(run.batch(seed=step + 20)))
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, world_size, use=USES, reshard=(None, True, False) if world_size == 2 else (None,))
+
+
+def test_changes_between_steps() -> None:
+    """Another use in each step; a frozen unit; one called without the model; an error while one is gathered."""
+
+    def scenario(run: Run, frozen: str) -> None:
+        model = run.build(Language)
+        recipe(run, model)
+        getattr(model, frozen).requires_grad_(False)
+        optimizer = sgd(model)
+        for step, use in enumerate((*USES, *reversed(USES))):
+            model.use = use
+            run.step(f"{step} {use.__name__}", model, optimizer, loss_of(model(run.batch(seed=step))))
+        model.use = skips
+        run.step("outside", model, optimizer, loss_of(model.head(model(run.batch(seed=99)))))
+        handle = model.head.register_forward_hook(fail)
+        model.use = calls
+        with pytest.raises(ValueError, match="on purpose"):
+            model(run.batch(seed=98))
+        handle.remove()
+        run.step("after an error", model, optimizer, loss_of(model(run.batch(seed=97))))
+
+    check(scenario, frozen=("embed", "head", "norm"))
+
+
+def fail(*_: Any) -> None:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled() -> None:
+    def scenario(run: Run, use: Callable[..., Tensor]) -> None:
+        model = run.build(Language, use)
+        recipe(run, model)
+        optimizer = sgd(model)
+        if run.sharded:
+            torch._dynamo.reset()
+            model.compile(backend="eager")
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, use=(calls, reads))
+
+
+def sharded() -> Language:
+    torch.manual_seed(0)
+    model = Language()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def test_what_users_see() -> None:
+    """Names and classes are those of any model; a copied unit is one, unless it was copied alone: then it is plain."""
+
+    def body(rank: int, world_size: int) -> None:
+        model, plain = sharded(), Language()
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert type(model.head).__name__ == "Linear"
+        assert isinstance(model.head, nn.Linear)
+        assert not isinstance(model.head, FSDPModule)
+        assert repr(model.head) == repr(plain.head)
+        alone = copy.deepcopy(model.head)
+        assert type(alone) is nn.Linear
+        assert torch.equal(full(alone.weight), full(model.head.weight))
+        x = torch.randn(4, WIDTH)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(other.head) is type(model.head)
+            loss, expected = loss_of(other(x)), loss_of(model(x))
+            assert torch.equal(loss, expected)
+            loss.backward()
+            expected.backward()
+            for param, reference in zip(other.parameters(), model.parameters(), strict=True):
+                assert torch.equal(full(param.grad), full(reference.grad))
+            model.zero_grad()
+
+    run_ranks(2, body)
+
+
+def test_dtypes_change_at_the_model_only() -> None:
+    """A unit takes and gives what it is given: inputs and the output are cast where `fully_shard` was called."""
+
+    def body(rank: int, world_size: int) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+        model = Language()
+        seen: list[torch.dtype] = []
+        for module in (model.embed, model.head):
+            module.register_forward_hook(lambda _, args, output: seen.append(output.dtype))
+        for block in model.blocks:
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        fully_shard(model, mp_policy=policy)
+        assert model(torch.randn(2, WIDTH)).dtype == torch.float64
+        assert seen == [torch.bfloat16, torch.bfloat16]
+        model.use = lambda model, x: model.head(model.run_blocks(x).float())
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(torch.randn(2, WIDTH))
+
+    run_ranks(2, body)
+
+
+class Tied(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def test_what_is_no_unit() -> None:
+    """Tied modules, small ones, what is inside a single group, and modules that are not called as usual."""
+
+    def unit_names(model: nn.Module) -> list[str]:
+        return [name for name, module in model.named_modules() if "_fsdp2_unit" in vars(module)]
+
+    class Unusual(nn.Linear):
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name)
+
+    def body(rank: int, world_size: int) -> None:
+        assert unit_names(sharded()) == ["embed", "norm", "head"]
+        assert unit_names(fully_shard(Language())) == []
+        tied = Tied()
+        fully_shard(tied.blocks[0])
+        assert unit_names(fully_shard(tied)) == ["blocks.1.up", "blocks.1.down", "norm"]
+        unusual = Language()
+        unusual.head = Unusual(WIDTH, VOCAB)
+        fully_shard(list(unusual.blocks))
+        assert unit_names(fully_shard(unusual)) == ["embed", "norm"]
+        units.MIN_UNIT_BYTES = VOCAB * WIDTH * 4
+        assert unit_names(sharded()) == ["embed", "head"]
+
+    run_ranks(1, body)
