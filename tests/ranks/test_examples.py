@@ -11,7 +11,7 @@ import torch
 
 from examples.tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, make_gpt
 from helpers import alone
-from programs import run_by_torchrun, run_forked
+from programs import run_forked
 
 Curve = dict[int, float]
 
@@ -73,7 +73,7 @@ def test_pipeline(schedule: str, plain_losses: Curve) -> None:
 
 
 def test_lora() -> None:
-    output = run_by_torchrun("lora.py", 2)
+    output = run_forked("lora.py", 2)
     curve = losses(output)
     last = max(curve)  # not trained on: to compare with the reloaded adapters
     assert sum(curve[last - i] for i in range(5)) / 5 < curve[1] - 0.3
