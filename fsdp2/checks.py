@@ -93,7 +93,18 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
     # Younger than the others: torch has it since 2.15.
     override = getattr(policy, "param_dtype_override_fn", None)
-    return MixedPrecisionPolicy(*(getattr(policy, name) for name in names), param_dtype_override_fn=override)
+    wire = getattr(policy, "wire_dtype", None)  # ours
+    return MixedPrecisionPolicy(
+        *(getattr(policy, name) for name in names), param_dtype_override_fn=override, wire_dtype=wire
+    )
+
+
+def check_wire(policy: MixedPrecisionPolicy, mesh: DataMesh) -> None:
+    if policy.wire_dtype is not None and not mesh.shard_axes:
+        raise ValueError(
+            "mp_policy: expected no wire_dtype on a mesh that only replicates, got "
+            f"{policy.wire_dtype}. Gradients are summed between replicas in the reduce dtype."
+        )
 
 
 def check_parameter(name: str, slots: list[Slot]) -> None:

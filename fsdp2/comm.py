@@ -52,7 +52,8 @@ class Comm(Protocol):
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         """outputs[i] := sum over ranks of this rank's slice of inputs[i], divided by `divisor`.
 
-        inputs[i] is `size` slices in rank order.
+        inputs[i] is `size` slices in rank order. If its dtype is narrower than that of outputs[i], the slices travel in
+        it and are summed in that of outputs[i], on this rank.
         """
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
@@ -94,6 +95,8 @@ class CoalescedComm:
         return self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        if outputs[0].dtype != inputs[0].dtype:
+            return self._exchange(outputs, inputs, divisor)
         averages = _averages(self, divisor)
         options = _AVERAGE_SCATTER if averages else _SUM_SCATTER
         if len(outputs) == 1:
@@ -101,6 +104,13 @@ class CoalescedComm:
         else:
             work = self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
         return work if averages else _DividedWork([work], outputs, divisor)
+
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        """All to all, a launch for each tensor; the sums are made when they are waited for."""
+        received = [torch.empty_like(tensor) for tensor in inputs]
+        works = [self.group.alltoall_base(theirs, mine, [], []) for theirs, mine in zip(received, inputs, strict=True)]
+        parts = [theirs.view(self.size, -1) for theirs in received]
+        return _SumWork(works, [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         averages = _averages(self, divisor)
@@ -201,7 +211,7 @@ class _SumWork(_AllWork):
         works: Sequence[Work],
         tensors: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        parts: list[list[Tensor]],
+        parts: Sequence[Sequence[Tensor] | Tensor],
         divisor: float,
     ) -> None:
         super().__init__(works, tensors)
@@ -214,20 +224,25 @@ class _SumWork(_AllWork):
             _sum(parts, output, self._divisor)
 
 
-def _sum(parts: list[Tensor], output: Tensor, divisor: float) -> None:
+def _sum(parts: Sequence[Tensor] | Tensor, output: Tensor, divisor: float) -> None:
+    """output := the sum of `parts`, tensors or rows of one, divided by `divisor`. Added up in the dtype of `output`."""
     if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
         total = parts[0].float()
         for part in parts[1:]:
             total.add_(part)
         output.copy_(total.div_(divisor))
         return
-    first, *rest = parts
-    if rest:
-        torch.add(first, rest[0], out=output)
+    if isinstance(parts, Tensor) and parts.device.type != "cpu":
+        # One launch. On CPU it would first cast all parts.
+        torch.sum(parts, 0, dtype=output.dtype, out=output)
     else:
-        output.copy_(first)
-    for part in rest[1:]:
-        output.add_(part)
+        first, *rest = parts
+        if rest and first.dtype == output.dtype:
+            torch.add(first, rest.pop(0), out=output)
+        else:
+            output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
+        for part in rest:
+            output.add_(part)
     output.div_(divisor)
 
 

@@ -135,6 +135,7 @@ def _apply(
         checks.check_names(root)
     shared = choose_axes(mesh if mesh is not None else default_mesh())
     checks.check_reshard(reshard_after_forward, shared)
+    checks.check_wire(policy, shared)
     plans = [
         _plan(name, parameter_slots, shared, policy, reshard_after_forward, shard_placement_fn)
         for name, parameter_slots in slots.items()

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import reduce, torch_compat
 from .layout import ParamSpec, bucket_layout, split_buckets
 from .param import FSDPParam
+from .policy import MixedPrecisionPolicy
 from .reduce import ReducePlan, Reduction
 from .unsynced_grad import UnsyncedGrad
 
@@ -119,6 +120,7 @@ class GroupGradients:
         self.on_last: Callable[[], None] = _do_nothing
         self._specs: tuple[ParamSpec, ...] = ()
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
+        self._wire_dtypes: tuple[torch.dtype, ...] = ()
         self._buckets: list[_Bucket] = []
         self._handles: list[Any] = []
         # Both in the reduce dtype: full gradients, and flat padded shards that were not summed between replicas.
@@ -144,15 +146,15 @@ class GroupGradients:
         self.synchronise, self.reduces_unused = synchronise, reduces_unused
         self.reduction = replace(self.reduction, **reduction)
 
-    def prepare(
-        self, specs: tuple[ParamSpec, ...], reduce_dtypes: tuple[torch.dtype, ...], trainable: Iterable[int]
-    ) -> None:
+    def prepare(self, specs: tuple[ParamSpec, ...], policy: MixedPrecisionPolicy, trainable: Iterable[int]) -> None:
         """Plan the buckets of the parameters that are `trainable`, which are expected in reverse order."""
-        self._specs, self._reduce_dtypes = specs, reduce_dtypes
+        self._specs = specs
+        self._reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
+        self._wire_dtypes = tuple(policy.sent_dtype(spec.storage_dtype) for spec in specs)
         for handle in self._handles:
             handle.remove()
         expected = sorted(trainable, reverse=True)
-        buckets = split_buckets(specs, reduce_dtypes, expected, MAX_BUCKETS, MIN_BUCKET_BYTES)
+        buckets = split_buckets(specs, self._reduce_dtypes, expected, MAX_BUCKETS, MIN_BUCKET_BYTES)
         self._buckets = [_Bucket(indices, self._progress) for indices in buckets]
         self._handles = [
             self._params[i].full.register_post_accumulate_grad_hook(bucket.arrive)
@@ -162,8 +164,10 @@ class GroupGradients:
         self._plan = cache(self._make_plan)
 
     def _make_plan(self, indices: tuple[int, ...]) -> ReducePlan:
-        shards = self.reduction.shards
-        layout = bucket_layout(self._specs, indices, self._reduce_dtypes[indices[0]], shards.direct_min_bytes)
+        shards, first = self.reduction.shards, indices[0]
+        layout = bucket_layout(
+            self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, self._wire_dtypes[first]
+        )
         return ReducePlan(layout, self._specs, shards.size)
 
     def _progress(self, bucket: _Bucket) -> None:

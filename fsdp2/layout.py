@@ -215,6 +215,8 @@ def _offsets(sizes: dict[int, int], alignment: int) -> tuple[dict[int, int], int
 class BucketLayout:
     """Gradients that are reduced together: one reduce dtype, one storage dtype. Offsets count elements.
 
+    They travel in the wire dtype; what arrives is summed in the reduce dtype.
+
     The reduced shards lie in one flat tensor of `shard_numel`: first the direct ones, whose gradient is its own
     collective's input, then from `packed_start` one segment of `packed_numel`, in which the packed ones lie side by
     side.
@@ -227,21 +229,29 @@ class BucketLayout:
     packed_start: int
     packed_numel: int
     shard_numel: int
+    wire_dtype: torch.dtype
     reduce_dtype: torch.dtype
     storage_dtype: torch.dtype
 
 
 def bucket_layout(
-    specs: Sequence[ParamSpec], indices: Iterable[int], reduce_dtype: torch.dtype, direct_min_bytes: int
+    specs: Sequence[ParamSpec],
+    indices: Iterable[int],
+    reduce_dtype: torch.dtype,
+    direct_min_bytes: int,
+    wire_dtype: torch.dtype | None = None,
 ) -> BucketLayout:
-    """Lay out the reduction of the parameters `indices`, which share one storage dtype."""
-    indices = tuple(indices)
-    itemsize = reduce_dtype.itemsize
+    """Lay out the reduction of the parameters `indices`, which share one storage dtype.
+
+    `wire_dtype`: no wider than the reduce dtype; None: that.
+    """
+    indices, wire_dtype = tuple(indices), wire_dtype or reduce_dtype
+    itemsize = wire_dtype.itemsize  # what is aligned in it is so in a wider dtype
     # A gradient goes direct if it needs neither a cast nor padding: then it already lies rank-major.
     direct = tuple(
         i
         for i in indices
-        if specs[i].arrives_in(reduce_dtype) and specs[i].is_even and _is_direct(specs[i], direct_min_bytes)
+        if specs[i].arrives_in(wire_dtype) and specs[i].is_even and _is_direct(specs[i], direct_min_bytes)
     )
     packed = tuple(i for i in indices if i not in direct)
     offsets, packed_start = _offsets({i: specs[i].shard_numel for i in direct}, RANK_ALIGNMENT // itemsize)
@@ -255,6 +265,7 @@ def bucket_layout(
         packed_start=packed_start,
         packed_numel=packed_numel,
         shard_numel=packed_start + packed_numel,
+        wire_dtype=wire_dtype,
         reduce_dtype=reduce_dtype,
         storage_dtype=specs[indices[0]].storage_dtype,
     )

@@ -227,8 +227,16 @@ class FSDPModule:
         """Reduce by `reduce_scatter(output_tensor, input_tensor, group, op, async_op)`, in one flat call per bucket.
 
         `reduce_scatter.allocate(size, *, dtype, device)` provides both tensors, in the reduce dtype.
+
+        Raises:
+            ValueError: the policy has a `wire_dtype`.
         """
         for state in hooks.states_of(self):
+            if reduce_scatter is not None and state.policy.wire_dtype is not None:
+                raise ValueError(
+                    "reduce_scatter: expected None where the policy has a wire_dtype, in which gradients are exchanged "
+                    f"and not reduced, got {reduce_scatter!r}"
+                )
             state.group.choose_comms(reduce_scatter=reduce_scatter)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:

@@ -377,11 +377,7 @@ class FSDPParamGroup:
         for param, trainable in zip(self.params, self._trainable, strict=True):
             param.full.requires_grad_(trainable)
         specs = self._specs if self._buffers else ()
-        self.gradients.prepare(
-            specs,
-            tuple(self._policy.gradient_dtype(spec.storage_dtype) for spec in specs),
-            [i for i, trainable in enumerate(self._trainable) if trainable],
-        )
+        self.gradients.prepare(specs, self._policy, [i for i, yes in enumerate(self._trainable) if yes])
         self.has_frozen = not all(self._trainable)
 
     def _prepare_slots(self) -> None:

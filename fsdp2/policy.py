@@ -22,10 +22,19 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`, if that is set.
         param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, that is
             gathered and used as it is stored; None or `param_dtype`: as the others. Alike on all ranks.
+        wire_dtype: dtype in which gradients travel between the ranks that share the parameters, where it is narrower
+            than the one in which they are summed. None: they are cast to that one, and travel in it.
+            Each rank's gradient is rounded to the wire dtype once (what stays on the rank, too, and all of it on one
+            rank; beyond 65504 float16 is infinite). Ranks exchange the parts all to all, and sum and divide in the
+            reduce dtype. With `param_dtype` bfloat16, gradients are bfloat16 already, so nothing is rounded: they go
+            out from where autograd put them, and the sums differ from those of a reduction in float32 by their order
+            at most. A step then sends (2 + 2 + 2) (N - 1) / N bytes per parameter in place of (2 + 2 + 4): two gathers
+            and gradients over N ranks. Gradients that wait for synchronisation add up in the reduce dtype and are
+            rounded when they are sent. Sums between replicas (HSDP) travel in the reduce dtype.
 
     Raises:
         TypeError: a dtype is not a torch.dtype.
-        ValueError: a dtype is not a (real) floating-point dtype.
+        ValueError: a dtype is not a (real) floating-point dtype; `wire_dtype` is not narrower than `reduce_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -33,6 +42,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
@@ -44,7 +54,7 @@ class MixedPrecisionPolicy:
             raise TypeError(
                 f"MixedPrecisionPolicy.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}"
             )
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
@@ -54,6 +64,11 @@ class MixedPrecisionPolicy:
                 raise ValueError(
                     f"MixedPrecisionPolicy.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}"
                 )
+        if self.reduce_dtype and self.wire_dtype and self.wire_dtype.itemsize >= self.reduce_dtype.itemsize:
+            raise ValueError(
+                f"MixedPrecisionPolicy.wire_dtype: expected a dtype narrower than reduce_dtype, {self.reduce_dtype}, "
+                f"got {self.wire_dtype}. Without it gradients travel in reduce_dtype."
+            )
 
     def keeps_dtype(self, parameter: nn.Parameter) -> bool:
         """Whether `parameter` is an exception that computes in the dtype in which it is stored.
@@ -76,6 +91,11 @@ class MixedPrecisionPolicy:
     def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter stored as `stored` is reduced."""
         return self.reduce_dtype or stored
+
+    def sent_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which that gradient travels: never one that is no narrower than the one it is summed in."""
+        summed = self.gradient_dtype(stored)
+        return self.wire_dtype if self.wire_dtype and self.wire_dtype.itemsize < summed.itemsize else summed
 
 
 @dataclass(frozen=True)

@@ -142,17 +142,19 @@ class ReducePlan:
         self.segments_shape = (world_size, layout.packed_numel)
         # One operation for all of them; on CPU it is slow where it casts, and copies twice where it pads.
         self.is_one_cat = layout.packed_numel == sum(specs[i].shard_numel for i in layout.packed) and all(
-            spec.is_even and spec.shard_numel and spec.dim == 0 and spec.arrives_in(layout.reduce_dtype)
+            spec.is_even and spec.shard_numel and spec.dim == 0 and spec.arrives_in(layout.wire_dtype)
             for spec in (specs[i] for i in layout.packed)
         )
         self.pieces: list[tuple[int, int]] = []
-        if len(specs) == 1 and layout.packed and specs[0].dim == 0:
-            itemsize = layout.reduce_dtype.itemsize
-            self.pieces = split_pieces(layout.packed_numel, world_size, itemsize, MAX_PIECES, MIN_PIECE_BYTES)
+        needs_memory = layout.packed or layout.wire_dtype != layout.reduce_dtype  # to copy to, or to receive in
+        if len(specs) == 1 and specs[0].dim == 0 and needs_memory:
+            itemsize = layout.wire_dtype.itemsize
+            self.pieces = split_pieces(layout.shard_numel, world_size, itemsize, MAX_PIECES, MIN_PIECE_BYTES)
 
     def pack(self, gradients: Mapping[int, Tensor], out_WP: Tensor) -> None:
         packed = [gradients[i] for i in self.layout.packed]
-        if self.is_one_cat:
+        # Those that have waited for a synchronised backward come in the reduce dtype.
+        if self.is_one_cat and all(each.dtype == out_WP.dtype for each in packed):
             torch_compat.chunk_cat(packed, out_WP)
         else:
             pack_gradients(packed, self.slots, out_WP)
@@ -178,10 +180,10 @@ def start(
     if len(plan.pieces) > 1:
         work: Work | None = _start_in_pieces(gradients[layout.indices[0]], plan, reduction, output)
         return PendingReduce(layout, reduction, work, output, [], carried)
-    inputs = [gradients[i].contiguous().view(-1) for i in layout.direct]
+    inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     if layout.packed_numel:
-        segments = torch.empty(plan.segments_shape, dtype=layout.reduce_dtype, device=device)
+        segments = torch.empty(plan.segments_shape, dtype=layout.wire_dtype, device=device)
         plan.pack(gradients, segments)
         inputs.append(segments.view(-1))
         outputs.append(output[layout.packed_start :] if outputs else output)
@@ -212,7 +214,7 @@ def _start_in_pieces(gradient: Tensor, plan: ReducePlan, reduction: Reduction, o
     pieces, comm = _Pieces(), reduction.shards
     for first, last in plan.pieces:
         pieces.make_room()
-        segments = output.new_empty(plan.segments_shape[0], last - first)
+        segments = output.new_empty(plan.segments_shape[0], last - first, dtype=plan.layout.wire_dtype)
         pack_piece(gradient, plan.spec, first, last, segments)
         work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
         pieces.add(work, segments)
@@ -228,7 +230,7 @@ def resume(
 
 
 def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple[Tensor, int]:
-    shard = gradient.contiguous().to(layout.reduce_dtype)
+    shard = gradient.contiguous().to(layout.wire_dtype).to(layout.reduce_dtype)
     if divisor is not None:
         shard = shard / divisor
     shard = shard.to(layout.storage_dtype)
@@ -236,11 +238,13 @@ def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple
 
 
 def _flatten(gradients: Mapping[int, Tensor], layout: BucketLayout) -> Tensor:
-    """One rank's whole gradients as one flat tensor in the reduce dtype."""
+    """One rank's whole gradients as one flat tensor in the reduce dtype, rounded as if they had travelled."""
     some = gradients[layout.indices[0]]
     output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
     for i in layout.indices:
         gradient = gradients[i]
+        if layout.wire_dtype != layout.reduce_dtype:
+            gradient = gradient.to(layout.wire_dtype)
         output.as_strided((gradient.numel(),), (1,), layout.offsets[i]).copy_(gradient.reshape(-1))
     return output
 

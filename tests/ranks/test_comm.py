@@ -13,12 +13,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import fully_shard
-from fsdp2.comm import PairwiseComm
+from fsdp2.comm import CoalescedComm, Comm, PairwiseComm
 from helpers import run_checks, run_ranks
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
 MOVED = [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
 SUMMED = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+WIRES = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float64)]
+"""(dtype in which gradients travel, dtype in which they are summed)"""
 STRESS = 400
 
 
@@ -88,6 +90,40 @@ def reduce_scatter_averages_bitwise(comm: PairwiseComm) -> None:
             parts = [tensors[i].view(comm.size, numel)[comm.rank] for tensors in whole]
             assert torch.equal(output, mean_in_rank_order(parts)), (numel, dtype)
             assert torch.equal(inputs[i], whole[comm.rank][i]), "inputs must not change"
+
+
+def what_travels_in_fewer_bits_is_summed_in_more(comm: Comm) -> None:
+    """Bitwise the mean of the slices in the wider dtype: two of them added in the narrower one would be rounded.
+
+    Several tensors in one call, each of dtypes of its own, into views of a larger buffer.
+    """
+    for numel in NUMELS:
+        whole = [
+            [values(rank * 10 + i, numel * comm.size, wire) for i, (wire, _) in enumerate(WIRES)]
+            for rank in range(comm.size)
+        ]
+        inputs = [tensor.clone() for tensor in whole[comm.rank]]
+        buffers = [torch.full((numel + 6,), -1.0, dtype=summed) for _, summed in WIRES]
+        for divisor in (comm.size, 3.0):
+            work = comm.reduce_scatter([buffer[3:-3] for buffer in buffers], inputs, divisor)
+            work.wait()
+            work.wait()
+            for i, (_, summed) in enumerate(WIRES):
+                parts = [tensors[i].view(comm.size, numel)[comm.rank].to(summed) for tensors in whole]
+                total = parts[0].clone()
+                for part in parts[1:]:
+                    total += part
+                assert torch.equal(buffers[i][3:-3], total / divisor), (numel, WIRES[i], divisor)
+                assert buffers[i][:3].eq(-1).all()
+                assert buffers[i][-3:].eq(-1).all()
+                assert torch.equal(inputs[i], whole[comm.rank][i]), "inputs must not change"
+
+
+def sums_of_float16_do_not_overflow(comm: Comm) -> None:
+    """4 times 60000, summed where it arrives, is a float32."""
+    output = torch.zeros(8)
+    comm.reduce_scatter([output], [torch.full((8 * comm.size,), 60000.0, dtype=torch.float16)], 1).wait()
+    assert output.eq(torch.tensor(60000.0, dtype=torch.float16).float() * comm.size).all()
 
 
 def float16_means_do_not_overflow(comm: PairwiseComm) -> None:
@@ -173,6 +209,8 @@ CHECKS = [
     all_gather_in_place,
     all_gather_leaves_its_input,
     reduce_scatter_averages_bitwise,
+    what_travels_in_fewer_bits_is_summed_in_more,
+    sums_of_float16_do_not_overflow,
     float16_means_do_not_overflow,
     nothing_to_do,
     beside_the_users_messages,
@@ -183,6 +221,14 @@ CHECKS = [
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_pairwise_exchange(world_size: int) -> None:
     run_on_comm(world_size, CHECKS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_to_all_exchange(world_size: int) -> None:
+    """What NCCL and others do where gradients travel in fewer bits, on gloo, which has that collective, too."""
+    checks = [what_travels_in_fewer_bits_is_summed_in_more, sums_of_float16_do_not_overflow]
+    named = [(check.__name__, lambda check=check: check(CoalescedComm(dist.group.WORLD))) for check in checks]  # type: ignore[misc]
+    run_checks(world_size, named, timeout=20)
 
 
 def test_waiting_twice_is_harmless() -> None:
@@ -220,19 +266,25 @@ class CountingGroup:
 
 @pytest.mark.parametrize("world_size", [3])
 def test_ranks_send_what_they_must(world_size: int) -> None:
-    """(N - 1) / N of the full parameter or gradient; gloo's own reduce-scatter is an all-reduce: twice that."""
+    """(N - 1) / N of the full parameter or gradient; gloo's own reduce-scatter is an all-reduce: twice that.
 
-    def body(rank: int, _: int) -> tuple[int, int, int, int]:
+    Gradients that travel in half the bits: half of it.
+    """
+
+    def body(rank: int, _: int) -> tuple[int, ...]:
         group = CountingGroup(dist.group.WORLD)
         comm = PairwiseComm(group)  # type: ignore[arg-type]
         full, shards = [torch.zeros(3000), torch.zeros(99)], [torch.zeros(1000), torch.zeros(33)]
         comm.reduce_scatter(shards, full, comm.size).wait()
         reduced = group.sent, group.received
         comm.all_gather(full, shards).wait()
-        return *reduced, group.sent - reduced[0], group.received - reduced[1]
+        gathered = group.sent - reduced[0], group.received - reduced[1]
+        before = group.sent, group.received
+        comm.reduce_scatter(shards, [each.bfloat16() for each in full], comm.size).wait()
+        return *reduced, *gathered, 2 * (group.sent - before[0]), 2 * (group.received - before[1])
 
     nbytes = 3099 * 4 * (world_size - 1) // world_size
-    assert run_ranks(world_size, body) == [(nbytes,) * 4] * world_size
+    assert run_ranks(world_size, body) == [(nbytes,) * 6] * world_size
 
 
 class Calls(TorchDispatchMode):

@@ -30,6 +30,7 @@ class Case:
     params: tuple[tuple[tuple[int, ...], torch.dtype, torch.dtype], ...]
     direct_min_bytes: int = ALL_PACKED
     reduce_dtype: torch.dtype = F32
+    wire_dtype: torch.dtype | None = None
 
     def specs(self, world_size: int) -> tuple[ParamSpec, ...]:
         return tuple(ParamSpec(*param, world_size) for param in self.params)
@@ -66,6 +67,11 @@ CASES = [
     Case("cast, all direct", cast((16, 8), (8, 8)), ALL_DIRECT, BF16),
     Case("some cast", (*cast((6, 4), (5,)), *same(F32, (7, 3), (8, 8))), 200),
     Case("stored and computed in bf16, reduced in fp32", same(BF16, *EVEN, *UNEVEN), 200),
+    Case("cast, sent in bf16 and reduced in fp32", cast(*EVEN, *UNEVEN), 300, F32, BF16),
+    Case("cast, sent as they are and reduced in fp32, all direct", cast((16, 8), (8, 8)), ALL_DIRECT, F32, BF16),
+    Case("sent in bf16, reduced in fp32", same(F32, *EVEN, *UNEVEN), 300, F32, BF16),
+    Case("sent in bf16, no rows, no columns", same(F32, (0, 3), (4, 0), (5,)), wire_dtype=BF16),
+    Case("sent in fp16, reduced in fp64", (*same(F16, *EVEN), *same(F64, *UNEVEN)), 200, F64, F16),
     Case("fp16", same(F16, *EVEN, *UNEVEN), 200, F16),
     Case("fp64", same(F64, *UNEVEN), 200, F64),
     Case("mixed dtypes", (*same(BF16, (3,), (5, 5)), *same(F64, (3, 3)), *same(F32, (5,)), *same(torch.uint8, (7,)))),
@@ -83,7 +89,8 @@ def random_cases() -> Iterator[Case]:
             )
             for _ in range(rng.randint(1, 9))
         )
-        yield Case(f"random {number}", params, rng.choice((0, 256, 1024)), rng.choice((F32, BF16, F64)))
+        dtypes = rng.choice(((F32, None), (BF16, None), (F64, None), (F32, BF16), (F64, BF16), (F64, F32)))
+        yield Case(f"random {number}", params, rng.choice((0, 256, 1024)), *dtypes)
 
 
 class Comm(PairwiseComm):
@@ -113,8 +120,14 @@ def check_gather(case: Case, rank: int, world_size: int) -> None:
 
 
 def expected_mean(case: Case, i: int, spec: ParamSpec, reduce_dtype: torch.dtype) -> Tensor:
-    """Cast to the reduce dtype, added in rank order, divided: each step rounded to it (fp16: only the result)."""
-    parts = [case.whole(i, spec.compute_dtype, rank).to(reduce_dtype) for rank in range(spec.world_size)]
+    """Cast to the reduce dtype, added in rank order, divided: each step rounded to it (fp16: only the result).
+
+    Before that, each rank's is rounded to the wire dtype.
+    """
+    sent = [
+        case.whole(i, spec.compute_dtype, rank).to(case.wire_dtype or reduce_dtype) for rank in range(spec.world_size)
+    ]
+    parts = [part.to(reduce_dtype) for part in sent]
     total = parts[0].float() if reduce_dtype == F16 else parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -130,7 +143,7 @@ def check_reduce(case: Case, rank: int, world_size: int) -> None:
     pending = []
     for bucket in buckets:
         gradients = {i: case.whole(i, specs[i].compute_dtype, rank) for i in bucket}
-        layout = bucket_layout(specs, bucket, case.reduce_dtype, case.direct_min_bytes)
+        layout = bucket_layout(specs, bucket, case.reduce_dtype, case.direct_min_bytes, case.wire_dtype)
         pending.append((bucket, reduce.start(gradients, ReducePlan(layout, specs, comm.size), Reduction(comm), {})))
     for bucket, each in reversed(pending):
         shards = each.finish()

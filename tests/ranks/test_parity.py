@@ -11,6 +11,7 @@ Two oracles, both plain torch:
 import copy
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -109,11 +110,13 @@ class Case:
     def __str__(self) -> str:
         build = getattr(self.build, "__name__", "TinyGPT(tied)")
         dtypes = [d for d in (self.dtype, self.policy.param_dtype, self.policy.reduce_dtype) if d is not None]
-        return " ".join(map(str, (build, self.wrap.__name__, self.optimizer, f"reshard={self.reshard}", *dtypes)))
+        wire = f"wire={self.policy.wire_dtype}"
+        return " ".join(map(str, (build, self.wrap.__name__, self.optimizer, f"reshard={self.reshard}", *dtypes, wire)))
 
     @property
     def low_precision(self) -> bool:
-        return self.policy.param_dtype is not None or self.build is MixedDtypes
+        policy = self.policy
+        return policy.param_dtype is not None or policy.wire_dtype is not None or self.build is MixedDtypes
 
     @property
     def reduces_in_bf16(self) -> bool:
@@ -173,6 +176,16 @@ SLICE_BY_SLICE_CASES = [
     *(Case(build, nested, policy=BF16_REDUCE_AS_STORED) for build in (OddMLP, TinyGPT)),
 ]
 
+BF16_WIRE = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16)
+ONLY_BF16_WIRE = MixedPrecisionPolicy(wire_dtype=torch.bfloat16)
+
+WIRE_CASES = [
+    *(Case(build, leaves, policy=BF16_WIRE) for build in USED_ONCE),
+    *(Case(build, leaves, policy=ONLY_BF16_WIRE) for build in (OddMLP, TinyGPT, Experts)),
+    *(Case(tied_gpt, wrap, policy=BF16_WIRE) for wrap in (whole, blocks)),
+    Case(MixedDtypes, whole, policy=ONLY_BF16_WIRE),
+]
+
 MIXED_DTYPE_CASES = [
     *(Case(MixedDtypes, wrap, reshard=reshard) for wrap in (whole, pairs) for reshard in (None, False)),
     *(Case(MixedDtypes, wrap, policy=REDUCE_FP32) for wrap in (whole, nested)),
@@ -202,7 +215,10 @@ def whole_batch_gradients(model: TinyModel, batch: Tensor) -> Tensor:
 def slice_by_slice_gradients(
     model: TinyModel, batch: Tensor, *, world_size: int, policy: MixedPrecisionPolicy
 ) -> Tensor:
-    """The second oracle: each rank's slice on a copy in the compute dtype, gradients averaged in the reduce dtype."""
+    """The second oracle: each rank's slice on a copy in the compute dtype, gradients averaged in the reduce dtype.
+
+    With a wire dtype, those that the ranks would send, rounded to it.
+    """
     losses = []
     totals: dict[str, Tensor] = {}
     stored = {name: p.dtype for name, p in model.named_parameters()}
@@ -217,7 +233,7 @@ def slice_by_slice_gradients(
         losses.append(loss.detach())
         for name, p in rank_model.named_parameters():
             if p.grad is not None:
-                grad = p.grad.to(policy.reduce_dtype or stored[name])
+                grad = p.grad.to(policy.wire_dtype or p.grad.dtype).to(policy.reduce_dtype or stored[name])
                 totals[name] = totals[name] + grad if name in totals else grad
     for name, p in model.named_parameters():
         p.grad = (totals[name] / world_size).to(p.dtype) if name in totals else None
@@ -323,13 +339,16 @@ def test_training_matches_the_plain_model_on_the_whole_batch(world_size: int) ->
     check_cases(world_size, expected_from_whole_batch(), tolerances)
 
 
-@pytest.mark.parametrize("cases", [SLICE_BY_SLICE_CASES, MIXED_DTYPE_CASES], ids=["one dtype", "mixed dtypes"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_matches_the_slices_of_the_batch_computed_one_by_one(world_size: int, cases: list[Case]) -> None:
+SLICE_BY_SLICE = {"one dtype": SLICE_BY_SLICE_CASES, "mixed dtypes": MIXED_DTYPE_CASES, "wire": WIRE_CASES}
+
+
+@pytest.mark.parametrize(("world_size", "kind"), [*itertools.product((1, 2, 3), SLICE_BY_SLICE), (4, "wire")], ids=str)
+def test_training_matches_the_slices_of_the_batch_computed_one_by_one(world_size: int, kind: str) -> None:
     """A cast too many, too early or too late, or a sum in the wrong dtype, hides below whole-batch tolerances.
 
     Mixed dtypes: one buffer for a group's gradients, or one reduce dtype for all, breaks fp32 beside bf16.
     """
+    cases = SLICE_BY_SLICE[kind]
 
     def tolerances(case: Case, step: int) -> tuple[Tolerance, Tolerance]:
         loss_tolerance = ROUNDING[torch.float32]

@@ -248,6 +248,30 @@ class Tied(Language):
         self.head.weight = self.embed.weight
 
 
+def test_pieces_of_low_precision_gradients() -> None:
+    """Sent in one or in many, in the dtype they come in or cast: on two ranks the same to the last bit."""
+
+    def gradients(policy: MixedPrecisionPolicy, min_bytes: int) -> list[Tensor]:
+        units.MIN_UNIT_BYTES, reduce.MIN_PIECE_BYTES = min_bytes, min_bytes
+        torch.manual_seed(0)
+        model = Language()
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        torch.manual_seed(torch.distributed.get_rank())
+        loss_of(model(torch.randn(4, WIDTH))).backward()
+        return [full(param.grad) for param in model.parameters()]
+
+    def body(rank: int, world_size: int) -> None:
+        for wire_dtype in (None, torch.bfloat16):
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=wire_dtype)
+            for many, one in zip(gradients(policy, 16), gradients(policy, 1 << 40), strict=True):
+                assert torch.equal(many, one)
+                assert one.any()
+
+    run_ranks(2, body)
+
+
 def test_what_is_no_unit() -> None:
     """Tied modules, small ones, what is inside a single group, and modules that are not called as usual."""
 

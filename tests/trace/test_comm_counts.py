@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp2 import fully_shard, replicate
+from benchmarks.meters import WireMeter
+from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from helpers import fake_world
 
 BLOCKS, WIDTH = 3, 8
@@ -23,6 +24,9 @@ GROUPS = BLOCKS + 1
 c10d = torch.ops.c10d
 GATHERS = (c10d._allgather_base_, c10d.allgather_into_tensor_coalesced_)
 REDUCES = (c10d._reduce_scatter_base_, c10d.reduce_scatter_tensor_coalesced_)
+EXCHANGES = (c10d.alltoall_base_,)
+BF16_REDUCE_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16_WIRE = dataclasses.replace(BF16_REDUCE_FP32, wire_dtype=torch.bfloat16)
 SUMS = (c10d.allreduce_,)
 
 
@@ -74,7 +78,7 @@ def step(model: Any) -> Counts:
         loss.backward()
     model.zero_grad()
     seen = backward.get_comm_counts()
-    gathers, reduces, sums = (sum(seen[op] for op in ops) for ops in (GATHERS, REDUCES, SUMS))
+    gathers, reduces, sums = (sum(seen[op] for op in ops) for ops in (GATHERS, (*REDUCES, *EXCHANGES), SUMS))
     before = sum(forward.get_comm_counts()[op] for op in GATHERS)
     assert forward.get_total_counts() == before, forward.get_comm_counts()
     assert backward.get_total_counts() == gathers + reduces + sums, seen
@@ -155,6 +159,31 @@ def test_large_groups_reduce_in_parts() -> None:
     width, depth = 512, 8  # 1 MiB in each weight
     model = build(Net(width, depth), reshard_after_forward=True)
     assert steps(model) == Counts(forward=GROUPS, gathers=GROUPS, reduces=4 * BLOCKS + 1)
+
+
+@pytest.mark.parametrize("hsdp", [False, True])
+def test_gradients_that_are_exchanged(hsdp: bool) -> None:
+    """An all-to-all in place of each reduce-scatter; large gradients go each on their own, in as many buckets."""
+    mesh = {"mesh": init_device_mesh("cpu", (2, 2))} if hsdp else {}
+    options = {"mp_policy": BF16_WIRE, "reshard_after_forward": True, **mesh}
+    assert steps(build(**options)) == Counts(GROUPS, GROUPS, reduces=GROUPS, sums=GROUPS * hsdp)
+    width, depth = 512, 8  # two matrices in each of four buckets
+    counts = steps(build(Net(width, depth), **options))
+    assert counts == Counts(GROUPS, GROUPS, reduces=8 * BLOCKS + 1, sums=(4 * BLOCKS + 1) * hsdp)
+
+
+@pytest.mark.parametrize("width", [32, 512])  # whose shards need no padding: packed, and large
+@pytest.mark.parametrize("reshard", [True, None, False], ids=str)
+def test_bytes_sent(reshard: bool | None, width: int) -> None:
+    """(2 + 2 + 4) (N - 1) / N for each parameter, less what needs no second gather; (2 + 2 + 2) on a bf16 wire."""
+    for policy, gradient in ((BF16_REDUCE_FP32, 4), (BF16_WIRE, 2)):
+        model = build(Net(width), mp_policy=policy, reshard_after_forward=reshard)
+        numel = BLOCKS * width**2 + width
+        kept = {True: 0, None: width**2 + width, False: numel}[reshard]  # the last block and the root
+        steps(model)
+        with WireMeter() as wire:
+            step(model)
+        assert wire.sent_bytes == ((2 + 2 + gradient) * numel - 2 * kept) * 3 / 4, policy
 
 
 def test_frozen_groups_reduce_nothing() -> None:

@@ -1,7 +1,7 @@
-"""No option is accepted and ignored: every method of FSDPModule and every argument of fully_shard has an effect.
+"""No option is accepted and ignored: methods of FSDPModule, arguments of fully_shard, fields of its policy of dtypes.
 
 Held against what one step does (tests/ranks/test_settings.py: its numbers stay the same), on one of four ranks whose
-peers are simulated. A method or an argument without a check here fails.
+peers are simulated. A method, an argument or a field without a check here fails.
 """
 
 import dataclasses
@@ -468,6 +468,48 @@ def policy() -> None:
     assert "reduce b1    256" in lines
 
 
+def traced_with(**fields: Any) -> list[str]:
+    return trace(build(mp_policy=MixedPrecisionPolicy(**fields)))
+
+
+@checks("MixedPrecisionPolicy(param_dtype)", "MixedPrecisionPolicy(reduce_dtype)", "MixedPrecisionPolicy(wire_dtype)")
+def dtypes() -> None:
+    """The bytes of `b1` that are gathered, of all ranks together, and those that are put into its reduction."""
+    bf16 = torch.bfloat16
+    for fields, gathered, reduced in (
+        ({}, 320, 256),
+        ({"param_dtype": bf16}, 192, 256),
+        ({"reduce_dtype": bf16}, 320, 128),
+        ({"wire_dtype": bf16}, 320, 128),
+        ({"reduce_dtype": torch.float64}, 320, 512),
+        ({"reduce_dtype": torch.float64, "wire_dtype": torch.float32}, 320, 256),
+        ({"param_dtype": bf16, "reduce_dtype": torch.float32, "wire_dtype": bf16}, 192, 128),
+    ):
+        lines = traced_with(**fields)
+        assert f"gather b1    {gathered}" in lines, fields
+        assert f"reduce b1    {reduced}" in lines, fields
+
+
+@checks("MixedPrecisionPolicy(output_dtype)", "MixedPrecisionPolicy(cast_forward_inputs)")
+def casts() -> None:
+    for fields, inside, outside in (
+        ({}, torch.float32, torch.float32),
+        ({"param_dtype": torch.bfloat16}, torch.bfloat16, torch.bfloat16),
+        ({"param_dtype": torch.bfloat16, "cast_forward_inputs": False}, torch.float32, torch.float32),
+        ({"output_dtype": torch.float64}, torch.float32, torch.float64),
+    ):
+        model, seen = Root(), []
+        model.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0].dtype))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(**fields))
+        assert (model(torch.ones(2, 4)).dtype, seen) == (outside, [inside]), fields
+
+
+@checks("MixedPrecisionPolicy(param_dtype_override_fn)")
+def exceptions_from_the_param_dtype() -> None:
+    lines = traced_with(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda param: param.dtype)
+    assert lines == traced_with()
+
+
 @checks("fully_shard(ignored_params)")
 def ignored() -> None:
     model = Root()
@@ -533,7 +575,8 @@ def parameters_of(method: str) -> dict[str, inspect.Parameter]:
 def test_every_method_and_argument_has_a_check() -> None:
     """A new setter needs one, and a check of a removed one must go."""
     arguments = [f"fully_shard({name})" for name in inspect.signature(fully_shard).parameters if name != "module"]
-    assert sorted([*CHECKS, *RECURSIVE]) == sorted([*public_methods(), *arguments])
+    fields = [f"MixedPrecisionPolicy({field.name})" for field in dataclasses.fields(MixedPrecisionPolicy)]
+    assert sorted([*CHECKS, *RECURSIVE]) == sorted([*public_methods(), *arguments, *fields])
     assert sorted(RECURSIVE) == sorted(name for name in public_methods() if "recurse" in parameters_of(name))
 
 
@@ -573,6 +616,7 @@ def test_what_is_not_a_bool_is_refused_by_name(method: str, flag: str) -> None:
 
 def test_values_that_are_refused() -> None:
     model, replicated = build(), hsdp()
+    exchanging = build(mp_policy=MixedPrecisionPolicy(wire_dtype=torch.bfloat16))
     refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
         *(
             (ValueError, "max_input_buffers", lambda n=n: model.set_reduce_scatter_max_input_buffers(n))
@@ -591,6 +635,7 @@ def test_values_that_are_refused() -> None:
             (ValueError, "modules: .*Linear", lambda call=call: call([model.b0, nn.Linear(1, 1)]))
             for call in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch, share_comm_ctx)
         ),
+        (ValueError, "reduce_scatter: .*wire_dtype", lambda: exchanging.set_custom_reduce_scatter(Collective())),
         (ValueError, "stream", lambda: replicated.set_all_reduce_hook(print, stream=object())),
         (RuntimeError, "root", lambda: model.b0.set_manual_backward_finalization(True)),
         (RuntimeError, "root", lambda: model.b0.finalize_backward()),
@@ -600,6 +645,8 @@ def test_values_that_are_refused() -> None:
         with pytest.raises(error, match=text):
             call()
     assert look(model) == look(build())
+    exchanging.set_custom_reduce_scatter(None)
+    assert "reduce b1    128" in trace(exchanging)
 
 
 class Stream:

@@ -193,6 +193,31 @@ reduce b0    128
 free   b0""",
         )
 
+    def test_gradients_on_a_narrower_wire(self) -> None:
+        """As above, but what goes out to be summed in fp32 is half as large, too."""
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16)
+        self.assertExpectedInline(
+            trace_of_second_iteration(Root(), mp_policy=policy),
+            """\
+gather root  64
+gather b0    64
+run    root
+gather b1    64
+run    b0
+free   b0
+run    b1
+gather b0    64
+back   root
+reduce root  64
+free   root
+back   b1
+reduce b1    64
+free   b1
+back   b0
+reduce b0    64
+free   b0""",
+        )
+
     def test_checkpoint_non_reentrant(self) -> None:
         """A block runs again in backward, between its gather and its reduction; it is not gathered a third time."""
         self.assertExpectedInline(

@@ -3,6 +3,7 @@
 G: bytes of one full group.  S = G / ranks: of its shard.  All blocks are equal; activations are far below a percent.
 """
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 
 from benchmarks.meters import AllocationMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, reduce, units
+from fsdp2.comm import PairwiseComm, SoloComm
 from helpers import fake_world
 
 RANKS, BLOCKS, DIM = 8, 6, 512
 GROUP = DIM * DIM * 4 * 4  # four fp32 matrices
 SLACK = 0.02 * GROUP
 BF16_REDUCE_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16_WIRE = dataclasses.replace(BF16_REDUCE_FP32, wire_dtype=torch.bfloat16)
 
 
 class Block(nn.Module):
@@ -121,6 +124,30 @@ def test_mixed_precision_step_holds_two_groups_and_the_gradients_on_their_way() 
     gradients = full / 4 + 2 * (GROUP / 4)
     expected = 2 * full + gradients + (BLOCKS - 1) * GROUP / RANKS
     assert 0.98 * expected <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= expected + SLACK
+
+
+@pytest.mark.parametrize("pairwise", [False, True])
+def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
+    pairwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket is sent from where autograd put it; what arrives is as large (gloo: without this rank's own slice).
+
+    The peak comes when the second block's last gradient is computed, two others travel, and what arrived of the older
+    one is summed, for which the CPU casts one slice at a time. As much as for fp32 reductions by a reduce-scatter; on
+    gloo these receive, too, and hold about a group more.
+    """
+    received = 1.0
+    if pairwise:
+        monkeypatch.setattr(reduce, "make_comm", lambda group, _: PairwiseComm(group) if group else SoloComm())
+        monkeypatch.setattr(PairwiseComm, "direct_min_bytes", 128 * 1024)
+        received = (RANKS - 1) / RANKS
+    full = GROUP / 2
+    gradients = (1 + 2 * (1 + received)) * full / 4
+    expected = 2 * full + gradients + (BLOCKS - 2 + 3 / 4 + 1 / 4) * GROUP / RANKS
+    assert 0.98 * expected <= measure(mp_policy=BF16_WIRE)["step"] <= expected + SLACK
+    widened = 2 * (1 + received) * GROUP / 4 if pairwise else 2 * GROUP / 4
+    ordinary = 2 * full + full / 4 + widened + (BLOCKS - 1) * GROUP / RANKS
+    assert 0.98 * ordinary <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= ordinary + SLACK
 
 
 def test_model_is_freed_with_its_last_reference() -> None:

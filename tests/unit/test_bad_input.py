@@ -13,7 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2 import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    replicate,
+)
 from helpers import fake_world
 
 T = TypeVar("T")
@@ -200,6 +208,16 @@ CASES = {
     "mp_policy: a dtype": option("mp_policy", lambda: torch.bfloat16, TypeError, "mp_policy.*torch.bfloat16"),
     "mp_policy: a dict": option("mp_policy", lambda: {"param_dtype": torch.bfloat16}, TypeError),
     "mp_policy: a class": option("mp_policy", lambda: MixedPrecisionPolicy, TypeError),
+    "wire_dtype: nothing to shard": Case(
+        ValueError,
+        "wire_dtype on a mesh that only replicates, got torch.bfloat16",
+        Block,
+        {
+            "mesh": lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("replicas",)),
+            "dp_mesh_dims": lambda: DataParallelMeshDims(replicate="replicas"),
+            "mp_policy": lambda: MixedPrecisionPolicy(wire_dtype=torch.bfloat16),
+        },
+    ),
     "offload_policy: None": option("offload_policy", lambda: None, TypeError),
     "offload_policy: a flag": option("offload_policy", lambda: True, TypeError, "offload_policy.*True"),
     "offload_policy: a class": option("offload_policy", lambda: OffloadPolicy, TypeError),
@@ -237,6 +255,20 @@ def test_refused_and_nothing_has_changed(case: Case) -> None:
         with pytest.raises(case.error, match=case.match):
             fully_shard(module, **options)
         assert snapshot(module) == before
+
+
+def test_replicas_have_no_wire_dtype() -> None:
+    """Nothing would travel in it. On one rank, which shards with nobody, the same program must run."""
+    policy = MixedPrecisionPolicy(wire_dtype=torch.bfloat16)
+    with fake_world(4):
+        model = Block()
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="wire_dtype on a mesh that only replicates"):
+            replicate(model, mp_policy=policy)
+        assert snapshot(model) == before
+        fully_shard(model, mesh=init_device_mesh("cpu", (4, 1)), mp_policy=policy)
+    with fake_world(1):
+        fully_shard(Block(), mp_policy=policy)
 
 
 def test_a_refused_model_can_be_sharded_afterwards() -> None:

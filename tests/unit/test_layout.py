@@ -220,14 +220,14 @@ def random_buckets() -> Iterator[tuple[list[ParamSpec], BucketLayout, int]]:
         stored = specs[0].storage_dtype
         members = [i for i, spec in enumerate(specs) if spec.storage_dtype == stored]
         members = rng.sample(members, rng.randint(1, len(members)))
-        reduce_dtype = rng.choice((F32, BF16, F64))
-        yield specs, bucket_layout(specs, members, reduce_dtype, direct_min_bytes), direct_min_bytes
+        reduce_dtype, wire_dtype = rng.choice(((F32, None), (BF16, None), (F64, None), (F32, BF16), (F64, F32)))
+        yield specs, bucket_layout(specs, members, reduce_dtype, direct_min_bytes, wire_dtype), direct_min_bytes
 
 
 def test_bucket_regions_do_not_overlap_and_are_aligned() -> None:
     for specs, layout, _ in random_buckets():
         assert_disjoint([(layout.offsets[i], specs[i].shard_numel) for i in layout.indices], layout.shard_numel)
-        itemsize = layout.reduce_dtype.itemsize
+        itemsize = layout.wire_dtype.itemsize
         assert layout.packed_numel * itemsize % RANK_ALIGNMENT == 0
         assert layout.packed_start * itemsize % RANK_ALIGNMENT == 0
         assert layout.packed_start + layout.packed_numel == layout.shard_numel
@@ -251,7 +251,7 @@ def test_bucket_direct_gradients_need_neither_cast_nor_padding() -> None:
         assert sorted((*layout.direct, *layout.packed)) == sorted(layout.indices)
         for i in layout.direct:
             assert specs[i].is_even
-            assert specs[i].compute_dtype == layout.reduce_dtype
+            assert specs[i].compute_dtype == layout.wire_dtype
             assert specs[i].compute_nbytes * specs[i].world_size >= direct_min_bytes
 
 
@@ -269,6 +269,10 @@ def test_layouts_by_pencil_and_paper() -> None:
     bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=128)
     assert (bucket.direct, bucket.packed, bucket.offsets) == ((0,), (2,), {0: 0, 2: 16})
     assert (bucket.packed_start, bucket.packed_numel, bucket.shard_numel) == (16, 4, 20)
+
+    bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=128, wire_dtype=BF16)
+    assert (bucket.direct, bucket.packed, bucket.offsets) == ((), (2, 0), {2: 0, 0: 2})
+    assert (bucket.packed_start, bucket.packed_numel, bucket.shard_numel) == (0, 24, 24)
 
 
 # ---- buckets

@@ -4,17 +4,20 @@ import copy
 import dataclasses
 import pickle
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.checks import check_policy
 
 F32, BF16, F16, F64, I64 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64
 
 
-@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"])
 @pytest.mark.parametrize(
     ("value", "error"),
     [("bfloat16", TypeError), (float, TypeError), (16, TypeError), (False, TypeError), (torch.zeros(1), TypeError)]
@@ -58,7 +61,36 @@ def test_dtypes(
     assert policy.gradient_dtype(stored) == gradient
 
 
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(BF16, F32), OffloadPolicy(), CPUOffloadPolicy()], ids=repr)
+@pytest.mark.parametrize(("wire", "summed"), [(F32, F32), (BF16, BF16), (BF16, F16), (F32, BF16), (F64, F32)])
+def test_a_wire_without_effect_is_refused(wire: torch.dtype, summed: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"MixedPrecisionPolicy\.wire_dtype: .*narrower.*{summed}, got {wire}"):
+        MixedPrecisionPolicy(reduce_dtype=summed, wire_dtype=wire)
+
+
+@pytest.mark.parametrize(
+    ("wire", "summed", "stored", "sent"),
+    [
+        (None, None, F32, F32),
+        (None, BF16, F32, BF16),
+        (BF16, F32, F32, BF16),
+        (BF16, F32, BF16, BF16),
+        (BF16, None, F32, BF16),
+        (BF16, None, F64, BF16),
+        (F32, F64, BF16, F32),
+        (BF16, None, BF16, BF16),
+        (BF16, None, F16, F16),
+        (F32, None, BF16, BF16),
+    ],
+)
+def test_gradients_never_travel_in_more_bits_than_they_are_summed_in(
+    wire: torch.dtype | None, summed: torch.dtype | None, stored: torch.dtype, sent: torch.dtype
+) -> None:
+    assert MixedPrecisionPolicy(reduce_dtype=summed, wire_dtype=wire).sent_dtype(stored) == sent
+
+
+@pytest.mark.parametrize(
+    "policy", [MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16), OffloadPolicy(), CPUOffloadPolicy()], ids=repr
+)
 def test_policies_are_values(policy: Any) -> None:
     """Shared as a default argument and between groups: nobody may change one; equal ones are interchangeable."""
     for name in [field.name for field in dataclasses.fields(policy)]:
@@ -67,6 +99,17 @@ def test_policies_are_values(policy: Any) -> None:
     for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), dataclasses.replace(policy)):
         assert other == policy
         assert hash(other) == hash(policy)
+
+
+def test_objects_with_the_same_fields_are_policies() -> None:
+    """torch's own, of any release: its first four fields must be there, the others may."""
+    fields = {"param_dtype": BF16, "reduce_dtype": F32, "output_dtype": F64, "cast_forward_inputs": False}
+    assert check_policy(SimpleNamespace(**fields)) == MixedPrecisionPolicy(**fields)
+    fields |= {"param_dtype_override_fn": print, "wire_dtype": BF16}
+    assert check_policy(SimpleNamespace(**fields)) == MixedPrecisionPolicy(**fields)
+    with pytest.raises(ValueError, match=r"MixedPrecisionPolicy\.wire_dtype: .*narrower"):
+        check_policy(SimpleNamespace(**fields | {"wire_dtype": F32}))
+    assert check_policy(TorchPolicy(BF16, F32)) == MixedPrecisionPolicy(BF16, F32)
 
 
 def test_defaults_and_order_are_those_of_torch() -> None:

@@ -37,6 +37,8 @@ class RankComm:
     """A Comm of one simulated rank."""
 
     direct_min_bytes = 256
+    # Of what it is given, and of what it is to fill.
+    dtypes = (F32, F32)
 
     def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, size
@@ -50,7 +52,7 @@ class RankComm:
             assert tensor.is_contiguous()
             assert tensor.dim() == output.dim() == 1
             assert tensor.numel() == output.numel() * self.size
-            assert tensor.dtype == output.dtype
+            assert (tensor.dtype, output.dtype) == self.dtypes
         self.outputs, self.inputs = list(outputs), list(inputs)
         return self
 
@@ -63,8 +65,8 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randint(-4, 5, shape).mul(8).to(dtype)
 
 
-def random_cases() -> Iterator[tuple[int, tuple[ParamSpec, ...], list[int], torch.dtype]]:
-    """(world size, specs, indices in the bucket, reduce dtype)"""
+def random_cases() -> Iterator[tuple[int, tuple[ParamSpec, ...], list[int], torch.dtype, torch.dtype]]:
+    """(world size, specs, indices in the bucket, wire dtype, reduce dtype)"""
     rng = random.Random(0)
     for _ in range(150):
         world_size = rng.choice((1, 2, 4, 8))
@@ -77,18 +79,21 @@ def random_cases() -> Iterator[tuple[int, tuple[ParamSpec, ...], list[int], torc
             )
             for _ in range(rng.randint(1, 6))
         )
-        yield world_size, specs, rng.sample(range(len(specs)), rng.randint(1, len(specs))), rng.choice((F32, BF16))
+        indices = rng.sample(range(len(specs)), rng.randint(1, len(specs)))
+        yield world_size, specs, indices, *rng.choice(((F32, F32), (BF16, BF16), (BF16, F32)))
 
 
 def test_every_rank_gets_its_rows_of_the_mean() -> None:
     """Padding, segments, direct and packed, a cast before and one after: an offset that is wrong moves a value."""
-    for world_size, specs, indices, reduce_dtype in random_cases():
-        gradients = [
-            {i: whole_numbers(specs[i].shape, specs[i].compute_dtype) for i in indices} for _ in range(world_size)
-        ]
+    for world_size, specs, indices, *dtypes in random_cases():
+        # Some that have waited for a synchronised backward come in the reduce dtype.
+        come_in = {i: random.Random(i).choice((specs[i].compute_dtype, dtypes[1])) for i in indices}
+        gradients = [{i: whole_numbers(specs[i].shape, come_in[i]) for i in indices} for _ in range(world_size)]
         means = {i: sum(each[i].double() for each in gradients) / world_size for i in indices}
         exchange = Exchange(world_size)
-        layout = bucket_layout(specs, indices, reduce_dtype, RankComm.direct_min_bytes)
+        for comm in exchange.comms:
+            comm.dtypes = (dtypes[0], dtypes[1])
+        layout = bucket_layout(specs, indices, dtypes[1], RankComm.direct_min_bytes, dtypes[0])
         pending = [
             reduce.start(gradients[comm.rank], ReducePlan(layout, specs, world_size), Reduction(comm), {})  # type: ignore[arg-type]
             for comm in exchange.comms
@@ -100,7 +105,7 @@ def test_every_rank_gets_its_rows_of_the_mean() -> None:
                 expected = own_rows(means[i], rank, world_size) if means[i].shape[0] else means[i]
                 got = flat.as_strided(expected.shape, torch.empty(expected.shape, device="meta").stride(), offset)
                 assert got.dtype == F32
-                assert torch.equal(got.double(), expected), (world_size, specs[i], indices, reduce_dtype)
+                assert torch.equal(got.double(), expected), (world_size, specs[i], indices, dtypes)
 
 
 def test_gradients_need_not_be_contiguous() -> None:
@@ -117,15 +122,17 @@ def test_gradients_need_not_be_contiguous() -> None:
             assert torch.equal(flat[offset : offset + expected.numel()].view(expected.shape), expected)
 
 
-@pytest.mark.parametrize("reduce_dtype", [F32, BF16])
-def test_one_rank_rounds_as_many_do(reduce_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_flattened", [False, True])
+@pytest.mark.parametrize(("wire_dtype", "reduce_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32)])
+def test_one_rank_rounds_as_many_do(wire_dtype: torch.dtype, reduce_dtype: torch.dtype, is_flattened: bool) -> None:
     """A run on one rank must not be more precise than the policy says: it is what users compare with."""
     spec = ParamSpec((3, 2), F32, F32, 1)
     gradient = torch.rand(3, 2)
-    layout = bucket_layout([spec], [0], reduce_dtype, RankComm.direct_min_bytes)
+    layout = bucket_layout([spec], [0], reduce_dtype, RankComm.direct_min_bytes, wire_dtype)
     (comm,) = Exchange(1).comms
-    flat, offset = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1), Reduction(comm), {}).finish()[0]  # type: ignore[arg-type]
-    assert torch.equal(flat.as_strided((3, 2), (2, 1), offset), gradient.to(reduce_dtype).float())
+    reduction = Reduction(comm, hook=(lambda reduced: None) if is_flattened else None)  # type: ignore[arg-type]
+    flat, offset = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1), reduction, {}).finish()[0]
+    assert torch.equal(flat.as_strided((3, 2), (2, 1), offset), gradient.to(wire_dtype).float())
 
 
 def test_abandoned_reduction_waits_before_it_gives_up_its_buffers() -> None:
@@ -142,6 +149,20 @@ def test_abandoned_reduction_waits_before_it_gives_up_its_buffers() -> None:
     layout = bucket_layout(specs, [0], F32, 0)
     reduce.start({0: torch.ones(4, 2)}, ReducePlan(layout, specs, 2), Reduction(comm), {}).abandon()  # type: ignore[arg-type]
     assert comm.count == 1
+
+
+def test_one_that_has_waited_beside_a_fresh_one() -> None:
+    """In the reduce dtype beside the wire dtype: torch's one operation that packs many at once takes equal dtypes."""
+    specs = tuple(ParamSpec(shape, F32, BF16, 2) for shape in ((4, 2), (8,)))
+    layout = bucket_layout(specs, range(2), F32, RankComm.direct_min_bytes, BF16)
+    plan = ReducePlan(layout, specs, 2)
+    assert plan.is_one_cat
+    waited, fresh = torch.rand(4, 2), torch.rand(8).bfloat16()
+    packed = torch.empty(plan.segments_shape, dtype=BF16)
+    plan.pack({0: waited, 1: fresh}, packed)
+    for rank in range(2):
+        expected = torch.cat([own_rows(waited, rank, 2).bfloat16().flatten(), own_rows(fresh, rank, 2)])
+        assert torch.equal(packed[rank], expected)
 
 
 def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:

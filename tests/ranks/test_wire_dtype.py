@@ -1,0 +1,304 @@
+"""Gradients that travel in fewer bits than they are summed in: each rank's is rounded once, and the sums are not.
+
+The oracle is plain: every rank's gradients of the unsharded model, rounded by hand, added in rank order and divided in
+the reduce dtype. gloo adds them in that order, too, so gradients are equal to the last bit on any number of ranks.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.func import functional_call
+
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, gradients, reduce
+from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, SoloComm
+from fsdp2.hooks import states_below
+from fsdp2.mesh import DataMesh
+from helpers import assert_same, full, run_checks
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+def keep_vectors(param: nn.Parameter) -> torch.dtype | None:
+    return param.dtype if param.dim() == 1 else None
+
+
+POLICIES = {
+    "bf16": MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16),
+    "fp32": MixedPrecisionPolicy(wire_dtype=BF16),
+    "fp16 wire, fp64 sums": MixedPrecisionPolicy(BF16, F64, wire_dtype=F16),
+    "bf16, fp32 vectors": MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16, param_dtype_override_fn=keep_vectors),
+}
+
+
+class Odd(nn.Module):
+    """Even, uneven and one-row matrices, a vector and a scalar; parts that a forward may use or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 24, bias=False), nn.Linear(16, 7, bias=False)
+        self.out = nn.Linear(31, 5, bias=False)
+        self.shift, self.scale = nn.Parameter(torch.randn(24)), nn.Parameter(torch.tensor(1.5))
+        self.short = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x: Tensor, use: str = "lr") -> Tensor:
+        left = self.left(x) + self.shift if "l" in use else x.new_zeros(len(x), 24)
+        right = self.right(x) if "r" in use else x.new_zeros(len(x), 7)
+        return self.out(torch.tanh(torch.cat([left, right], 1)).to(x.dtype)) * self.scale * self.short
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def plain_model() -> Odd:
+    torch.manual_seed(1)
+    return Odd()
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return torch.randn(6, 16, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """A backward: which parts the forward used, and how far its gradients go ("wait", "scatter" or "reduce")."""
+
+    use: str = "lr"
+    mode: str = "reduce"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How the model is sharded, and its backward passes."""
+
+    policy: str = "bf16"
+    passes: tuple[Pass, ...] = (Pass(),)
+    mesh: tuple[int, int] | None = None
+    nested: bool = False
+    last_dim: bool = False
+    # Each gradient in a bucket of its own, from where it lies if it can; or all of them packed.
+    direct: bool = True
+    # As on NCCL.
+    all_to_all: bool = False
+    offload: bool = False
+
+
+# ---- the oracle
+
+
+def gradients_of_a_rank(model: Odd, policy: MixedPrecisionPolicy, x: Tensor, use: str) -> dict[str, Tensor]:
+    kept = policy.param_dtype_override_fn or (lambda param: None)
+    leaves = {
+        name: param.detach().to(kept(param) or policy.param_dtype or F32).requires_grad_()
+        for name, param in model.named_parameters()
+    }
+    loss_of(functional_call(model, leaves, (x.to(policy.param_dtype or F32), use))).backward()
+    return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def mean(parts: list[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, parts) / len(parts)
+
+
+def expected_gradients(case: Case, replicas: list[list[int]]) -> dict[str, Tensor]:
+    """Full gradients wait in the reduce dtype, and are rounded when they leave; sums between replicas are not."""
+    policy, model = POLICIES[case.policy], plain_model()
+    summed = policy.reduce_dtype or F32
+    waiting: dict[int, dict[str, Tensor]] = {rank: {} for row in replicas for rank in row}
+    partial: list[dict[str, Tensor]] = [{} for _ in replicas]
+    reduced: dict[str, Tensor] = {}
+    for number, each in enumerate(case.passes):
+        for rank, waits in waiting.items():
+            for name, grad in gradients_of_a_rank(model, policy, batch(rank, number), each.use).items():
+                waits[name] = waits.get(name, 0) + grad.to(summed)
+        if each.mode == "wait":
+            continue
+        for row, kept in zip(replicas, partial, strict=True):
+            for name in list(waiting[row[0]]):
+                sent = [waiting[rank].pop(name).to(policy.wire_dtype).to(summed) for rank in row]  # type: ignore[arg-type]
+                kept[name] = kept.get(name, 0) + mean(sent)
+        if each.mode == "reduce":
+            for name in list(partial[0]):
+                reduced[name] = reduced.get(name, 0) + mean([kept.pop(name) for kept in partial]).to(F32)
+    return reduced
+
+
+# ---- the same, sharded
+
+
+def comm_over(all_to_all: bool) -> Callable[[Any, torch.device], Comm]:
+    def make_comm(group: Any, device: torch.device) -> Comm:
+        if group is None:
+            return SoloComm()
+        return CoalescedComm(group) if all_to_all else PairwiseComm(group)
+
+    return make_comm
+
+
+def shard(case: Case, model: Odd) -> None:
+    world_size = dist.get_world_size()
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", case.mesh or (world_size,)),
+        "mp_policy": POLICIES[case.policy],
+        "shard_placement_fn": (lambda p: Shard(p.dim() - 1) if p.dim() else None) if case.last_dim else None,
+    }
+    if case.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for module in (model.left, model.right, model.out) if case.nested else ():
+        fully_shard(module, **options)
+    fully_shard(model, **options)
+
+
+def run_passes(case: Case, model: Any) -> None:
+    for number, each in enumerate(case.passes):
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(each.mode != "wait")
+        model.set_requires_all_reduce(each.mode == "reduce")
+        loss_of(model(batch(dist.get_rank(), number), each.use)).backward()
+
+
+def check_gradients(case: Case) -> None:
+    ranks = torch.arange(dist.get_world_size()).view(case.mesh or (1, -1)).tolist()
+    expected = expected_gradients(case, ranks)
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(reduce, "make_comm", comm_over(case.all_to_all)))
+        for comm in (PairwiseComm, CoalescedComm) if case.direct else ():
+            patches.enter_context(mock.patch.object(comm, "direct_min_bytes", 16))
+            patches.enter_context(mock.patch.object(gradients, "MIN_BUCKET_BYTES", 1))
+        if case.offload:  # from another device, though it is the same memory
+            patches.enter_context(mock.patch.object(DataMesh, "device", torch.device("cpu", 0)))
+        model = plain_model()
+        shard(case, model)
+        run_passes(case, model)
+        seen = [grads._plan(bucket.indices).layout for grads in all_gradients(model) for bucket in grads._buckets]
+    assert goes_direct(case) in (None, any(layout.direct for layout in seen))
+    for name, param in model.named_parameters():
+        grad = None if param.grad is None else full(param.grad)
+        assert_same(grad, expected.get(name), 0, 0, f"{name}.grad")
+
+
+def all_gradients(model: nn.Module) -> list[gradients.GroupGradients]:
+    return [state.group.gradients for state in states_below(model)]
+
+
+def goes_direct(case: Case) -> bool | None:
+    """Whether autograd gives some gradient of whole rows in the wire dtype; None: it does not matter."""
+    shards = case.mesh[1] if case.mesh else dist.get_world_size()
+    if shards == 1 or case.last_dim:
+        return None
+    return case.direct and case.policy.startswith("bf16")
+
+
+def run_cases(world_size: int, cases: list[Case]) -> None:
+    run_checks(world_size, [(str(case), functools.partial(check_gradients, case)) for case in cases])
+
+
+WAYS = [Case(policy, direct=direct) for policy in POLICIES for direct in (True, False)]
+NESTED = [Case(policy, nested=True) for policy in POLICIES]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_are_means_of_what_ranks_send(world_size: int) -> None:
+    """One rounding too many or too few, a sum of two in bf16, a wrong offset: each moves a bit."""
+    more = [Case(policy, last_dim=True) for policy in POLICIES]
+    apart = [Case(policy, offload=True, direct=direct) for policy in ("bf16", "fp32") for direct in (True, False)]
+    run_cases(world_size, WAYS + NESTED + more + apart)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_by_all_to_all(world_size: int) -> None:
+    """The collective of NCCL and others, on gloo, which has it as well."""
+    replicas = [Case("bf16", mesh=(2, 2), all_to_all=True)] if world_size == 4 else []
+    run_cases(world_size, [dataclasses.replace(case, all_to_all=True) for case in WAYS + NESTED] + replicas)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 2), (2, 1)], ids=str)
+def test_replicas_sum_in_the_reduce_dtype(mesh: tuple[int, int]) -> None:
+    """What a replica has summed is rounded no more, neither between passes nor on its way to the other replica."""
+    accumulated = (Pass(mode="scatter"), Pass("l", "wait"), Pass("r", "scatter"), Pass("l"))
+    cases = [Case(policy, passes, mesh) for policy in POLICIES for passes in ((Pass(),), accumulated)]
+    run_cases(mesh[0] * mesh[1], cases)
+
+
+def test_gradients_that_waited_are_rounded_when_they_leave() -> None:
+    """They add up in the reduce dtype; beside fresh ones of the wire dtype, in a bucket or on their own."""
+    passes = [
+        (Pass(mode="wait"), Pass(mode="wait"), Pass()),
+        (Pass("l", "wait"), Pass("r")),
+        (Pass("lr", "wait"), Pass("r"), Pass()),
+    ]
+    run_cases(2, [dataclasses.replace(way, passes=each) for way in WAYS for each in passes])
+
+
+# ---- parameters that are not plain, with whole numbers that bf16 rounds
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randint(-20, 21, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def of_a_rank(first: Tensor, second: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Gradients of two matrices, one behind the other: exact in fp32, in whatever order they are computed."""
+    x, y = numbers(3, 8, seed=rank), numbers(3, 6, seed=10 + rank)
+    return (second.T @ y.T @ x), y.T @ (x @ first.T)
+
+
+def tensor_parallel() -> None:
+    """Each rank sends its part of the gradient of a DTensor, to those that have the same part."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    first, second = numbers(10, 8, seed=20), numbers(6, 10, seed=21)
+    model = nn.Sequential(nn.Linear(8, 10, bias=False), nn.Linear(10, 6, bias=False))
+    model[0].weight.data.copy_(first), model[1].weight.data.copy_(second)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"], mp_policy=POLICIES["fp32"])
+    rank = mesh.get_local_rank("dp")
+    (model(numbers(3, 8, seed=rank)) * numbers(3, 6, seed=10 + rank)).sum().backward()
+    for i in range(2):
+        whole = [of_a_rank(first, second, each)[i] for each in range(2)]
+        assert any((part != part.bfloat16()).any() for part in whole), "otherwise nothing is rounded"
+        expected = mean([part.bfloat16().float() for part in whole])
+        assert_same(full(model[i].weight.grad), expected, 0, 0, f"{i}.weight.grad")
+
+
+def extended() -> None:
+    """Its gradient may come in any dtype: here in fp32, of a parameter that is gathered in bf16."""
+    model = nn.Linear(8, 6, bias=False)
+    model.weight.data.copy_(numbers(6, 8, seed=20))
+    fully_shard(model, mp_policy=POLICIES["fp32"])
+    local = model.weight._local_tensor
+    local.fsdp_pre_all_gather = lambda mesh: ((local.bfloat16(),), None)
+    local.fsdp_post_all_gather = post_all_gather
+    rank = dist.get_rank()
+    x, y = numbers(3, 8, seed=rank) * 7, numbers(3, 6, seed=10 + rank)
+    (model(x) * y).sum().backward()
+    parts = [numbers(3, 6, seed=10 + each).T @ (numbers(3, 8, seed=each) * 7) for each in range(2)]
+    assert any((part != part.bfloat16()).any() for part in parts), "otherwise nothing is rounded"
+    assert_same(full(model.weight.grad), mean([part.bfloat16().float() for part in parts]), 0, 0, "weight.grad")
+
+
+def post_all_gather(outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+    value = outputs[0].float()
+    if out is not None:
+        out.copy_(value)
+        return None
+    return value, (value,)
+
+
+def test_tensor_parallel_gradients() -> None:
+    run_checks(4, [("tensor parallel", tensor_parallel)])
+
+
+def test_gradients_of_extensions() -> None:
+    run_checks(2, [("extended", extended)])
