@@ -46,7 +46,8 @@ def fully_shard(
     Every parameter below `module` that no inner `fully_shard` call has taken becomes an `nn.Parameter(DTensor)`,
     sharded along dim 0 (scalars are replicated). Together they form one group, which is gathered before forward, freed
     after it, gathered again for backward, and whose gradients are averaged over the ranks. Call it bottom-up: on blocks
-    first, then on the model. Every rank of the mesh must call it, on the same modules in the same order.
+    first, then on the model, where modules as large as blocks (an embedding, a head) get groups of their own (see
+    units.py). Every rank of the mesh must call it, on the same modules in the same order.
 
     Args:
         module: a module, or a list of modules that share one group. Modified in place; its class becomes a subclass of

@@ -15,7 +15,7 @@ class FSDPState(TorchState):
     """One group at run time: its modules, its settings, and how far a pass has come.
 
     A `fully_shard` call makes one state; several, each `inner` to the one before, where parameters have meshes of their
-    own.
+    own, or large modules are units.
     """
 
     context: Any  # a Context, which sets it: anew when an outer module is sharded

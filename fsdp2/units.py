@@ -7,8 +7,9 @@ gathered before anything computes, there until the end of backward, and reduced 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from statistics import median_low
 from typing import Any
 
 from torch import nn
@@ -17,16 +18,21 @@ from . import hooks, torch_compat
 from .param import Slot
 from .state import FSDPState
 
-# Below, a collective of its own costs more than it saves.
+# Below, a collective of its own costs more than it saves, absolutely and beside the groups of the modules inside: the
+# projections of a block whose experts are sharded are no units, though they may be larger than another model's head.
 MIN_UNIT_BYTES = 4 * 1024 * 1024
+MIN_SHARE_OF_A_GROUP = 0.5
 
 _UNIT = "_fsdp2_unit"
 
 
 def find_units(roots: Sequence[nn.Module], slots: Mapping[str, Sequence[Slot]]) -> dict[str, nn.Module]:
     """FQN of a parameter -> the unit that it belongs to. `slots`: FQN -> the places of one parameter."""
-    if not any(hooks.state_of(module) for root in roots for module in root.modules()):
+    inside = [state.group for root in roots for state in hooks.states_below(root)]
+    if not inside:
         return {}  # not the last call of many
+    typical = median_low(_nbytes(param.sharded for param in group.params) for group in dict.fromkeys(inside))
+    min_nbytes = max(MIN_UNIT_BYTES, MIN_SHARE_OF_A_GROUP * typical)
     names: dict[nn.Module, list[str]] = {}
     tied: set[nn.Module] = set()
     for name, places in slots.items():
@@ -36,16 +42,21 @@ def find_units(roots: Sequence[nn.Module], slots: Mapping[str, Sequence[Slot]]) 
     return {
         name: module
         for module, own in names.items()
-        if module not in tied and module not in roots and _is_unit(module, [slots[name][0] for name in own])
+        if module not in tied and module not in roots and _may_be_unit(module)
+        if _nbytes(slots[name][0].get() for name in own) >= min_nbytes
         for name in own
     }
 
 
-def _is_unit(module: nn.Module, slots: Sequence[Slot]) -> bool:
+def _may_be_unit(module: nn.Module) -> bool:
     cls = type(module)
     is_usual = cls.__call__ is nn.Module.__call__ and cls.__getattr__ is nn.Module.__getattr__
-    nbytes = sum(slot.get().nbytes for slot in slots)
-    return nbytes >= MIN_UNIT_BYTES and is_usual and next(module.children(), None) is None
+    return is_usual and next(module.children(), None) is None
+
+
+def _nbytes(params: Iterable[nn.Parameter]) -> int:
+    """Of the whole parameters, as they are stored."""
+    return sum(param.nbytes for param in params)
 
 
 def attach(outer: FSDPState) -> None:

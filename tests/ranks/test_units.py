@@ -273,7 +273,9 @@ def test_pieces_of_low_precision_gradients() -> None:
 
 
 def test_what_is_no_unit() -> None:
-    """Tied modules, small ones, what is inside a single group, and modules that are not called as usual."""
+    """Tied modules, those that are small (beside the groups inside, too), what is inside a single group, and modules
+    that are not called as usual.
+    """
 
     def unit_names(model: nn.Module) -> list[str]:
         return [name for name, module in model.named_modules() if "_fsdp2_unit" in vars(module)]
@@ -283,16 +285,19 @@ def test_what_is_no_unit() -> None:
             return super().__getattr__(name)
 
     def body(rank: int, world_size: int) -> None:
-        assert unit_names(sharded()) == ["embed", "norm", "head"]
+        assert unit_names(sharded()) == ["embed", "head"]
         assert unit_names(fully_shard(Language())) == []
         tied = Tied()
-        fully_shard(tied.blocks[0])
-        assert unit_names(fully_shard(tied)) == ["blocks.1.up", "blocks.1.down", "norm"]
+        fully_shard(list(tied.blocks))
+        assert unit_names(fully_shard(tied)) == []
         unusual = Language()
         unusual.head = Unusual(WIDTH, VOCAB)
         fully_shard(list(unusual.blocks))
-        assert unit_names(fully_shard(unusual)) == ["embed", "norm"]
-        units.MIN_UNIT_BYTES = VOCAB * WIDTH * 4
-        assert unit_names(sharded()) == ["embed", "head"]
+        assert unit_names(fully_shard(unusual)) == ["embed"]
+        beside = Language()
+        beside.blocks.append(fully_shard(nn.Linear(20, 20)))
+        assert unit_names(fully_shard(beside)) == []
+        units.MIN_UNIT_BYTES = VOCAB * WIDTH * 4 + 1
+        assert unit_names(sharded()) == []
 
     run_ranks(1, body)
