@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -216,9 +217,25 @@ def _cut(
     return tuple(cut)
 
 
+# The mesh that default_mesh returned last, and its group. Neither is kept alive by this.
+_last_default: tuple[weakref.ref[DeviceMesh], weakref.ref[dist.ProcessGroup]] | None = None
+
+
 def default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator if there is one. Initialises the default process group from the environment."""
+    """All ranks, on the accelerator if there is one. Initialises the default process group from the environment.
+
+    The same object for all calls while it is in use: meshes that are equal but not one slow DTensor's operations down.
+    """
+    global _last_default
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():
         dist.init_process_group()
-    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+    group, kind = dist.group.WORLD, accelerator.type if accelerator else "cpu"
+    assert group is not None, "just initialised"
+    if _last_default is not None and _last_default[1]() is group:
+        mesh = _last_default[0]()
+        if mesh is not None and mesh.device_type == kind:
+            return mesh
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    _last_default = weakref.ref(mesh), weakref.ref(group)
+    return mesh
