@@ -18,6 +18,8 @@ from .pack import alias, leaf_over, view_bytes
 class GroupBuffers:
     """One flat buffer of shards, and one storage for the full parameters, allocated from `start_gather` to `free`.
 
+    At first it is allocated, for `full_parameter`: call `free` when they are built.
+
     Args:
         layout: where everything lies.
         rank: this rank's place among those that share the parameters.
@@ -56,7 +58,6 @@ class GroupBuffers:
         self._is_allocated = True
         self._staged_storage, self._full_storage = self._staged.untyped_storage(), self._full.untyped_storage()
         self.storage_id = torch_compat.storage_id(self._full)
-        self.free()
 
     def full_parameter(self, i: int) -> Tensor:
         """The memory of full parameter i, as a tensor to build it upon."""

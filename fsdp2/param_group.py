@@ -339,9 +339,11 @@ class FSDPParamGroup:
     def _allocate(self, layout: GatherLayout) -> None:
         device = self.mesh.device
         self._buffers = GroupBuffers(layout, self.mesh.rank, device, self._rest, self._pin, self._few)
-        self._buffers.keeps_storage = self.keeps_storage
+        # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
         for i in range(len(layout.specs)):
             self.params[i].build_full(self._buffers.full_parameter(i))
+        self._buffers.free()
+        self._buffers.keeps_storage = self.keeps_storage
 
     def _find_extensions(self) -> None:
         self.params.sort(key=lambda param: param.is_extended)

@@ -41,8 +41,8 @@ def _world() -> Iterator[None]:
         yield
 
 
-def build(**options: object) -> nn.Module:
-    model = nn.Sequential(*[Block() for _ in range(BLOCKS)])
+def build(model: nn.Sequential | None = None, **options: object) -> nn.Module:
+    model = model or nn.Sequential(*[Block() for _ in range(BLOCKS)])
     for block in model:
         fully_shard(block, **options)  # type: ignore[arg-type]
     return fully_shard(model, **options)  # type: ignore[arg-type]
@@ -76,6 +76,20 @@ def measure(in_backward: bool = False, **options: object) -> dict[str, float]:
         "step": meter.peak_during("step") - resting,
         "left": meter.allocated_at_end(),
     }
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16_REDUCE_FP32}], ids=["fp32", "bf16/fp32"])
+def test_wrapping_leaves_the_shards_and_holds_one_block_more(options: dict[str, object]) -> None:
+    """The full storage of a block, besides the plain model that is being replaced."""
+    with AllocationMeter() as meter:
+        plain = nn.Sequential(*[Block() for _ in range(BLOCKS)])
+        with meter.region("wrapping"):
+            model = build(plain, **options)
+        del plain
+        gc.collect()
+    assert meter.peak_during("wrapping") <= (BLOCKS + 1 + 1 / RANKS) * GROUP + SLACK
+    assert meter.allocated_at_end() <= BLOCKS * GROUP / RANKS + SLACK
+    del model
 
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16_REDUCE_FP32}], ids=["fp32", "bf16/fp32"])
