@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import torch_compat
+from .torch_compat import DTensorSpec
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,20 @@ class DataMesh:
     mesh: DeviceMesh
     shard_axes: tuple[int, ...]
     replicate_axes: tuple[int, ...] = ()
+    _specs: dict[Any, DTensorSpec] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __reduce__(self) -> Any:
+        return DataMesh, (self.mesh, self.shard_axes, self.replicate_axes)
+
+    def dtensor_spec(
+        self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> DTensorSpec:
+        """Of a contiguous parameter on `mesh`. Equal ones share it: to build it takes a seventh of `fully_shard`."""
+        # By identity: meshes of another default process group would be equal. The spec keeps its mesh alive.
+        key = (id(mesh), placements, shape, dtype)
+        if key not in self._specs:
+            self._specs[key] = torch_compat.dtensor_spec(mesh, placements, shape, dtype)
+        return self._specs[key]
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ def alias(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtyp
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape, contiguous_stride(shape))
 
 
+@cache
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """In elements, as `torch.empty(shape)` has it."""
     strides, step = [], 1

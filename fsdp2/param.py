@@ -121,13 +121,8 @@ class FSDPParam:
 
     def _prepare_gradients(self, local: Tensor) -> None:
         """What all gradients have in common: they lie like `local`, the sharded face's local tensor, if contiguous."""
-        self.dtensor_spec = torch_compat.dtensor_spec(
-            self._distribution.mesh,
-            self._distribution.placements,
-            self.shape,
-            contiguous_stride(self.shape),
-            local.dtype,
-        )
+        kind = self._distribution
+        self.dtensor_spec = self._mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, local.dtype)
         self._local_shape, self._local_stride = local.shape, contiguous_stride(local.shape)
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
@@ -165,8 +160,7 @@ class FSDPParam:
         if kind.full_mesh is None:
             self.full = nn.Parameter(value, differentiable)
         else:
-            stride = contiguous_stride(self.shape)
-            spec = torch_compat.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, stride, memory.dtype)
+            spec = self._mesh.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, memory.dtype)
             self.full = torch_compat.distributed_parameter(value, spec, differentiable)
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:

@@ -65,10 +65,10 @@ def dtensor_spec(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
-    stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """A prepared spec: `DTensor.from_local` builds one per call and takes 33 us, the constructor below 2."""
+    """Of a contiguous tensor. Prepared: `DTensor.from_local` builds one per call and takes 33 us, the constructor 2."""
+    stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
