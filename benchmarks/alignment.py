@@ -6,12 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from libraries import Library
-from meters import WireMeter
-from quiet_group import start_fake_group
-from report import Row
-
-WORLD_SIZES = (2, 3, 4, 6, 7, 8, 12, 16, 24, 32, 48, 64)
+from .jobs import Job
+from .libraries import Library
+from .meters import WireMeter
+from .quiet_group import start_fake_group
+from .report import Row
 
 # Columns of the matrices and lengths of the vectors of one block. Rows of these matrices are multiples of 16 bytes in
 # bf16, so their number changes no remainder; 64 rows stand for all.
@@ -25,18 +24,18 @@ BLOCKS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 ROWS = 64
 
 
-def measure_alignment(libraries: Sequence[Library]) -> list[Row]:
+def measure_alignment(job: Job, libraries: Sequence[Library]) -> list[Row]:
     """Share of (block, world size) pairs whose all-gather has a payload that is not a multiple of 16 bytes."""
     misaligned = {library.name: 0 for library in libraries}
-    for world_size in WORLD_SIZES:
+    for world_size in job.worlds:
         start_fake_group(world_size)
         for library in libraries:
             misaligned[library.name] += sum(_is_misaligned(name, library, world_size) for name in BLOCKS)
         dist.destroy_process_group()
-    pairs = len(WORLD_SIZES) * len(BLOCKS)
+    pairs = len(job.worlds) * len(BLOCKS)
     values = {name: 100 * count / pairs for name, count in misaligned.items()}
-    setting = f"{len(BLOCKS)} common blocks, {len(WORLD_SIZES)} worlds of 2 to 64"
-    return [Row("traffic", "% of groups gathered off 16 bytes", setting, values, (), 0.0)]
+    setting = f"{len(BLOCKS)} common blocks, {len(job.worlds)} worlds of {job.worlds[0]} to {job.worlds[-1]}"
+    return [Row("alignment", "% of groups gathered off 16 bytes", setting, values, limit=0.0)]
 
 
 class _Block(nn.Module):

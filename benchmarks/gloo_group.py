@@ -1,11 +1,8 @@
-"""Worker: one of two real ranks on gloo. Gradients against each other, step time, wire bytes.
+"""Two real ranks on gloo: gradients against each other, step time, wire bytes."""
 
-Started by compare.py, once for each rank; rank 0 reports.
-"""
-
+import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from libraries import Library
-from meters import WireMeter
-from models import PRECISIONS, Shape, build_plain, build_sharded, compute_loss, make_batch, run_step
-from report import Row, timed_row
-from timing import Call, interleave, repeat
+from .jobs import Job
+from .libraries import Library
+from .meters import WireMeter
+from .models import PRECISIONS, Shape, build_plain, build_sharded, compute_loss, make_batch, run_step
+from .report import Row, timed_row
+from .timing import Call, interleave, repeat
 
 WORKLOADS = {
     # Six blocks of 8 MiB (fp32) and next to no compute, as at a small batch on a slow link.
@@ -29,14 +27,14 @@ WORKLOADS = {
 TOLERANCE = {"fp32": 1e-6, "bf16/fp32": 1e-2}
 
 
-def run_job(rank: int, store_path: str, libraries: Sequence[Library], quick: bool) -> list[Row]:
+def measure_gloo(job: Job, libraries: Sequence[Library]) -> list[Row]:
     """All ranks call this; every rank returns the same rows."""
-    dist.init_process_group("gloo", store=dist.FileStore(store_path, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(job.store, 2), rank=job.rank, world_size=2)
     mesh = dist.init_device_mesh("cpu", (2,))
     rows = []
     for workload, shape in WORKLOADS.items():
         for precision in PRECISIONS:
-            rows += _measure_workload(workload, shape, precision, libraries, mesh, quick)
+            rows += _measure_workload(workload, shape, precision, libraries, mesh, job.quick)
     dist.destroy_process_group()
     return rows
 
@@ -53,10 +51,10 @@ def _measure_workload(
     models["plain"] = build_plain(shape, precision)
     calls = {name: partial(run_step, model, batch) for name, model in models.items()}
     rounds, steps = (4, 2) if quick else (15, 2)
-    times = interleave(calls, rounds=rounds, warmup=2, measure=partial(_time_steps, count=steps))
-    step = timed_row("gloo", "step ms", setting, times)
+    times = interleave(calls, rounds=rounds, warmup=1, measure=partial(_time_steps, count=steps))
+    compute = statistics.median(times["plain"])
     return [
-        replace(step, limit=step.values["plain"]),  # compute alone
+        timed_row("gloo", "step ms", setting, times, compute),
         Row("gloo", "wire, in units of P", setting, wire, limit=_wire_limit(precision)),
         Row("gloo", "largest gradient difference, relative", setting, {names[0]: difference}, limit=0.0),
     ]

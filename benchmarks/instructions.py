@@ -1,6 +1,6 @@
 """Counts the machine instructions of one training step: what times on a shared machine can't tell apart.
 
-    python benchmarks/instructions.py              needs valgrind; about 8 minutes a world size on two cores
+    python -m benchmarks.instructions              needs valgrind; about 8 minutes a world size on two cores
 
 A step runs under valgrind's callgrind, with ATen's generic kernels (valgrind knows no AVX-512). What it costs is the
 difference of two runs that differ in their number of steps alone, so imports and set-up drop out. The number repeats
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from libraries import load_library
-from models import PRECISIONS, Shape, build_plain, build_sharded, make_batch, run_step
-from quiet_group import start_quiet_group
-from report import describe_machine
+from .libraries import load_library
+from .models import PRECISIONS, Shape, build_plain, build_sharded, make_batch, run_step
+from .quiet_group import start_quiet_group
+from .report import describe_machine
 
 HERE = Path(__file__).resolve().parent
 SHAPE = Shape(blocks=8, dim=8, hidden=16, tokens=4)
@@ -48,10 +48,10 @@ def train(library: str, world_size: int, precision: str, steps: int) -> None:
 
 
 def count(library: str, world_size: int, precision: str, steps: int) -> int:
-    script = [sys.executable, __file__, "--train", library, str(world_size), precision, str(steps)]
+    script = [sys.executable, "-m", __spec__.name, "--train", library, str(world_size), precision, str(steps)]
     command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", *script]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "ATEN_CPU_CAPABILITY": "default"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parent)
     for line in finished.stderr.splitlines():
         if "Collected :" in line:
             return int(line.split()[-1])
@@ -78,7 +78,7 @@ def main() -> None:
         counted = dict(zip(cases, pool.map(lambda case: per_group(*case), cases), strict=True))
     lines = [f"# Instructions per group and step, {datetime.date.today().isoformat()}", ""]
     lines += [f"- {fact}" for fact in describe_machine()]
-    lines += [f"- {SHAPE}, N ranks of which one runs, `python benchmarks/instructions.py`", ""]
+    lines += [f"- {SHAPE}, N ranks of which one runs, `python -m benchmarks.instructions`", ""]
     lines += ["| N | thousands, above the plain model | fsdp2 | torch | fsdp2 / torch |", "|---|---|---|---|---|"]
     for world in arguments.world:
         for precision in PRECISIONS:

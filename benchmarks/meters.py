@@ -233,6 +233,11 @@ class AllocationMeter:
         inside = [total for when, total in self._timeline if start <= when <= end]
         return max([self.allocated_before(region), *inside])
 
+    def curve(self, region: str) -> list[tuple[float, int]]:
+        """(milliseconds since the region began, bytes above what was allocated before it), after each event."""
+        (start, end), before = self._regions[region], self.allocated_before(region)
+        return [((when - start) / 1e6, total - before) for when, total in self._timeline if start <= when <= end]
+
     def allocated_at_end(self) -> int:
         return self._timeline[-1][1] if self._timeline else 0
 

@@ -1,13 +1,14 @@
 """One transformer-like model, the same for every library, plain or sharded."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from libraries import Library
+from .libraries import Library
 
 # precision name -> (compute dtype, dtype in which gradients are reduced)
 PRECISIONS = {"fp32": (torch.float32, torch.float32), "bf16/fp32": (torch.bfloat16, torch.float32)}
@@ -38,6 +39,12 @@ class Shape:
     @property
     def groups(self) -> int:
         return self.blocks + 1
+
+
+# Equal blocks whose parameters dwarf the activations, and whose rows divide by every world size up to 512.
+BYTES_SHAPE = Shape(blocks=8, dim=512, hidden=1536, tokens=1)
+# Embedding and head of 4.8 blocks, left in the root as the standard recipe does.
+HEAVY_ROOT_SHAPE = Shape(blocks=6, dim=512, hidden=1536, tokens=1, vocab=15872)
 
 
 class Block(nn.Module):
@@ -87,17 +94,20 @@ def build_plain(shape: Shape, precision: str) -> nn.Module:
 
 
 def build_sharded(shape: Shape, precision: str, library: Library, mesh: DeviceMesh) -> nn.Module:
-    """The standard recipe: one group per block, the rest in the root."""
     torch.manual_seed(0)
-    model = Stack(shape)
     param_dtype, reduce_dtype = PRECISIONS[precision]
     mixed = param_dtype != reduce_dtype
     policy = library.mixed_precision_policy(
         param_dtype=param_dtype if mixed else None, reduce_dtype=reduce_dtype if mixed else None
     )
+    return shard(Stack(shape), library, mesh=mesh, mp_policy=policy)
+
+
+def shard(model: nn.Module, library: Library, **options: Any) -> nn.Module:
+    """The standard recipe: one group per block, the rest in the root."""
     for block in model.blocks:
-        library.fully_shard(block, mesh=mesh, mp_policy=policy)
-    library.fully_shard(model, mesh=mesh, mp_policy=policy)
+        library.fully_shard(block, **options)
+    library.fully_shard(model, **options)
     return model
 
 
@@ -108,6 +118,11 @@ def make_batch(shape: Shape, precision: str, seed: int = 1) -> Tensor:
         return torch.randint(shape.vocab, (1, shape.tokens), generator=generator)
     batch = torch.randn(1, shape.tokens, shape.dim, generator=generator)
     return batch.to(PRECISIONS[precision][0]).requires_grad_()
+
+
+def make_vectors(dim: int) -> Tensor:
+    """One vector of activations, which requires a gradient (as behind an embedding)."""
+    return torch.ones(1, dim, requires_grad=True)
 
 
 def compute_loss(model: nn.Module, batch: Tensor) -> Tensor:

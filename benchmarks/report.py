@@ -15,7 +15,7 @@ import torch
 class Row:
     """One measured quantity in one setting, for each library; `rounds` only where time was measured."""
 
-    table: str
+    suite: str
     quantity: str
     setting: str
     values: dict[str, float]
@@ -23,10 +23,12 @@ class Row:
     limit: float | None = None
 
 
-def timed_row(table: str, quantity: str, setting: str, rounds: dict[str, list[float]]) -> Row:
+def timed_row(
+    suite: str, quantity: str, setting: str, rounds: dict[str, list[float]], limit: float | None = None
+) -> Row:
     """A row of medians over rounds, which also keeps the rounds: a ratio is taken inside each."""
     medians = {name: statistics.median(times) for name, times in rounds.items()}
-    return Row(table, quantity, setting, medians, rounds)
+    return Row(suite, quantity, setting, medians, rounds, limit)
 
 
 def _format(value: float | None) -> str:
@@ -47,13 +49,24 @@ def _format_ratio(row: Row, ours: str, theirs: str) -> str:
     return "-"
 
 
+def _format_distance(value: float | None, limit: float | None) -> str:
+    """Measured over limit: 1 is perfect."""
+    if value is None or limit is None or (limit == 0 and value != 0):
+        return "-"
+    return "1.00" if value == limit else f"{value / limit:.2f}"
+
+
 def format_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     """One Markdown table, padded so that it also reads well in a terminal."""
-    header = ["what", "setting", *names, f"{names[0]} / {names[-1]}", "limit"]
+    distances = [f"{name} / limit" for name in names]
+    header = ["suite", "what", "setting", *names, f"{names[0]} / {names[-1]}", "limit", *distances]
     cells = [header]
     for row in rows:
-        values = [_format(row.values.get(name)) for name in names]
-        cells.append([row.quantity, row.setting, *values, _format_ratio(row, names[0], names[-1]), _format(row.limit)])
+        values = [row.values.get(name) for name in names]
+        ratio = _format_ratio(row, names[0], names[-1])
+        distances = [_format_distance(value, row.limit) for value in values]
+        labels = [row.suite, row.quantity, row.setting]
+        cells.append([*labels, *map(_format, values), ratio, _format(row.limit), *distances])
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
     padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells]
     lines = [f"| {' | '.join(line)} |" for line in padded]

@@ -2,17 +2,22 @@
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 def interleave(
-    calls: dict[str, Call], *, rounds: int, warmup: int, measure: Callable[[Call], float]
+    calls: Mapping[str, Call], *, rounds: int, warmup: int, measure: Callable[[Any], float]
 ) -> dict[str, list[float]]:
-    """`measure` of each call, once a round; who goes first rotates. No garbage is collected while a call runs."""
+    """`measure` of each call, once a round; who goes first rotates. No garbage is collected while a call runs.
+
+    `warmup`: so many measurements of each go before, and are forgotten.
+    """
     for call in calls.values():
-        repeat(warmup, call)
+        repeat(warmup, partial(measure, call))
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,0 +1,85 @@
+"""What one measuring process is to do, and how such processes are started and awaited."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from .report import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_SECONDS = 900  # several times what a job takes on a quiet machine
+
+
+@dataclass(frozen=True)
+class Job:
+    """One suite in fresh processes, one for each rank; rank 0 reports.
+
+    Args:
+        suite: its name in `suites.SUITES`.
+        worlds: sizes of process groups.
+        libraries: names in `libraries.MODULES`.
+        pictures: what the names of picture files begin with. None: draw none.
+        store: path of the file through which ranks meet.
+    """
+
+    suite: str
+    worlds: tuple[int, ...]
+    libraries: tuple[str, ...]
+    quick: bool
+    pictures: str | None = None
+    rank: int = 0
+    store: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.suite} {self.worlds[0]}" if len(self.worlds) == 1 else self.suite
+
+
+def run(job: Job, num_ranks: int, folder: Path) -> list[Row]:
+    """Start the job's processes, wait for all, and read what rank 0 measured.
+
+    Raises:
+        RuntimeError: one failed, or was late; with what they printed.
+    """
+    ranks = range(num_ranks)
+    logs = [folder / f"{rank}.log" for rank in ranks]
+    jobs = [replace(job, rank=rank, store=str(folder / "store")) for rank in ranks]
+    processes = [_start(each, folder / f"rows-{each.rank}.json", log) for each, log in zip(jobs, logs, strict=True)]
+    try:
+        _wait(processes)
+    except RuntimeError as error:
+        output = "\n".join(log.read_text() for log in logs)
+        raise RuntimeError(f"{job}: {error}\n{output}") from None
+    return [Row(**row) for row in json.loads((folder / "rows-0.json").read_text())]
+
+
+def _start(job: Job, rows: Path, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "benchmarks.worker", json.dumps(asdict(job)), str(rows)]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
+    # The profiler writes notes to stderr; they are shown only when the job fails.
+    with log.open("wb") as output:
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """A failed or late rank takes the others with it, which would wait for it forever."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                break
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no result after {TIMEOUT_SECONDS} s")
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"worker ended with {[process.returncode for process in processes]}")

@@ -1,0 +1,179 @@
+"""Communication that compute does not hide, on a link of known speed, with compute of known length.
+
+Blocks take their time asleep, and so do collectives; both are long beside what the machine and its other users add.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .jobs import Job
+from .libraries import Library
+from .models import make_vectors, run_step, shard
+from .pictures import Lanes, draw_lanes
+from .report import Row, timed_row
+from .timed_group import Clock, Link, SimulatedClock, start_timed_group
+from .timing import Call, interleave, repeat, subtract
+
+BLOCKS, LAYERS, DIM = 5, 4, 512
+FORWARD_SECONDS = 0.035  # of one block; its backward takes twice that
+LATENCY_SECONDS = 50e-6
+# Seconds of all transfers of a step, two gathers and a reduction per block, over seconds of compute.
+COMMUNICATION_PER_COMPUTE = (1.0, 0.3)
+
+
+@dataclass
+class Compute:
+    """What blocks do: "forward" or "backward", begin and end of each; and how long that was in all."""
+
+    clock: Clock
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def run(self, kind: str, seconds: float) -> None:
+        begin = self.clock.now()
+        self.clock.sleep_until(begin + seconds)
+        end = self.clock.now()
+        self.spans.append((kind, begin, end))
+        self.seconds += end - begin
+
+
+class _Busy(torch.autograd.Function):
+    """Identity that takes `seconds` in forward, and twice as long in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, compute: Compute) -> Tensor:
+        ctx.seconds, ctx.compute = seconds, compute
+        compute.run("forward", seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.compute.run("backward", 2 * ctx.seconds)
+        return gradient, None, None
+
+
+class _Block(nn.Module):
+    """Linear layers, each of which is as slow as if its matrix were many times larger."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS))
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = _Busy.apply(layer(x), FORWARD_SECONDS / LAYERS, self.compute)
+        return x
+
+
+class SlowStack(nn.Module):
+    """Equal blocks, and nothing in the root."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(compute) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def floor_seconds(transfer: float, forward: float, backward: float, blocks: int) -> float:
+    """Of communication that no order hides, with one collective per block and pass, each of `transfer` seconds.
+
+    The first gather and the last reduction have nothing to hide behind; in between, a transfer is exposed as far as it
+    takes longer than the block that computes meanwhile. The last block is kept for backward.
+    """
+    in_forward = (blocks - 1) * max(0.0, transfer - forward)
+    # Beside the last block and the first there is one transfer, beside the others a gather and a reduction.
+    in_backward = 2 * max(0.0, transfer - backward) + (blocks - 2) * max(0.0, 2 * transfer - backward)
+    return 2 * transfer + in_forward + in_backward
+
+
+class Stage:
+    """One process group with a link, models that run on it, and a clock for both. Close it."""
+
+    def __init__(self, world_size: int, clock: Clock, libraries: Sequence[Library]) -> None:
+        self._clock, self._world_size = clock, world_size
+        self._link, self._compute = Link(clock, LATENCY_SECONDS), Compute(clock)
+        start_timed_group(world_size, self._link)
+        mesh = dist.init_device_mesh("cpu", (world_size,))
+        models = {each.name: shard(SlowStack(self._compute), each, mesh=mesh) for each in libraries}
+        models["plain"] = SlowStack(self._compute)
+        self.steps: dict[str, Call] = {
+            name: partial(run_step, model, make_vectors(DIM)) for name, model in models.items()
+        }
+
+    def set_transfer(self, seconds: float) -> None:
+        """So long a collective of a whole block is to take."""
+        nbytes = LAYERS * DIM**2 * 4 * (self._world_size - 1) / self._world_size
+        self._link.bandwidth = nbytes / (seconds - LATENCY_SECONDS)
+
+    def seconds_outside_compute(self, step: Call) -> float:
+        """Of one step. A busy machine sleeps longer than it was asked to, which does not count."""
+        before, start = self._compute.seconds, self._clock.now()
+        step()
+        return self._clock.now() - start - (self._compute.seconds - before)
+
+    def record(self, step: Call) -> Lanes:
+        """What link and compute did in one step, in milliseconds from its beginning."""
+        self._link.transfers.clear()
+        self._compute.spans.clear()
+        start = self._clock.now()
+        step()
+        length = (self._clock.now() - start) * 1e3
+        link, compute = (
+            [(kind, (begin - start) * 1e3, (end - start) * 1e3) for kind, begin, end in spans]
+            for spans in (self._link.transfers, self._compute.spans)
+        )
+        return Lanes(length, link, compute)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def measure_overlap(job: Job, libraries: Sequence[Library]) -> list[Row]:
+    (world_size,) = job.worlds
+    torch.set_flush_denormal(True)  # gathered contents are arbitrary; denormals would slow the arithmetic down
+    stage, rows = Stage(world_size, Clock(), libraries), []
+    for ratio in COMMUNICATION_PER_COMPUTE:
+        transfer, setting = ratio * FORWARD_SECONDS, f"link / compute = {ratio}"
+        stage.set_transfer(transfer)
+        rounds = 3 if job.quick else 9
+        times = interleave(stage.steps, rounds=rounds, warmup=2, measure=stage.seconds_outside_compute)
+        exposed = {each.name: subtract(times[each.name], times["plain"], 1e3) for each in libraries}
+        rows.append(timed_row("overlap", "exposed ms per step", setting, exposed, floor_of(transfer) * 1e3))
+        if job.pictures is not None:
+            lanes = {name: stage.record(stage.steps[name]) for name in job.libraries}
+            draw_lanes(f"{job.pictures}-overlap-{ratio}.png", lanes, f"One step, {setting}")
+    stage.close()
+    return rows + [_simulated_row(world_size, ratio, libraries) for ratio in COMMUNICATION_PER_COMPUTE]
+
+
+def _simulated_row(world_size: int, ratio: float, libraries: Sequence[Library]) -> Row:
+    transfer = ratio * FORWARD_SECONDS
+    values = {each.name: exposed_by_order(each, world_size, transfer) * 1e3 for each in libraries}
+    setting = f"link / compute = {ratio}"
+    return Row("overlap", "of it by order alone", setting, values, limit=floor_of(transfer) * 1e3)
+
+
+def exposed_by_order(library: Library, world_size: int, transfer: float) -> float:
+    """Seconds per step in steady state, if all but compute and link were infinitely fast. Exact."""
+    stage = Stage(world_size, SimulatedClock(), [library])
+    stage.set_transfer(transfer)
+    step = stage.steps[library.name]
+    repeat(2, step)
+    seconds = stage.seconds_outside_compute(step)
+    stage.close()
+    return seconds
+
+
+def floor_of(transfer: float) -> float:
+    return floor_seconds(transfer, FORWARD_SECONDS, 2 * FORWARD_SECONDS, BLOCKS)

@@ -1,0 +1,109 @@
+"""The table of suites: what each measures, on which sizes of process groups, and what its limits are."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .alignment import measure_alignment
+from .gloo_group import measure_gloo
+from .host import measure_host
+from .jobs import Job
+from .libraries import Library
+from .memory import measure_memory
+from .overlap import measure_overlap
+from .report import Row
+from .traffic import measure_traffic
+from .wrapping import measure_init
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One of the things that can be measured.
+
+    Args:
+        measure: called in fresh processes, one job's.
+        notes: what the numbers are, and what `limit` is.
+        worlds: sizes of process groups.
+        quick_worlds: the same for a rougher look.
+        fixed: whether `--worlds` leaves these as they are.
+        together: whether one job measures all sizes, rather than one each.
+        num_ranks: processes of a job.
+    """
+
+    measure: Callable[[Job, Sequence[Library]], list[Row]]
+    notes: str
+    worlds: tuple[int, ...] = (8, 64, 512)
+    quick_worlds: tuple[int, ...] = (64,)
+    fixed: bool = False
+    together: bool = False
+    num_ranks: int = 1
+
+    def choose_worlds(self, quick: bool, asked: Sequence[int] | None) -> list[tuple[int, ...]]:
+        """The sizes of each job."""
+        worlds = self.quick_worlds if quick else self.worlds
+        if asked and not self.fixed:
+            worlds = tuple(sorted(asked))
+        return [worlds] if self.together else [(world,) for world in worlds]
+
+
+_ALIGNMENT_WORLDS = (2, 3, 4, 6, 7, 8, 12, 16, 24, 32, 48, 64)
+
+SUITES = {
+    "host": Suite(
+        measure_host,
+        "CPU time of the process above the plain model's, on a process group that writes nothing (since 2.13, torch's "
+        "own fake group writes every rank's slice, which costs more than the libraries do); Python functions called, "
+        "an exact count. Limit: casts and collectives issued group by group, with no hooks and no parameters around "
+        "them, measured in the same rounds.",
+        quick_worlds=(8, 64, 512),
+    ),
+    "traffic": Suite(
+        measure_traffic,
+        "Copies and wire of one step on torch's fake process group, exact. Limit: gathers and reductions straight into "
+        "place, one cast each way; two all-gathers and one reduce-scatter in the dtypes asked for (less, if the last "
+        "block is kept for backward).",
+    ),
+    "alignment": Suite(
+        measure_alignment,
+        "bf16 all-gathers of the blocks of Llama-3-8B, Qwen3-4B, Qwen2.5-7B, GPT-OSS (attention) and GPT-2-XL.",
+        worlds=_ALIGNMENT_WORLDS,
+        quick_worlds=_ALIGNMENT_WORLDS,
+        fixed=True,
+        together=True,
+    ),
+    "memory": Suite(
+        measure_memory,
+        "Every allocation of the CPU allocator on torch's fake process group, exact, in unsharded blocks of the "
+        "compute dtype. Limit: one group in use, one prefetched, in backward also a quarter of a group's gradients on "
+        "their way and the sharded gradients of all groups that are done (a reference for four sub-buckets rather than "
+        "a bound).",
+    ),
+    "overlap": Suite(
+        measure_overlap,
+        "Wall time of a step outside compute, above the plain model's, in one process, with blocks that compute asleep "
+        "and a link that collectives occupy one by one; and the same in simulated time, in which all else takes none, "
+        "exact. Limit: the first gather, the last reduction, and what is longer than the block beside it, with one "
+        "reduction per block: one that is sent in parts can be below. On CPU, torch waits for each collective where it "
+        "issues it, unless told otherwise: on GPUs its streams overlap, which is not measured here.",
+        worlds=(8,),
+        quick_worlds=(8,),
+        fixed=True,
+    ),
+    "gloo": Suite(
+        measure_gloo,
+        "Two real ranks: wall time of the slower one; wire in units of all compute-dtype parameters, where a "
+        "reduce-scatter counts twice, because gloo sends an all-reduce. Limit: the plain model on each rank.",
+        worlds=(2,),
+        quick_worlds=(2,),
+        fixed=True,
+        num_ranks=2,
+    ),
+    "init": Suite(
+        measure_init,
+        "CPU time of the process for `fully_shard` on 48 blocks of 16 parameters and on the root, and for the first "
+        "forward, on a process group that writes nothing; the model is built before. Growth from the smallest world to "
+        "the largest has the limit 1.",
+        worlds=(8, 512, 4096),
+        quick_worlds=(8, 64),
+        together=True,
+    ),
+}

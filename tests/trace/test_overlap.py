@@ -1,0 +1,30 @@
+"""How much communication a step exposes, on a simulated link beside simulated compute: exact, and no matter how busy
+the machine is. Everything else takes no time there: what it costs is counted in test_host_calls.py.
+"""
+
+import pytest
+
+from benchmarks.libraries import load_library
+from benchmarks.overlap import BLOCKS, FORWARD_SECONDS, LATENCY_SECONDS, exposed_by_order, floor_of
+
+SLACK = 3 * BLOCKS * LATENCY_SECONDS  # four reductions per block rather than one
+
+
+@pytest.mark.parametrize("per_compute", [0.1, 0.3, 1.0])
+def test_first_gather_and_last_bucket_are_all_that_is_exposed(per_compute: float) -> None:
+    """A gather or reduction that is awaited where it is issued would show with its whole length.
+
+    The last reduction is a quarter of a block's.
+    """
+    transfer = per_compute * FORWARD_SECONDS
+    exposed = exposed_by_order(load_library("fsdp2"), 8, transfer)
+    assert 1.25 * transfer <= exposed <= 1.25 * transfer + SLACK
+    assert exposed < floor_of(transfer)
+
+
+@pytest.mark.parametrize("per_compute", [1.5, 3.0])
+def test_a_slow_link_is_never_idle_for_long(per_compute: float) -> None:
+    """What does not fit beside compute is exposed, and hardly more than that."""
+    transfer = per_compute * FORWARD_SECONDS
+    exposed = exposed_by_order(load_library("fsdp2"), 8, transfer)
+    assert exposed <= floor_of(transfer) + SLACK
