@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from statistics import median_low
 from typing import Any
@@ -48,8 +48,9 @@ class Context:
         self.post_optim_event: Any = None
         # How often a user dropped what was under way.
         self.resets = 0
-        # What may be gathered ahead: one group of any size, or several that are small beside a typical one.
-        self._prefetch_bytes = 0
+        # Bytes that may be gathered ahead. None: one group of any size, or several that are small beside a typical one.
+        self.prefetch_budget: int | None = None
+        self._typical_nbytes = 0
         self._order: list[FSDPState] = []
         self._order_now: list[FSDPState] = []
         self._forward = Cursor[FSDPState](())
@@ -84,13 +85,17 @@ class Context:
             return None if chosen is None else [place[state] for state in chosen if state in place]
 
         lists = [(places(state.forward_prefetch), places(state.backward_prefetch)) for state in self.states]
-        return {"finalizes_by_itself": self.finalizes_by_itself, "prefetch": lists}
+        chosen = {"finalizes_by_itself": self.finalizes_by_itself, "prefetch_budget": self.prefetch_budget}
+        return {**chosen, "prefetch": lists}
 
     def take_settings(
-        self, finalizes_by_itself: bool, prefetch: list[tuple[list[int] | None, list[int] | None]]
+        self,
+        finalizes_by_itself: bool,
+        prefetch_budget: int | None,
+        prefetch: list[tuple[list[int] | None, list[int] | None]],
     ) -> None:
         """Take over the settings of the context that this one is a copy of."""
-        self.finalizes_by_itself = finalizes_by_itself
+        self.finalizes_by_itself, self.prefetch_budget = finalizes_by_itself, prefetch_budget
         for state, lists in zip(self.states, prefetch, strict=True):
             state.forward_prefetch, state.backward_prefetch = (
                 None if each is None else [self.states[i] for i in each] for each in lists
@@ -137,13 +142,13 @@ class Context:
         self._order_now.append(state)
         state.last_in_pass = self._forward.visit(state) and self._forward.is_at_end
         if state.forward_prefetch is None:
-            self._prefetch(within_budget(self._forward.ahead(), _bytes_to_gather, self._prefetch_bytes))
+            self._prefetch(self._within_budget(self._forward.ahead()))
         else:
             self._prefetch(state.forward_prefetch)
 
     def _begin_pass(self) -> None:
         self.pass_has_grad = torch.is_grad_enabled()
-        self._prefetch_bytes = median_low(state.group.nbytes for state in self.states)
+        self._typical_nbytes = median_low(state.group.nbytes for state in self.states)
         self._forward = Cursor(self._order)
         self._order_now = []
         self._drop_prefetched()
@@ -185,7 +190,7 @@ class Context:
         self._backward.visit(state)
         if state.backward_prefetch is None:
             expected = (other for other in self._backward.ahead() if other.unshard_in_backward)
-            self._prefetch(within_budget(expected, _bytes_to_gather, self._prefetch_bytes))
+            self._prefetch(self._within_budget(expected))
         else:
             self._prefetch(state.backward_prefetch)
 
@@ -268,6 +273,11 @@ class Context:
         self._prefetched.discard(state)
         for storage in state.group.storage_ids:
             self._saved_tensors.owners[storage] = state
+
+    def _within_budget(self, expected: Iterable[FSDPState]) -> Iterator[FSDPState]:
+        if self.prefetch_budget is None:
+            return within_budget(expected, _bytes_to_gather, self._typical_nbytes)
+        return within_budget(expected, _bytes_to_gather, self.prefetch_budget, at_least_one=False)
 
     def _prefetch(self, chosen: Iterable[FSDPState]) -> None:
         for state in chosen:

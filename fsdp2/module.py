@@ -264,6 +264,24 @@ class FSDPModule:
         """
         raise NotImplementedError("set_symm_mem_for_comm is not supported yet. Leave it out.")
 
+    def set_prefetch_budget(self, nbytes: int | None) -> None:
+        """Bound what is gathered ahead, in forward and in backward: as many of the groups that follow as have at most
+        `nbytes` of full parameters together, in compute dtypes, besides the group that runs. On the root only.
+
+        Args:
+            nbytes: 0 gathers nothing ahead. None, the default: the next group whatever its size, and more only while
+                they are together no larger than a typical one.
+
+        Raises:
+            RuntimeError: not the root.
+            ValueError: less than 0.
+        """
+        if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool)):
+            raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
+        if nbytes is not None and nbytes < 0:
+            raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
+        _root(self, "set_prefetch_budget").context.prefetch_budget = nbytes
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Announce further backward passes through the forwards that have run: the record of these is kept, so that
         they are gathered ahead in those passes, too. For all modules under the root.

@@ -37,14 +37,19 @@ class Cursor(Generic[Item]):
             yield self._recorded[position]
 
 
-def within_budget(items: Iterable[Item], size: Callable[[Item], int], budget: int) -> Iterator[Item]:
-    """The first of `items`, and as many more as sum to at most `budget` with it. What has no size is passed over."""
+def within_budget(
+    items: Iterable[Item], size: Callable[[Item], int], budget: int, at_least_one: bool = True
+) -> Iterator[Item]:
+    """As many of `items`, in order, as sum to at most `budget`; `at_least_one`: the first whatever its size.
+
+    What has no size is passed over.
+    """
     spent = 0
     for item in items:
         cost = size(item)
         if cost == 0:
             continue
-        if spent and spent + cost > budget:
+        if (spent or not at_least_one) and spent + cost > budget:
             return
         spent += cost
         yield item

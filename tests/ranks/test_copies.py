@@ -103,6 +103,7 @@ def settings_stay(way: Callable[[Any], Any]) -> None:
     second.set_reshard_after_backward(False)
     second.set_keep_unsharded_storage(True)
     model.set_manual_backward_finalization(True)
+    model.set_prefetch_budget(1000)
     twin = way(model)
     old, new = ([describe(state) for state in states_below(each)] for each in (model, twin))
     assert new == old
@@ -110,6 +111,7 @@ def settings_stay(way: Callable[[Any], Any]) -> None:
     assert states[0].forward_prefetch == [states[1]]
     assert states[1].backward_prefetch == [states[0]]
     assert not twin._get_fsdp_state().context.finalizes_by_itself
+    assert twin._get_fsdp_state().context.prefetch_budget == 1000
 
 
 def describe(state: Any) -> dict[str, Any]:

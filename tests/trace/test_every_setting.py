@@ -366,6 +366,30 @@ def custom_reduce_scatter() -> None:
     assert scatter.calls[-1]["op"] == dist.ReduceOp.SUM
 
 
+@checks("set_prefetch_budget")
+def bytes_gathered_ahead() -> None:
+    def ahead(budget: int | None) -> list[str]:
+        model, before = build(reshard_after_forward=True), []
+        model.set_prefetch_budget(budget)
+        lines = record(model)
+        note_gathers(model, lines, before)
+        loss = model(torch.ones(2, 4)).sum()
+        lines.clear()
+        loss.backward()
+        return before[-1]
+
+    model = build()
+    first, second = (block._get_fsdp_state().group.nbytes for block in (model.b1, model.b0))
+    assert ahead(None) == ahead(first) == ahead(first + second - 1) == ["root", "b1"]
+    assert ahead(first + second) == ["root", "b1", "b0"]
+    assert ahead(first - 1) == ahead(0) == ["root"]
+    for wrong, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match="nbytes"):
+            build().set_prefetch_budget(wrong)
+    with pytest.raises(RuntimeError, match="root"):
+        build().b0.set_prefetch_budget(0)
+
+
 @checks("set_is_last_backward")
 def further_backwards_are_gathered_ahead() -> None:
     """Of two forwards, then two backwards, the second finds the record of the first forward."""

@@ -69,6 +69,14 @@ def test_within_budget(sizes: list[int], budget: int, expected: list[int]) -> No
     assert list(within_budget(iter(sizes), lambda size: size, budget)) == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "budget", "expected"),
+    [([3, 3], 5, [3]), ([3, 1], 2, []), ([0, 2, 1], 3, [2, 1]), ([2, 9, 1], 5, [2]), ([1], 0, [])],
+)
+def test_within_a_strict_budget(sizes: list[int], budget: int, expected: list[int]) -> None:
+    assert list(within_budget(iter(sizes), lambda size: size, budget, at_least_one=False)) == expected
+
+
 def test_within_budget_asks_for_sizes_one_by_one() -> None:
     """What is gathered for one item changes what the next would cost."""
     asked: list[int] = []
