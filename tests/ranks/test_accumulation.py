@@ -97,7 +97,7 @@ def test_zero_grad_at_any_point(foreach: bool) -> None:
             backward(run, model, seed=step + 6, use="rh", sync=True)
             run.step(f"step {step}", model, optimizer)
 
-    check(scenario, zero=tuple(ZERO), point=points, first=(False, True), wrap=(whole, blocks))
+    check(scenario, zero=tuple(ZERO), point=points, first=(False, True), wrap=(whole,) if foreach else (blocks,))
 
 
 def test_zero_grad_to_zero_and_no_further_backward() -> None:

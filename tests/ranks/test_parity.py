@@ -330,13 +330,19 @@ def check_cases(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_training_matches_the_plain_model_on_the_whole_batch(world_size: int) -> None:
-    """A lost, doubled, unscaled or stale gradient or parameter, in any of these models and ways to wrap them."""
+    """A lost, doubled, unscaled or stale gradient or parameter, in any of these models and ways to wrap them.
+
+    Each on 1 and 2 ranks, and on either 3 or 4: every model, and every way, is on both.
+    """
+    expected = expected_from_whole_batch()
+    if world_size > 2:
+        expected = {case: expected[case] for i, case in enumerate(expected) if (i + i // 2) % 2 == world_size % 2}
 
     def tolerances(case: Case, step: int) -> tuple[Tolerance, Tolerance]:
         tolerance = EXACT if world_size == 1 else ROUNDING[case.dtype or torch.float32]
         return tolerance, tolerance
 
-    check_cases(world_size, expected_from_whole_batch(), tolerances)
+    check_cases(world_size, expected, tolerances)
 
 
 SLICE_BY_SLICE = {"one dtype": SLICE_BY_SLICE_CASES, "mixed dtypes": MIXED_DTYPE_CASES, "wire": WIRE_CASES}
