@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,7 +17,6 @@ from .report import Row
 
 def measure_memory(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
-    torch.set_flush_denormal(True)  # gathered contents are arbitrary; denormals would slow the arithmetic down
     start_fake_group(world_size)
     mesh = dist.init_device_mesh("cpu", (world_size,))
     if job.pictures is not None:

@@ -141,7 +141,6 @@ class Stage:
 
 def measure_overlap(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
-    torch.set_flush_denormal(True)  # gathered contents are arbitrary; denormals would slow the arithmetic down
     stage, rows = Stage(world_size, Clock(), libraries), []
     for ratio in COMMUNICATION_PER_COMPUTE:
         transfer, setting = ratio * FORWARD_SECONDS, f"link / compute = {ratio}"

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +18,6 @@ from .timing import repeat
 
 def measure_traffic(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
-    torch.set_flush_denormal(True)  # gathered contents are arbitrary; denormals would slow the arithmetic down
     start_fake_group(world_size)
     mesh = dist.init_device_mesh("cpu", (world_size,))
     return [row for precision in PRECISIONS for row in _traffic_rows(precision, world_size, libraries, mesh)]

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -33,7 +32,6 @@ class _Chain(nn.Module):
 
 def measure_init(job: Job, libraries: Sequence[Library]) -> list[Row]:
     """CPU time of `fully_shard` on every block and the root, and of the first forward; the model is there before."""
-    torch.set_flush_denormal(True)  # gathered contents are arbitrary; denormals would slow the arithmetic down
     rows = []
     for label, dim in list(DIMS.items())[: 1 if job.quick else None]:
         of_width = [_measure_world(world, label, dim, libraries, 3 if job.quick else 5) for world in job.worlds]
