@@ -141,7 +141,7 @@ class PairwiseComm:
         for slot, own in zip(slots, inputs, strict=True):
             if slot[self.rank].data_ptr() != own.data_ptr():
                 slot[self.rank].copy_(own)
-        return _AllWork(works, [*outputs, *inputs])
+        return AllWork(works, [*outputs, *inputs])
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         slices = [tensor.view(self.size, -1) for tensor in inputs]
@@ -159,7 +159,7 @@ class PairwiseComm:
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         if tensor.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-            return _AllWork([self.group.allreduce([tensor.div_(divisor)], _SUM_ALL)], [tensor])
+            return AllWork([self.group.allreduce([tensor.div_(divisor)], _SUM_ALL)], [tensor])
         return _DividedWork([self.group.allreduce([tensor], _SUM_ALL)], [tensor], divisor)
 
     def _peers(self) -> list[tuple[int, int]]:
@@ -171,7 +171,7 @@ class PairwiseComm:
         return rank if rank < self.rank else rank - 1
 
 
-class _AllWork:
+class AllWork:
     """Several works as one. Owns the tensors that are sent from and received into."""
 
     def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor] = ()) -> None:
@@ -186,10 +186,10 @@ class _AllWork:
     def __del__(self) -> None:
         # Given up unfinished, with a model that is deleted say: other threads still write to the memory.
         with suppress(RuntimeError):
-            _AllWork.wait(self)
+            AllWork.wait(self)
 
 
-class _DividedWork(_AllWork):
+class _DividedWork(AllWork):
     """Divides what arrived."""
 
     def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], divisor: float) -> None:
@@ -203,7 +203,7 @@ class _DividedWork(_AllWork):
             output.div_(self._divisor)
 
 
-class _SumWork(_AllWork):
+class _SumWork(AllWork):
     """Adds up what arrived, in rank order whichever rank that is computed on, and divides it."""
 
     def __init__(
@@ -319,7 +319,7 @@ class CustomComm:
         return self._inner.all_reduce(tensor, divisor)
 
 
-class _CopyWork(_AllWork):
+class _CopyWork(AllWork):
     """Copies what arrived elsewhere."""
 
     def __init__(

@@ -159,24 +159,15 @@ def run_unit(state: FSDPState, module: nn.Module, forward: Callable[..., Any], a
 def read_parameters(unit: FSDPState) -> None:
     """Somebody reads a parameter of `unit` from its module: register the full ones, if the outer module runs."""
     assert unit.outer is not None, "every unit has one"
-    if unit.group.installed:
-        return
-    if unit.context.in_backward:
-        before_backward(unit, recomputes=True)
-        unshard(unit)  # if it was freed since
-    elif unit.outer.running:
-        unshard(unit)
-        unit.versions, unit.read_outside = unit.group.versions(), True
+    in_backward = unit.context.in_backward
+    if not unit.group.installed and (in_backward or unit.outer.running):
+        use_in_forward(unit, in_backward)
+        unit.read_outside = not in_backward
 
 
 def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
-    if in_backward:
-        # Activation checkpointing runs the forward once more; gradients follow at once.
-        before_backward(state, recomputes=True)
-        unshard(state)  # if it was ready before: for its weights to be known again in this forward
-    else:
-        unshard(state)
-        state.versions = state.group.versions()
+    use_in_forward(state, in_backward)
+    if not in_backward:
         state.context.prefetch_forward(state)
         if state.context.takes_inputs_to is not None and len(state.context.running) == 1:
             args, kwargs = to_device((args, kwargs), state.context.takes_inputs_to)
@@ -266,6 +257,16 @@ def unshard(state: FSDPState) -> None:
     state.group.unshard(notice_replacements=not state.context.in_backward)
     state.group.install()
     state.context.used(state)
+
+
+def use_in_forward(state: FSDPState, in_backward: bool) -> None:
+    """A forward is about to read parameters of `state`."""
+    if in_backward:
+        # Activation checkpointing runs the forward once more; gradients follow at once.
+        before_backward(state, recomputes=True)
+    unshard(state)  # if it was ready before: for its weights to be known again in this forward
+    if not in_backward:
+        state.versions = state.group.versions()
 
 
 def use_in_backward(state: FSDPState) -> None:

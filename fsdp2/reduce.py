@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import torch_compat
-from .comm import Comm, Work, make_comm
+from .comm import AllWork, Comm, Work, make_comm
 from .layout import BucketLayout, ParamSpec, split_pieces
 from .mesh import DataMesh
 from .pack import gradient_slots, pack_gradients, pack_piece
@@ -191,34 +191,18 @@ def start(
     return PendingReduce(layout, reduction, work, output, inputs, carried)
 
 
-class _Pieces:
-    """The reductions of one gradient's pieces, oldest first, and what each reads."""
-
-    def __init__(self) -> None:
-        self._running: deque[tuple[Work, Tensor]] = deque()
-
-    def make_room(self) -> None:
-        while len(self._running) >= PIECES_IN_FLIGHT:
-            self._running.popleft()[0].wait()
-
-    def add(self, work: Work, segments: Tensor) -> None:
-        self._running.append((work, segments))
-
-    def wait(self) -> None:
-        while self._running:
-            self._running.popleft()[0].wait()
-
-
 def _start_in_pieces(gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor) -> Work:
     """Begin to reduce one gradient, which is packed; of each piece but the last ones, the sum is there on return."""
-    pieces, comm = _Pieces(), reduction.shards
+    running: deque[Work] = deque()
+    comm = reduction.shards
     for first, last in plan.pieces:
-        pieces.make_room()
+        if len(running) == PIECES_IN_FLIGHT:
+            running.popleft().wait()
         segments = output.new_empty(plan.segments_shape[0], last - first, dtype=plan.layout.wire_dtype)
         pack_piece(gradient, plan.spec, first, last, segments)
         work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
-        pieces.add(work, segments)
-    return pieces
+        running.append(AllWork([work], [segments]))
+    return AllWork(running)
 
 
 def resume(

@@ -20,7 +20,23 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from scenarios import WIDTH, WRAPS, Block, MayFail, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
+from scenarios import (
+    WIDTH,
+    WRAPS,
+    Block,
+    KeepsWeight,
+    MayFail,
+    Net,
+    Run,
+    Wrap,
+    blocks,
+    check,
+    kept,
+    leaves,
+    loss_of,
+    sgd,
+    whole,
+)
 
 # ---- graphs: several forwards, several backwards ---------------------------------------------------------------------
 
@@ -468,23 +484,13 @@ def test_shared_modules_and_tensors_kept_on_self() -> None:
 def test_weights_that_a_function_keeps_to_itself() -> None:
     """A fused kernel may put a weight on its context without save_for_backward: it must be there when it is used."""
 
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.x, ctx.weight = x, weight
-            return x @ weight.T
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            return grad @ ctx.weight, grad.T @ ctx.x
-
     class FusedLinear(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
         def forward(self, x: Tensor) -> Tensor:
-            return Fused.apply(x, self.weight)
+            return KeepsWeight.apply(x, self.weight)
 
     class Twice(nn.Module):
         def __init__(self) -> None:

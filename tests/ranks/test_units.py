@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, reduce, units
 from helpers import full, run_ranks
-from scenarios import WIDTH, Block, Run, check, loss_of, sgd
+from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd
 
 VOCAB = 11
 
@@ -26,19 +26,6 @@ VOCAB = 11
 def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "MIN_UNIT_BYTES", 1)
     monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 16)
-
-
-class WithoutNotice(torch.autograd.Function):
-    """x @ weight.T that keeps the weight where autograd does not see it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x, ctx.weight = x, weight
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return grad @ ctx.weight, grad.T @ ctx.x
 
 
 def calls(model: "Language", x: Tensor) -> Tensor:
@@ -74,7 +61,7 @@ def calls_in_checkpoint(model: "Language", x: Tensor) -> Tensor:
 
 
 def hides(model: "Language", x: Tensor) -> Tensor:
-    return WithoutNotice.apply(model.run_blocks(x), model.head.weight)
+    return KeepsWeight.apply(model.run_blocks(x), model.head.weight)
 
 
 def skips(model: "Language", x: Tensor) -> Tensor:
@@ -186,12 +173,12 @@ def test_compiled() -> None:
     check(scenario, use=(calls, reads))
 
 
-def sharded() -> Language:
+def sharded(**options: Any) -> Language:
     torch.manual_seed(0)
     model = Language()
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 def test_what_users_see() -> None:
@@ -253,11 +240,7 @@ def test_pieces_of_low_precision_gradients() -> None:
 
     def gradients(policy: MixedPrecisionPolicy, min_bytes: int) -> list[Tensor]:
         units.MIN_UNIT_BYTES, reduce.MIN_PIECE_BYTES = min_bytes, min_bytes
-        torch.manual_seed(0)
-        model = Language()
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+        model = sharded(mp_policy=policy)
         torch.manual_seed(torch.distributed.get_rank())
         loss_of(model(torch.randn(4, WIDTH))).backward()
         return [full(param.grad) for param in model.parameters()]
