@@ -41,6 +41,8 @@ class Context:
         device = root.group.mesh.device
         self.takes_inputs_to = None if device.type in ("cpu", "meta") else device
         self._saved_tensors = SavedTensors(use_in_backward)
+        # Whether backward's use of a weight is noticed, whatever way it comes.
+        self.notices_saved_tensors = True
         self._reductions = ReductionQueue()
         # What a user may set: see the methods of FSDPModule.
         self.is_last_backward = True
@@ -85,21 +87,35 @@ class Context:
             return None if chosen is None else [place[state] for state in chosen if state in place]
 
         lists = [(places(state.forward_prefetch), places(state.backward_prefetch)) for state in self.states]
-        chosen = {"finalizes_by_itself": self.finalizes_by_itself, "prefetch_budget": self.prefetch_budget}
-        return {**chosen, "prefetch": lists}
+        chosen = ("finalizes_by_itself", "prefetch_budget", "notices_saved_tensors")
+        return {**{name: getattr(self, name) for name in chosen}, "prefetch": lists}
 
     def take_settings(
         self,
         finalizes_by_itself: bool,
         prefetch_budget: int | None,
+        notices_saved_tensors: bool,
         prefetch: list[tuple[list[int] | None, list[int] | None]],
     ) -> None:
         """Take over the settings of the context that this one is a copy of."""
         self.finalizes_by_itself, self.prefetch_budget = finalizes_by_itself, prefetch_budget
+        self.notice_saved_tensors(notices_saved_tensors)
         for state, lists in zip(self.states, prefetch, strict=True):
             state.forward_prefetch, state.backward_prefetch = (
                 None if each is None else [self.states[i] for i in each] for each in lists
             )
+
+    def notice_saved_tensors(self, notices: bool) -> None:
+        """Choose whether backward's use of a weight is noticed, or refused unless a gradient of what its module
+        returned has come first.
+        """
+        if self.running or self.in_backward:
+            raise RuntimeError("saved-tensor hooks can't be switched while a forward or backward runs")
+        self.notices_saved_tensors = notices
+        for state in self.states:
+            state.versions = ()  # what earlier graphs have saved is refused
+            # For good: graphs of that time may live on.
+            state.group.versions.guards |= not notices
 
     def share_reductions(self, other: Context) -> None:
         """Queue reductions with those of another root from now on."""
@@ -119,7 +135,8 @@ class Context:
         if len(self.running) == 1:
             # Storages are known by their addresses, which others may have taken since the last pass.
             self._saved_tensors.owners.clear()
-            self._saved_tensors.activate()
+            if self.notices_saved_tensors:
+                self._saved_tensors.activate()
 
     def leave(self) -> None:
         """The innermost forward ends, or has failed."""
@@ -271,8 +288,9 @@ class Context:
     def used(self, state: FSDPState) -> None:
         """`state` is unsharded on purpose now, not only in advance: what is saved of its weights is known as such."""
         self._prefetched.discard(state)
-        for storage in state.group.storage_ids:
-            self._saved_tensors.owners[storage] = state
+        if self.notices_saved_tensors:
+            for storage in state.group.storage_ids:
+                self._saved_tensors.owners[storage] = state
 
     def _within_budget(self, expected: Iterable[FSDPState]) -> Iterator[FSDPState]:
         if self.prefetch_budget is None:

@@ -172,7 +172,8 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
         if state.context.takes_inputs_to is not None and len(state.context.running) == 1:
             args, kwargs = to_device((args, kwargs), state.context.takes_inputs_to)
     dtype = state.input_dtype
-    hooks_inputs = torch.is_grad_enabled() and not state.completes
+    # In a module that calls itself, the outermost call is the last to be done with the parameters.
+    hooks_inputs = torch.is_grad_enabled() and not state.completes and state.running == 1
     if dtype is None and not hooks_inputs:
         return args, kwargs
     inputs = tensors_in(args, kwargs)
@@ -189,7 +190,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
         output = _finish_forward(state, module, output)
     state.context.leave()
     if not in_backward:
-        state.group.check_written()
+        state.group.versions.check_written()
     return output if state.policy.output_dtype is None else cast_floating(output, state.policy.output_dtype)
 
 
@@ -266,7 +267,7 @@ def use_in_forward(state: FSDPState, in_backward: bool) -> None:
         before_backward(state, recomputes=True)
     unshard(state)  # if it was ready before: for its weights to be known again in this forward
     if not in_backward:
-        state.versions = state.group.versions()
+        state.note_versions()
 
 
 def use_in_backward(state: FSDPState) -> None:
@@ -280,7 +281,7 @@ def before_backward(state: FSDPState, recomputes: bool = False) -> None:
     state.context.enter_backward(recomputes)
     if not state.backward_ready:
         state.backward_ready = True
-        state.versions = state.group.versions()
+        state.note_versions()
         unshard(state)
         state.context.prefetch_backward(state)
 

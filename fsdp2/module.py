@@ -282,6 +282,23 @@ class FSDPModule:
             raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
         _root(self, "set_prefetch_budget").context.prefetch_budget = nbytes
 
+    def set_saved_tensor_hooks(self, enabled: bool) -> None:
+        """Choose how backward finds out that it needs a group's full parameters. On the root only.
+
+        Args:
+            enabled: True, the default: every weight that autograd has saved is watched, and gathered when backward
+                reads it, whatever way the gradient came. False: gradients must enter each sharded module through a
+                tensor that it returned, as torch's FSDP2 expects. That saves about a third of the host time; a gradient
+                that comes another way, from a tensor that a forward hook has kept say, is refused by autograd:
+                "one of the variables needed for gradient computation has been modified by an inplace operation".
+                What a function saves of a weight's `.data` is not watched then: keep the hooks for such functions.
+
+        Raises:
+            RuntimeError: not the root, or during a forward or backward.
+        """
+        _check_bool("enabled", enabled)
+        _root(self, "set_saved_tensor_hooks").context.notice_saved_tensors(enabled)
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Announce further backward passes through the forwards that have run: the record of these is kept, so that
         they are gathered ahead in those passes, too. For all modules under the root.

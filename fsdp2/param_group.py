@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from .mesh import DataMesh
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
-
-_version_of = attrgetter("_version")
+from .versions import GroupVersions
 
 
 class _Settled:
@@ -70,7 +68,7 @@ class FSDPParamGroup:
         self.state: _Settled | PendingGather = SHARDED
         self.installed = False
         self.gradients = GroupGradients(self.params, reduction)
-        self._full_versions: tuple[int, ...] = ()
+        self.versions = GroupVersions()
         # Identity of the storage that full parameters share, and of those that extended ones have.
         self.storage_ids: frozenset[int] = frozenset()
         self.has_frozen = False
@@ -173,7 +171,7 @@ class FSDPParamGroup:
         if notice_replacements:
             self._notice_replacements()
         assert self._buffers is not None
-        self._gathered_at = self.versions() if self.notes_changes else None
+        self._gathered_at = self.versions.sharded() if self.notes_changes else None
         if self._extensions.members:
             self.state = self._buffers.start_gather(self._comm, *self._extensions.start(self._comm))
         else:
@@ -187,6 +185,7 @@ class FSDPParamGroup:
             self.state = UNSHARDED
             if self._extensions.members:
                 self._finish_extensions()
+        self.versions.renew()
 
     def install(self) -> None:
         """Register the full parameters in the modules."""
@@ -210,6 +209,7 @@ class FSDPParamGroup:
         if isinstance(state, PendingGather):
             state.abandon()
         if free and self._buffers is not None:
+            self.versions.expire()
             self._buffers.free()
             if self._extensions.members and not self.keeps_storage:
                 self._extensions.free()
@@ -220,12 +220,8 @@ class FSDPParamGroup:
         assert self.state is UNSHARDED, "a forward has just used them"
         assert self._buffers is not None
         self.state = SHARDED
+        self.versions.expire()
         self._buffers.shrink()
-
-    def versions(self) -> tuple[int, ...]:
-        """Two per sharded parameter, one of which grows with each in-place operation on it, or an optimizer's step."""
-        with torch_compat.no_torch_function():
-            return tuple(map(_version_of, self._versioned))
 
     def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
@@ -236,17 +232,6 @@ class FSDPParamGroup:
         weight = torch_compat.local_of(weight) if isinstance(weight, DTensor) else weight
         i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
-
-    def check_written(self) -> None:
-        """Raise RuntimeError if a full parameter was written to since the last call: sharding again would undo it."""
-        before, versions = self._full_versions, tuple(map(_version_of, self._fulls))
-        self._full_versions = versions
-        if before != versions:
-            changed = [p.name for p, old, new in zip(self.params, before, versions, strict=True) if old != new]
-            raise RuntimeError(
-                f"{', '.join(changed)} was modified in place during forward. The change is lost when the parameter is "
-                "sharded again: modify the sharded parameter between steps, or keep such a value in a buffer."
-            )
 
     def _register(self, face: int) -> None:
         for slots, name, parameter in self._dict_slots[face]:
@@ -277,7 +262,7 @@ class FSDPParamGroup:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""
         return (
             self._gathered_at is not None
-            and self._gathered_at == self.versions()
+            and self._gathered_at == self.versions.sharded()
             and (self.installed or not self._is_replaced())
             and self._trainable == self._find_trainable()
         )
@@ -356,7 +341,7 @@ class FSDPParamGroup:
             self._watch()
             self._follow_requires_grad()
             self._prepare_slots()
-        self._full_versions = tuple(map(_version_of, self._fulls))
+        self.versions.accept()
 
     def _watch(self) -> None:
         """Remember what is registered where, to notice what is put there instead."""
@@ -365,10 +350,7 @@ class FSDPParamGroup:
             for param in self.params
             for slot in param.slots
         ]
-        # Operations on the DTensor count there, operations on what to_local() returns count at the local tensor.
-        self._fulls = [param.full for param in self.params]
-        self._full_versions = tuple(map(_version_of, self._fulls))
-        self._versioned = [tensor for param in self.params for tensor in (param.sharded, param.local)]
+        self.versions.watch(self.params)
 
     def _find_trainable(self) -> list[bool]:
         with torch_compat.no_torch_function():

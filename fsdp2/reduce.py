@@ -140,11 +140,14 @@ class ReducePlan:
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
         self.slots = gradient_slots(layout, specs)
         self.segments_shape = (world_size, layout.packed_numel)
+        packed = [specs[i] for i in layout.packed]
         # One operation for all of them; on CPU it is slow where it casts, and copies twice where it pads.
-        self.is_one_cat = layout.packed_numel == sum(specs[i].shard_numel for i in layout.packed) and all(
+        self.is_one_cat = all(
             spec.is_even and spec.shard_numel and spec.dim == 0 and spec.arrives_in(layout.wire_dtype)
-            for spec in (specs[i] for i in layout.packed)
+            for spec in packed
         )
+        # Elements behind the last of them, of all segments.
+        self.tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
         self.pieces: list[tuple[int, int]] = []
         needs_memory = layout.packed or layout.wire_dtype != layout.reduce_dtype  # to copy to, or to receive in
         if len(specs) == 1 and specs[0].dim == 0 and needs_memory:
@@ -154,8 +157,9 @@ class ReducePlan:
     def pack(self, gradients: Mapping[int, Tensor], out_WP: Tensor) -> None:
         packed = [gradients[i] for i in self.layout.packed]
         # Those that have waited for a synchronised backward come in the reduce dtype.
-        if self.is_one_cat and all(each.dtype == out_WP.dtype for each in packed):
-            torch_compat.chunk_cat(packed, out_WP)
+        if self.is_one_cat and {each.dtype for each in packed} == {out_WP.dtype}:
+            tail = [out_WP.new_empty(self.tail_numel)] if self.tail_numel else []
+            torch_compat.chunk_cat([*packed, *tail], out_WP)
         else:
             pack_gradients(packed, self.slots, out_WP)
 

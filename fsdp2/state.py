@@ -104,6 +104,11 @@ class FSDPState(TorchState):
             self.kept = False
             self._reshard()
 
+    def note_versions(self) -> None:
+        """The full parameters are about to be saved for backward, or read by it."""
+        if self.context.notices_saved_tensors:
+            self.versions = self.group.versions.sharded()
+
     def hold(self) -> None:
         """The user is about to gather the group: passes that do not free it shall not gather it again."""
         self.held = self.group.notes_changes = True

@@ -53,6 +53,7 @@ __all__ = [
     "register_composable",
     "scale_each",
     "set_local",
+    "set_versions",
     "single_tensor_collectives",
     "storage_id",
     "strided_shard",
@@ -77,6 +78,11 @@ def dtensor_spec(
 dtensor: Callable[[Tensor, DTensorSpec], DTensor] = partial(
     inspect.unwrap(DTensor.__new__), DTensor, requires_grad=False
 )
+
+
+# (tensors, counts): set their version counters, whatever they were. The public context manager around it can only
+# restore them.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 
 # The very local tensor of a DTensor: `to_local()` returns a new view on each call, which has no identity.

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -388,6 +389,24 @@ def bytes_gathered_ahead() -> None:
             build().set_prefetch_budget(wrong)
     with pytest.raises(RuntimeError, match="root"):
         build().b0.set_prefetch_budget(0)
+
+
+@checks("set_saved_tensor_hooks")
+def what_is_not_watched_is_refused() -> None:
+    """A weight that only what a forward hook has kept depends on."""
+    for enabled in (True, False):
+        root, kept = Root(), []
+        root.b0 = nn.Linear(4, 4)
+        root.b0.register_forward_hook(lambda module, args, _, kept=kept: kept.append(args[0] @ module.weight))
+        model = build(root, reshard_after_forward=True)
+        model.set_saved_tensor_hooks(enabled)
+        model(torch.ones(2, 4, requires_grad=True))
+        with nullcontext() if enabled else pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept[0].sum().backward()
+    with pytest.raises(TypeError, match="enabled"):
+        model.set_saved_tensor_hooks(1)
+    with pytest.raises(RuntimeError, match="root"):
+        model.b0.set_saved_tensor_hooks(False)
 
 
 @checks("set_is_last_backward")

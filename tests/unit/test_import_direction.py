@@ -35,6 +35,7 @@ ORDER = (
     "gradients",
     "unsynced_grad",
     "extension",
+    "versions",
     "param",
     "buffers",
     "gather",

@@ -1,0 +1,102 @@
+"""Who has written to the parameters of a group, told by autograd's version counters.
+
+Every tensor counts the in-place operations on it, views together with what they are views of. Autograd notes the count
+of what it saves, and refuses to use it for a gradient when the count is another by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from . import torch_compat
+from .param import FSDPParam
+
+_version_of = attrgetter("_version")
+
+
+class GroupVersions:
+    """The version counters of one group.
+
+    `guards`: let autograd refuse weights that it saved and that were freed since, until they are gathered again. It
+    needs no hooks: the counts of full parameters are moved on while they are freed, and back if the sharded ones have
+    not changed.
+    """
+
+    def __init__(self) -> None:
+        self.guards = False
+        self._sharded: list[Tensor] = []
+        self._full: tuple[Tensor, ...] = ()
+        # Of each of the full ones: its parameter's name, and place in the group.
+        self._names: list[str] = []
+        self._places: list[int] = []
+        # The counts of the full ones: while their data is there, and while it isn't, where that is guarded.
+        self._valid: tuple[int, ...] = ()
+        self._expired: tuple[int, ...] = ()
+        self._is_expired = False
+        # The counts of the sharded ones when the full ones were last made of them.
+        self._made_of: tuple[int, ...] = ()
+
+    def watch(self, params: Sequence[FSDPParam]) -> None:
+        """Follow the faces that these have now."""
+        # Operations on a DTensor count there, operations on what to_local() returns count at the local tensor.
+        self._sharded = [tensor for param in params for tensor in (param.sharded, param.local)]
+        faces = [(face, param.name, i) for i, param in enumerate(params) for face in _with_local(param.full)]
+        self._full = tuple(face for face, _, _ in faces)
+        self._names, self._places = [name for _, name, _ in faces], [i for _, _, i in faces]
+        self._made_of = self.sharded()
+        self.accept()
+
+    def accept(self) -> None:
+        """Take what the counts of the full parameters are now for valid."""
+        self._is_expired = False
+        self._set_valid(tuple(map(_version_of, self._full)))
+
+    def sharded(self) -> tuple[int, ...]:
+        """Two per sharded parameter, one of which grows with each in-place operation on it, or an optimizer's step."""
+        with torch_compat.no_torch_function():
+            return tuple(map(_version_of, self._sharded))
+
+    def check_written(self) -> None:
+        """Raise RuntimeError if a full parameter was written to since the last call: sharding again would undo it."""
+        expected, found = self._expired if self._is_expired else self._valid, tuple(map(_version_of, self._full))
+        if found != expected:
+            changed = [name for name, old, new in zip(self._names, expected, found, strict=True) if old != new]
+            self.accept()
+            raise RuntimeError(
+                f"{', '.join(dict.fromkeys(changed))} was modified in place during forward. The change is lost when "
+                "the parameter is sharded again: modify the sharded parameter between steps, or keep such a value in "
+                "a buffer."
+            )
+
+    def expire(self) -> None:
+        """The full parameters' data is given up: what autograd has saved of it is not valid, until `renew`."""
+        if self.guards and not self._is_expired:
+            self._is_expired = True
+            increment_version(self._full)
+
+    def renew(self) -> None:
+        """The full parameters' data is there: what autograd has saved of it is valid, if it is the same data."""
+        if not self.guards:
+            return
+        before, self._made_of = self._made_of, self.sharded()
+        if before != self._made_of:
+            changed = {i // 2 for i, (old, new) in enumerate(zip(before, self._made_of, strict=True)) if old != new}
+            self._set_valid(
+                tuple(count + 2 * (i in changed) for i, count in zip(self._places, self._valid, strict=True))
+            )
+        elif not self._is_expired:
+            return
+        self._is_expired = False
+        torch_compat.set_versions(self._full, self._valid)
+
+    def _set_valid(self, counts: tuple[int, ...]) -> None:
+        self._valid, self._expired = counts, tuple(count + 1 for count in counts)
+
+
+def _with_local(full: Tensor) -> tuple[Tensor, ...]:
+    return (full, torch_compat.local_of(full)) if isinstance(full, DTensor) else (full,)

@@ -1,0 +1,141 @@
+"""Backward that learns of gradients only by what modules returned: exact for these, refused for any other."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import FSDPModule
+from scenarios import WIDTH, WRAPS, Block, Run, Wrap, blocks, check, leaves, loss_of, sgd
+
+REFUSED = r"modified by an inplace operation"
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return x
+
+
+def watch(run: Run, model: nn.Module, enabled: bool) -> None:
+    if run.sharded:
+        assert isinstance(model, FSDPModule)
+        model.set_saved_tensor_hooks(enabled)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_that_enter_by_outputs_are_exact(world_size: int) -> None:
+    """Accumulated over two passes, one of them in inference, and with a graph that is used twice."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Chain)
+        wrap(run, model)
+        watch(run, model, False)
+        optimizer = sgd(model)
+        for step in range(3):
+            with torch.no_grad():
+                run.rows("no grad", model(run.batch(seed=step)))
+            loss_of(model(run.batch(seed=10 + step))).backward()
+            loss = loss_of(model(run.batch(seed=20 + step)))
+            loss.backward(retain_graph=True)
+            run.step(f"step {step}", model, optimizer, loss)
+
+    check(scenario, world_size, wrap=WRAPS)
+
+
+def test_a_module_that_runs_twice_and_one_that_is_frozen() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.block = Block().requires_grad_(False), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.frozen(self.block(x)))
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Twice)
+        if wrap is blocks:
+            for child in model.children():
+                run.shard(child)
+            run.shard(model)
+        else:
+            wrap(run, model)
+        watch(run, model, False)
+        optimizer = sgd(model)
+        for step in range(3):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, wrap=(blocks, leaves))
+
+
+def test_other_gradients_are_refused_until_hooks_are_on_again() -> None:
+    """A loss of what a forward hook has kept from inside a block, which no returned tensor depends on."""
+
+    def scenario(run: Run) -> None:
+        model, kept = run.build(Chain), []
+        model.blocks[0].down.register_forward_hook(lambda _module, _args, output: kept.append(output))
+        blocks(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            watch(run, model, False)
+            model(run.batch(seed=step))
+            if run.sharded:
+                with pytest.raises(RuntimeError, match=REFUSED):
+                    loss_of(kept[-1]).backward()
+                optimizer.zero_grad()
+            watch(run, model, True)
+            model(run.batch(seed=step))
+            run.step(f"inside {step}", model, optimizer, loss_of(kept[-1]))
+            watch(run, model, False)
+            run.step(f"usual {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario)
+
+
+def test_parameters_that_change_before_backward() -> None:
+    """Of a changed weight no gradient is computed; a changed bias, which none depends on, is no error: as in torch."""
+
+    def scenario(run: Run, name: str, keeps: bool) -> None:
+        model = run.build(nn.Sequential, nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+        for layer in (model[0], model[2]):
+            run.shard(layer, reshard_after_forward=not keeps)
+        run.shard(model)
+        watch(run, model, False)
+        optimizer = sgd(model)
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=step)))
+            with torch.no_grad():
+                model[2].get_parameter(name).mul_(2)
+            if name == "weight":
+                with pytest.raises(RuntimeError, match=REFUSED):
+                    loss.backward()
+                optimizer.zero_grad()
+            else:
+                run.step(f"changed {step}", model, optimizer, loss)
+            run.step(f"usual {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, name=("weight", "bias"), keeps=(False, True))
+
+
+def test_a_graph_from_before_the_switch() -> None:
+    """Its weights have changed since, whichever way they would have been noticed."""
+
+    def scenario(run: Run, enabled: bool) -> None:
+        model = run.build(Chain)
+        blocks(run, model)
+        watch(run, model, enabled)
+        optimizer = sgd(model)
+        loss = loss_of(model(run.batch(seed=0)))
+        run.step("another", model, optimizer, loss_of(model(run.batch(seed=1))))
+        watch(run, model, not enabled)
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        run.step("after", model, optimizer, loss_of(model(run.batch(seed=2))))
+
+    check(scenario, enabled=(False, True))
