@@ -1,6 +1,8 @@
-"""Do the payloads of common models start and end on 16 bytes? NCCL copies element by element where they do not."""
+"""What the payloads of common models are beside their parameters: do they start and end on 16 bytes (NCCL copies
+element by element where they do not), and how much of them is padding?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,46 +14,99 @@ from .meters import WireMeter
 from .quiet_group import start_fake_group
 from .report import Row
 
-# Columns of the matrices and lengths of the vectors of one block. Rows of these matrices are multiples of 16 bytes in
-# bf16, so their number changes no remainder; 64 rows stand for all.
-BLOCKS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
-    "Llama-3-8B": ([4096] * 6 + [14336], [4096] * 2),
-    "Qwen3-4B": ([2560] * 5 + [4096, 9728], [2560] * 2 + [128] * 2),
-    "Qwen2.5-7B": ([3584] * 6 + [18944], [3584] * 2 + [3584, 512, 512]),
-    "GPT-OSS attention": ([2880] * 3 + [4096], [2880, 4096, 512, 512, 2880, 64]),
-    "GPT-2-XL": ([4800, 1600, 6400, 1600], [1600] * 4 + [4800, 1600, 6400, 1600]),
+Shape = tuple[int, ...]
+# Parameters of one block, matrices as nn.Linear has them.
+BLOCKS: dict[str, list[Shape]] = {
+    "Llama-3-8B": [*[(4096, 4096)] * 2, *[(1024, 4096)] * 2, *[(14336, 4096)] * 2, (4096, 14336), *[(4096,)] * 2],
+    "Qwen3-4B": [
+        *[(4096, 2560), *[(1024, 2560)] * 2, (2560, 4096), *[(9728, 2560)] * 2, (2560, 9728)],
+        *[(2560,), (2560,), (128,), (128,)],
+    ],
+    "Qwen2.5-7B": [
+        *[*[(3584, 3584)] * 2, *[(512, 3584)] * 2, *[(18944, 3584)] * 2, (3584, 18944)],
+        *[(3584,), (3584,), (3584,), (512,), (512,)],
+    ],
+    "GPT-OSS attention": [
+        *[(4096, 2880), (512, 2880), (512, 2880), (2880, 4096)],
+        *[(2880,), (4096,), (512,), (512,), (2880,), (64,)],
+    ],
+    "GPT-2-XL": [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400), (4800,), (6400,), *[(1600,)] * 6],
 }
-ROWS = 64
+# All experts of one block, of which there are fewer than ranks.
+EXPERTS: dict[str, list[Shape]] = {
+    "GPT-OSS experts": [(128, 2880, 5760), (128, 2880, 2880), (128, 5760), (128, 2880), (128, 2880), (128,)],
+    "Qwen3-30B-A3B experts": [(128, 1536, 2048), (128, 2048, 768), (128, 2048)],
+}
+PADDING_WORLDS = (8, 64, 96, 256, 512)
 
 
 def measure_alignment(job: Job, libraries: Sequence[Library]) -> list[Row]:
+    return [_alignment_row(job, libraries), *_padding_rows(libraries)]
+
+
+def _alignment_row(job: Job, libraries: Sequence[Library]) -> Row:
     """Share of (block, world size) pairs whose all-gather has a payload that is not a multiple of 16 bytes."""
     misaligned = {library.name: 0 for library in libraries}
     for world_size in job.worlds:
         start_fake_group(world_size)
         for library in libraries:
-            misaligned[library.name] += sum(_is_misaligned(name, library, world_size) for name in BLOCKS)
+            misaligned[library.name] += sum(_is_misaligned(shapes, library) for shapes in BLOCKS.values())
         dist.destroy_process_group()
     pairs = len(job.worlds) * len(BLOCKS)
     values = {name: 100 * count / pairs for name, count in misaligned.items()}
     setting = f"{len(BLOCKS)} common blocks, {len(job.worlds)} worlds of {job.worlds[0]} to {job.worlds[-1]}"
-    return [Row("alignment", "% of groups gathered off 16 bytes", setting, values, limit=0.0)]
+    return Row("alignment", "% of groups gathered off 16 bytes", setting, values, limit=0.0)
+
+
+def _padding_rows(libraries: Sequence[Library]) -> Iterator[Row]:
+    """Bytes that a gather brings over those of the parameters, and for experts the same with `cheapest_placement`."""
+    what = "bytes gathered, over the parameters'"
+    for world_size in PADDING_WORLDS:
+        start_fake_group(world_size)
+        for name, shapes in (BLOCKS | EXPERTS).items():
+            ratios = {library.name: _padding_ratio(shapes, library, world_size) for library in libraries}
+            yield Row("alignment", what, f"N={world_size} {name}", ratios, limit=1.0)
+        planners = [library for library in libraries if library.planner is not None]
+        for name, shapes in EXPERTS.items() if planners else ():
+            planned = {
+                library.name: _padding_ratio(shapes, library, world_size, shard_placement_fn=library.planner())
+                for library in planners
+            }
+            yield Row("alignment", what, f"N={world_size} {name}, planned", planned, limit=1.0)
+        dist.destroy_process_group()
 
 
 class _Block(nn.Module):
-    def __init__(self, columns: Sequence[int], vectors: Sequence[int]) -> None:
+    def __init__(self, shapes: Sequence[Shape]) -> None:
         super().__init__()
-        self.matrices = nn.ParameterList(torch.zeros(ROWS, width) for width in columns)
-        self.vectors = nn.ParameterList(torch.zeros(length) for length in vectors)
+        self.params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
     def forward(self) -> None:
         """Never called: the block is only gathered."""
 
 
-def _is_misaligned(block_name: str, library: Library, world_size: int) -> bool:
-    block = _Block(*BLOCKS[block_name])
-    mesh = dist.init_device_mesh("cpu", (world_size,))
-    library.fully_shard(block, mesh=mesh, mp_policy=library.mixed_precision_policy(param_dtype=torch.bfloat16))
+def _gather(shapes: Sequence[Shape], library: Library, **options: Any) -> WireMeter:
+    block = _Block(shapes)
+    policy = library.mixed_precision_policy(param_dtype=torch.bfloat16)
+    library.fully_shard(block, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy, **options)
     with WireMeter() as wire:
         block.unshard()
+    return wire
+
+
+def _is_misaligned(shapes: Sequence[Shape], library: Library) -> bool:
+    # Rows of these matrices are multiples of 16 bytes in bf16, so their number changes no remainder; 64 stand for all.
+    wire = _gather([shape if len(shape) == 1 else (64, *shape[1:]) for shape in shapes], library)
     return any(collective.payload_bytes % 16 for collective in wire.collectives)
+
+
+def _padding_ratio(shapes: Sequence[Shape], library: Library, world_size: int, **options: Any) -> float:
+    # Padding comes in rows: thinner ones make the same share of it.
+    thin = [_thin(shape) for shape in shapes]
+    wire = _gather(thin, library, **options)
+    own = sum(2 * torch.Size(shape).numel() for shape in thin)
+    return world_size * sum(collective.payload_bytes for collective in wire.collectives) / own
+
+
+def _thin(shape: Shape) -> Shape:
+    return shape if len(shape) == 1 else (*shape[:-1], shape[-1] // (16 if len(shape) == 2 else 64))

@@ -20,11 +20,15 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Library:
-    """What the benchmark needs from a library that has torch's FSDP2 surface."""
+    """What the benchmark needs from a library that has torch's FSDP2 surface.
+
+    `planner`: makes a `shard_placement_fn` that keeps padding small; torch has none.
+    """
 
     name: str
     fully_shard: Callable[..., Any]
     mixed_precision_policy: Callable[..., Any]
+    planner: Callable[[], Any] | None
 
 
 def load_library(name: str) -> Library:
@@ -33,7 +37,8 @@ def load_library(name: str) -> Library:
         raise SystemExit(f"unknown library {name!r}: choose from {', '.join(MODULES)}")
     try:
         module = importlib.import_module(MODULES[name])
-        return Library(name, module.fully_shard, module.MixedPrecisionPolicy)
+        planner = getattr(module, "cheapest_placement", None)
+        return Library(name, module.fully_shard, module.MixedPrecisionPolicy, planner)
     except (ImportError, AttributeError) as error:
         raise SystemExit(
             f"cannot import fully_shard and MixedPrecisionPolicy from {MODULES[name]!r}: {error}. "

@@ -64,7 +64,8 @@ SUITES = {
     ),
     "alignment": Suite(
         measure_alignment,
-        "bf16 all-gathers of the blocks of Llama-3-8B, Qwen3-4B, Qwen2.5-7B, GPT-OSS (attention) and GPT-2-XL.",
+        "bf16 all-gathers of the blocks of Llama-3-8B, Qwen3-4B, Qwen2.5-7B, GPT-OSS (attention) and GPT-2-XL; for the "
+        "bytes also of two models' experts, as `Shard(0)`, and planned by `cheapest_placement`. Limit: no padding.",
         worlds=_ALIGNMENT_WORLDS,
         quick_worlds=_ALIGNMENT_WORLDS,
         fixed=True,

@@ -10,6 +10,7 @@ from .module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from .padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
 from .patch import patch_torch
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -20,12 +21,16 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "GradientReductionHandle",
+    "GroupPadding",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParameterPadding",
     "ShardPlacementResult",
     "UnshardHandle",
+    "cheapest_placement",
     "clip_grad_norm_",
     "fully_shard",
+    "padding_report",
     "patch_torch",
     "register_fsdp_forward_method",
     "replicate",

@@ -45,11 +45,9 @@ def check_modules(module: Any) -> list[nn.Module]:
 
 
 def check_arguments(
-    mesh: Any, reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any, ignored_params: Any
+    reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any, ignored_params: Any
 ) -> None:
     """Types only; values are checked where their meaning is known."""
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
     if not isinstance(reshard_after_forward, (int, type(None))):
         raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {reshard_after_forward!r}")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -64,8 +62,10 @@ def check_arguments(
             raise TypeError(f"ignored_params: expected parameters, got {type(each).__name__}")
 
 
-def check_mesh_dims(mesh: Any, dims: Any) -> None:
+def check_mesh(mesh: Any, dims: Any) -> None:
     """Accept torch's DataParallelMeshDims, too."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
     if dims is None:
         return
     if isinstance(dims, type) or not (hasattr(dims, "shard") and hasattr(dims, "replicate")):

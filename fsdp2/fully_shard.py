@@ -20,6 +20,7 @@ from .mesh import (
     named_data_mesh,
     replicated_data_mesh,
 )
+from .padding import log_waste
 from .param import FSDPParam, Slot
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
@@ -60,9 +61,11 @@ def fully_shard(
             was last in the forward before. An int k, a divisor of the number of ranks: each rank keeps 1/k of them
             (in compute dtypes), and backward gathers among k neighbouring ranks only, on one machine say.
         shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
-            need not divide evenly. Parameters sharded along dims other than 0 are copied once more per gather. It may
-            return a ShardPlacementResult, for a parameter on a mesh of its own (experts, say): the parameters of each
-            mesh then form a group, which settings and methods of the module reach alike.
+            need not divide evenly, but gathers and reductions bring padding then: `cheapest_placement` is such a
+            function, which keeps it small, and what is much is logged. Parameters sharded along dims other than 0 are
+            copied once more per gather. It may return a ShardPlacementResult, for a parameter on a mesh of its own
+            (experts, say): the parameters of each mesh then form a group, which settings and methods of the module
+            reach alike.
         mp_policy: dtypes of compute and reduction.
         offload_policy: a CPUOffloadPolicy has sharded parameters and gradients, hence the optimizer, live on the CPU,
             and copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already.
@@ -124,8 +127,8 @@ def _apply(
     ignored_params: set[nn.Parameter] | None,
 ) -> Modules:
     roots = checks.check_modules(module)
-    checks.check_arguments(mesh, reshard_after_forward, shard_placement_fn, offload_policy, ignored_params)
-    checks.check_mesh_dims(mesh, dp_mesh_dims)
+    checks.check_mesh(mesh, dp_mesh_dims)
+    checks.check_arguments(reshard_after_forward, shard_placement_fn, offload_policy, ignored_params)
     policy = checks.check_policy(mp_policy)
     managed = dict(_managed_modules(roots))
     slots = _collect_slots(managed, ignored_params or frozenset())
@@ -155,6 +158,7 @@ def _apply(
         state.outer = states[0] if share.unit is not None else None
     hooks.install(states)
     attach(states[0])
+    log_waste(states)
     for root, cls in zip(roots, classes, strict=True):
         root.__class__ = cls
     return module

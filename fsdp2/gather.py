@@ -38,11 +38,6 @@ class GatherPlan:
         if layout.packed_nbytes:
             self._plan_packed()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank's collectives deliver, its own part included."""
-        return sum(output.numel() for output in self.outputs)
-
     def _plan_direct(self, i: int) -> None:
         spec, start = self._layout.specs[i], self._layout.full_offsets[i]
         if spec.shard_numel == 0:
@@ -76,15 +71,14 @@ class GatherPlan:
 
     def _plan_copy_out(self, i: int, segments: Tensor) -> None:
         spec, first = self._layout.specs[i], self._layout.packed_offsets[i]
-        padded = view_bytes(
-            self._full, self._layout.full_offsets[i], spec.shard_numel * self._world_size, spec.compute_dtype
-        )
         chunks = segments[:, first : first + spec.compute_nbytes].view(spec.compute_dtype)
+        held = spec.num_holders  # the last ranks may hold nothing of a parameter of few rows
+        numel = held * spec.shard_numel if spec.dim == 0 else spec.numel
+        full = view_bytes(self._full, self._layout.full_offsets[i], numel, spec.compute_dtype)
         if spec.dim == 0:
-            held = spec.num_holders  # the last ranks may hold nothing of a parameter of few rows
-            targets, sources = [padded[: held * spec.shard_numel].view(held, spec.shard_numel)], [chunks[:held]]
+            targets, sources = [full.view(held, spec.shard_numel)], [chunks[:held]]
         else:
-            targets = split_chunks(padded[: spec.numel].view(spec.shape), spec)
+            targets = split_chunks(full.view(spec.shape), spec)
             sources = [chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))]
             if len(targets) > 1:
                 sources.append(chunks[spec.whole_chunks, : targets[1].numel()].view(targets[1].shape))

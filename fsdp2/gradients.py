@@ -103,6 +103,13 @@ def _do_nothing() -> None:
     pass
 
 
+def find_buckets(
+    specs: Sequence[ParamSpec], reduce_dtypes: Sequence[torch.dtype], trainable: Iterable[int]
+) -> list[tuple[int, ...]]:
+    """The parameters of a group whose gradients are reduced together; they are expected in reverse order."""
+    return split_buckets(specs, reduce_dtypes, sorted(trainable, reverse=True), MAX_BUCKETS, MIN_BUCKET_BYTES)
+
+
 class GroupGradients:
     """The gradients of one group: which have arrived in this backward pass, which wait for a synchronised one.
 
@@ -147,14 +154,13 @@ class GroupGradients:
         self.reduction = replace(self.reduction, **reduction)
 
     def prepare(self, specs: tuple[ParamSpec, ...], policy: MixedPrecisionPolicy, trainable: Iterable[int]) -> None:
-        """Plan the buckets of the parameters that are `trainable`, which are expected in reverse order."""
+        """Plan the buckets of the parameters that are `trainable`."""
         self._specs = specs
         self._reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
         self._wire_dtypes = tuple(policy.sent_dtype(spec.storage_dtype) for spec in specs)
         for handle in self._handles:
             handle.remove()
-        expected = sorted(trainable, reverse=True)
-        buckets = split_buckets(specs, self._reduce_dtypes, expected, MAX_BUCKETS, MIN_BUCKET_BYTES)
+        buckets = find_buckets(specs, self._reduce_dtypes, trainable)
         self._buckets = [_Bucket(indices, self._progress) for indices in buckets]
         self._handles = [
             self._params[i].full.register_post_accumulate_grad_hook(bucket.arrive)

@@ -82,6 +82,16 @@ class ParamSpec:
         return self.shard_numel * self.compute_dtype.itemsize
 
     @property
+    def nbytes(self) -> int:
+        """Of the full parameter, without padding."""
+        return self.numel * self.compute_dtype.itemsize
+
+    @property
+    def full_nbytes(self) -> int:
+        """What the full parameter takes: along dim 0 its chunks lie there with their padding, else it alone does."""
+        return self.compute_nbytes * self.world_size if self.dim == 0 else self.nbytes
+
+    @property
     def is_even(self) -> bool:
         return self.num_rows % self.world_size == 0
 
@@ -142,6 +152,17 @@ class GatherLayout:
     # One rank and no cast: the shard buffer already is the full storage, nothing is copied.
     aliased: bool
 
+    @property
+    def payload_nbytes(self) -> int:
+        """What each rank gives to a gather: its chunk of each parameter, and up to 15 bytes behind the packed ones.
+
+        R rows over W ranks need (-R) mod W rows of padding, so all ranks' payloads together have at most (W - 1) rows
+        of each parameter and 15 * W bytes above the parameters' own.
+        """
+        if self.world_size == 1:
+            return 0
+        return sum(self.specs[i].compute_nbytes for i in self.direct) + self.packed_nbytes
+
 
 def gather_layout(specs: Sequence[ParamSpec], world_size: int, direct_min_bytes: int) -> GatherLayout:
     """Lay out one group. `direct_min_bytes`: parameters of at least so many bytes are gathered straight into place."""
@@ -172,9 +193,7 @@ def gather_layout(specs: Sequence[ParamSpec], world_size: int, direct_min_bytes:
             )
             shard_nbytes += align(nbytes, RANK_ALIGNMENT)
 
-    full_offsets, packed_start = _offsets(
-        {i: spec.compute_nbytes * world_size for i, spec in enumerate(specs)}, PARAM_ALIGNMENT
-    )
+    full_offsets, packed_start = _offsets({i: spec.full_nbytes for i, spec in enumerate(specs)}, PARAM_ALIGNMENT)
     return GatherLayout(
         world_size=world_size,
         specs=tuple(specs),
@@ -232,6 +251,11 @@ class BucketLayout:
     wire_dtype: torch.dtype
     reduce_dtype: torch.dtype
     storage_dtype: torch.dtype
+
+    @property
+    def payload_nbytes(self) -> int:
+        """What each rank gives to each other in a reduction; bounded as the payload of a gather is."""
+        return self.shard_numel * self.wire_dtype.itemsize
 
 
 def bucket_layout(

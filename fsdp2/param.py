@@ -136,6 +136,11 @@ class FSDPParam:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def dim(self) -> int:
+        """Along which the data-parallel ranks cut it."""
+        return self._distribution.dim
+
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """What the layout must know of it as it is now."""
         return self._spec_for(self.local.dtype, self.compute_dtype(policy), self.is_extended)

@@ -128,14 +128,16 @@ class FSDPParamGroup:
     def choose_comms(self, **changes: Any) -> None:
         """Change how to communicate (see `CommChoice`). Every rank must call it, between steps."""
         self._choice = replace(self._choice, **changes)
-        before, reduction = self._direct_min_bytes(), self.gradients.reduction
+        before, reduction = self.direct_min_bytes, self.gradients.reduction
         self._comm, reduction.shards = self._choice.build(self._plain_comm, self.mesh.device)
         if reduction.replicas is not None:
             reduction.replicas.force_sum = self._choice.force_sum
-        if self._direct_min_bytes() != before:
+        if self.direct_min_bytes != before:
             self._rebuild()  # what goes direct is another choice now
 
-    def _direct_min_bytes(self) -> tuple[int, int]:
+    @property
+    def direct_min_bytes(self) -> tuple[int, int]:
+        """From how many bytes on a parameter is gathered, and reduced, on its own."""
         return self._comm.direct_min_bytes, self.gradients.reduction.shards.direct_min_bytes
 
     def keep_part_among(self, few: int | None) -> None:

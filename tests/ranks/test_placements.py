@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, cheapest_placement, fully_shard
 from fsdp2.comm import PairwiseComm
 from fsdp2.hooks import states_below
 from fsdp2.mesh import DataMesh
@@ -284,6 +284,54 @@ def test_dims(world_size: int) -> None:
     meshes = {2: [(1, 2), (2, 1)], 3: [(1, 3)], 4: [(2, 2)]}.get(world_size, [])
     cases += [Case(place=various, mesh=mesh, policy=policy) for mesh in meshes for policy in (BF16, Case.policy)]
     run_checks(world_size, [*all_of(trains, cases), *all_of(directly(trains), cases[3:4] + cases[-1:])])
+
+
+class FewExperts(TinyModel):
+    """Three experts and one that all tokens go through: fewer rows than most numbers of ranks, but many columns."""
+
+    row_shape = (32,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 3)
+        self.up = nn.Parameter(torch.randn(3, 32, 40) * 0.2)
+        self.down = nn.Parameter(torch.randn(3, 40, 32) * 0.2)
+        self.shared = nn.Parameter(torch.randn(1, 32, 32) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(torch.einsum("bi,eih->beh", x, self.up))
+        outputs = torch.einsum("beh,eho->beo", hidden, self.down)
+        mixed = (outputs * self.gate(x).softmax(-1).unsqueeze(-1)).sum(1)
+        return mixed + torch.tanh(x @ self.shared[0])
+
+
+def planned(p: nn.Parameter) -> Shard | None:
+    return cheapest_placement()(p)
+
+
+def experts_are_cut_where_that_is_cheapest() -> None:
+    """On three ranks each has an expert; on two, and the shared one everywhere, they divide only inside."""
+    model = fully_shard(FewExperts().double(), shard_placement_fn=cheapest_placement())
+    inside = 0 if dist.get_world_size() == 3 else 1
+    dims = {name: p.placements[0].dim for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    assert dims == {"up": inside, "down": inside, "shared": 1, "gate.weight": inside, "gate.bias": 0}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_cheapest_dims(world_size: int) -> None:
+    """Two and three ranks, on which the shared expert's 32 rows divide evenly and do not."""
+    cases = [
+        Case(FewExperts, place=planned, whole=True),
+        Case(FewExperts, place=planned, policy=BF16, optimizer="adamw", reshard=None),
+    ]
+    run_checks(
+        world_size,
+        [
+            ("dims", experts_are_cut_where_that_is_cheapest),
+            *all_of(trains, cases),
+            *all_of(directly(trains), cases[:1]),
+        ],
+    )
 
 
 def full_parameters_are_contiguous_in_forward() -> None:

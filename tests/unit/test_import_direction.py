@@ -20,6 +20,7 @@ ORDER = (
     "patch",
     "clip",
     "fully_shard",
+    "padding",
     "checks",
     "sharded_class",
     "module",
