@@ -1,6 +1,7 @@
 """The libraries that are compared, by name: where each is imported from, and nothing else about them."""
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ class Library:
     fully_shard: Callable[..., Any]
     mixed_precision_policy: Callable[..., Any]
     planner: Callable[[], Any] | None
+
+    @property
+    def has_wire_dtype(self) -> bool:
+        """Whether gradients may travel in a narrower dtype than the one in which they are summed."""
+        return "wire_dtype" in inspect.signature(self.mixed_precision_policy).parameters
 
 
 def load_library(name: str) -> Library:

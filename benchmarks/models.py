@@ -93,12 +93,14 @@ def build_plain(shape: Shape, precision: str) -> nn.Module:
     return Stack(shape).to(PRECISIONS[precision][0])
 
 
-def build_sharded(shape: Shape, precision: str, library: Library, mesh: DeviceMesh) -> nn.Module:
+def build_sharded(
+    shape: Shape, precision: str, library: Library, mesh: DeviceMesh, **more_of_policy: torch.dtype
+) -> nn.Module:
     torch.manual_seed(0)
     param_dtype, reduce_dtype = PRECISIONS[precision]
     mixed = param_dtype != reduce_dtype
     policy = library.mixed_precision_policy(
-        param_dtype=param_dtype if mixed else None, reduce_dtype=reduce_dtype if mixed else None
+        param_dtype=param_dtype if mixed else None, reduce_dtype=reduce_dtype if mixed else None, **more_of_policy
     )
     return shard(Stack(shape), library, mesh=mesh, mp_policy=policy)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,30 +21,41 @@ def measure_traffic(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
     start_fake_group(world_size)
     mesh = dist.init_device_mesh("cpu", (world_size,))
-    return [row for precision in PRECISIONS for row in _traffic_rows(precision, world_size, libraries, mesh)]
+    rows = [row for precision in PRECISIONS for row in _traffic_rows(precision, world_size, libraries, mesh)]
+    able = [library for library in libraries if library.has_wire_dtype]
+    return rows + _traffic_rows("bf16/fp32", world_size, able, mesh, torch.bfloat16)
 
 
-def _traffic_rows(precision: str, world_size: int, libraries: Sequence[Library], mesh: DeviceMesh) -> list[Row]:
+def _traffic_rows(
+    precision: str,
+    world_size: int,
+    libraries: Sequence[Library],
+    mesh: DeviceMesh,
+    wire_dtype: torch.dtype | None = None,
+) -> list[Row]:
+    """`wire_dtype`: gradients travel in it, as they come out of autograd."""
     counts: dict[str, dict[str, float]] = {}
+    wire = {"wire_dtype": wire_dtype} if wire_dtype else {}
     plain_copies, _ = _count_step(build_plain(BYTES_SHAPE, precision), precision)
     for library in libraries:
-        copies, wire = _count_step(build_sharded(BYTES_SHAPE, precision, library, mesh), precision)
+        copies, sent = _count_step(build_sharded(BYTES_SHAPE, precision, library, mesh, **wire), precision)
         counts[library.name] = {
             "copy bytes per parameter": (copies.copy_bytes - plain_copies.copy_bytes) / BYTES_SHAPE.numel,
             "arithmetic bytes per parameter": (copies.arithmetic_bytes - plain_copies.arithmetic_bytes)
             / BYTES_SHAPE.numel,
-            "wire bytes per parameter": wire.sent_bytes / BYTES_SHAPE.numel,
-            "collective calls per step": wire.calls,
-            "payloads per step": len(wire.collectives),
-            "payloads not multiple of 16 bytes": sum(c.payload_bytes % 16 != 0 for c in wire.collectives),
+            "wire bytes per parameter": sent.sent_bytes / BYTES_SHAPE.numel,
+            "collective calls per step": sent.calls,
+            "payloads per step": len(sent.collectives),
+            "payloads not multiple of 16 bytes": sum(c.payload_bytes % 16 != 0 for c in sent.collectives),
         }
+    compute, reduce = (dtype.itemsize for dtype in PRECISIONS[precision])
     limits = {
-        "copy bytes per parameter": _copy_limit(precision, world_size),
-        "wire bytes per parameter": _wire_limit(precision, world_size),
+        "copy bytes per parameter": _copy_limit(compute, compute if wire_dtype else reduce, world_size),
+        "wire bytes per parameter": _wire_limit(compute, wire_dtype.itemsize if wire_dtype else reduce, world_size),
         "payloads not multiple of 16 bytes": 0,
     }
-    setting = f"N={world_size} {precision}"
-    quantities = counts[libraries[0].name]
+    setting = f"N={world_size} {precision}" + (", bf16 wire" if wire_dtype else "")
+    quantities = counts[libraries[0].name] if libraries else ()
     return [
         Row("traffic", what, setting, {name: count[what] for name, count in counts.items()}, limit=limits.get(what))
         for what in quantities
@@ -58,14 +70,13 @@ def _count_step(model: nn.Module, precision: str) -> tuple[CopyMeter, WireMeter]
     return copies, wire
 
 
-def _copy_limit(precision: str, world_size: int) -> float:
-    """Gathers and reductions straight into and out of the parameters; one cast each way under mixed precision."""
-    compute, reduce = (dtype.itemsize for dtype in PRECISIONS[precision])
-    return 0.0 if compute == reduce else (4 + compute) / world_size + compute + reduce
+def _copy_limit(compute: int, sent: int, world_size: int) -> float:
+    """Gathers and reductions straight into and out of the parameters; a cast where the bytes of an element change."""
+    there = (4 + compute) / world_size if compute != 4 else 0.0
+    return there + (compute + sent if compute != sent else 0)
 
 
-def _wire_limit(precision: str, world_size: int) -> float:
+def _wire_limit(compute: int, sent: int, world_size: int) -> float:
     """Two all-gathers (one for the root, which stays) and a reduce-scatter, in the dtypes that were asked for."""
-    compute, reduce = (dtype.itemsize for dtype in PRECISIONS[precision])
     kept = compute * BYTES_SHAPE.root_numel / BYTES_SHAPE.numel
-    return (2 * compute + reduce - kept) * (world_size - 1) / world_size
+    return (2 * compute + sent - kept) * (world_size - 1) / world_size

@@ -1,15 +1,11 @@
 """Fully sharded data parallel training for PyTorch, with the API of torch's FSDP2."""
 
 from .clip import clip_grad_norm_
+from .forward_method import register_fsdp_forward_method
 from .fully_shard import fully_shard, replicate
+from .handles import GradientReductionHandle, UnshardHandle
 from .mesh import DataParallelMeshDims, ShardPlacementResult
-from .module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from .module import FSDPModule, share_comm_ctx
 from .padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
 from .patch import patch_torch
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

@@ -99,11 +99,11 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
     )
 
 
-def check_wire(policy: MixedPrecisionPolicy, mesh: DataMesh) -> None:
+def check_wire(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh) -> None:
     if policy.wire_dtype is not None and not mesh.shard_axes:
         raise ValueError(
-            "mp_policy: expected no wire_dtype on a mesh that only replicates, got "
-            f"{policy.wire_dtype}. Gradients are summed between replicas in the reduce dtype."
+            f"{name}: expected no wire_dtype in mp_policy on a mesh that only replicates, got {policy.wire_dtype}. "
+            "Gradients are summed between replicas in the reduce dtype."
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -19,17 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import torch_compat
+from .work import AllWork, CopyWork, DividedWork, SumWork, Work
 
 # Point-to-point messages of one pair of ranks are matched in order, per tag. Ours must not meet a user's.
 _GATHER_TAG = 0x0F5D_0001
 _REDUCE_TAG = 0x0F5D_0002
-
-
-class Work(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> object:
-        """Make the caller's stream (on CPU: the caller) wait until the outputs are there."""
 
 
 class Comm(Protocol):
@@ -103,19 +96,19 @@ class CoalescedComm:
             work = self._reduce_scatter_one(outputs[0], inputs[0], options)
         else:
             work = self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
-        return work if averages else _DividedWork([work], outputs, divisor)
+        return work if averages else DividedWork([work], outputs, divisor)
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         """All to all, a launch for each tensor; the sums are made when they are waited for."""
         received = [torch.empty_like(tensor) for tensor in inputs]
         works = [self.group.alltoall_base(theirs, mine, [], []) for theirs, mine in zip(received, inputs, strict=True)]
         parts = [theirs.view(self.size, -1) for theirs in received]
-        return _SumWork(works, [*inputs, *received], outputs, parts, divisor)
+        return SumWork(works, [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         averages = _averages(self, divisor)
         work = self.group.allreduce([tensor], _AVERAGE_ALL if averages else _SUM_ALL)
-        return work if averages else _DividedWork([work], [tensor], divisor)
+        return work if averages else DividedWork([work], [tensor], divisor)
 
 
 class PairwiseComm:
@@ -155,12 +148,12 @@ class PairwiseComm:
             [mine[rank] if rank == self.rank else theirs[self._place(rank)] for rank in range(self.size)]
             for mine, theirs in zip(slices, received, strict=True)
         ]
-        return _SumWork(works, [*inputs, *received], outputs, parts, divisor)
+        return SumWork(works, [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         if tensor.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
             return AllWork([self.group.allreduce([tensor.div_(divisor)], _SUM_ALL)], [tensor])
-        return _DividedWork([self.group.allreduce([tensor], _SUM_ALL)], [tensor], divisor)
+        return DividedWork([self.group.allreduce([tensor], _SUM_ALL)], [tensor], divisor)
 
     def _peers(self) -> list[tuple[int, int]]:
         """(rank to send to, rank to receive from), step by step, so that no rank is everybody's first."""
@@ -169,81 +162,6 @@ class PairwiseComm:
     def _place(self, rank: int) -> int:
         """Row of another rank's part in a receive buffer, which has none for this rank."""
         return rank if rank < self.rank else rank - 1
-
-
-class AllWork:
-    """Several works as one. Owns the tensors that are sent from and received into."""
-
-    def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor] = ()) -> None:
-        self._works, self._tensors = works, tensors
-
-    def wait(self) -> None:
-        works, self._works = self._works, ()  # gloo hangs if one is waited for twice
-        for work in works:
-            work.wait()
-        self._tensors = ()
-
-    def __del__(self) -> None:
-        # Given up unfinished, with a model that is deleted say: other threads still write to the memory.
-        with suppress(RuntimeError):
-            AllWork.wait(self)
-
-
-class _DividedWork(AllWork):
-    """Divides what arrived."""
-
-    def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], divisor: float) -> None:
-        super().__init__(works, outputs)
-        self._outputs, self._divisor = outputs, divisor
-
-    def wait(self) -> None:
-        super().wait()
-        outputs, self._outputs = self._outputs, ()
-        for output in outputs:
-            output.div_(self._divisor)
-
-
-class _SumWork(AllWork):
-    """Adds up what arrived, in rank order whichever rank that is computed on, and divides it."""
-
-    def __init__(
-        self,
-        works: Sequence[Work],
-        tensors: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor] | Tensor],
-        divisor: float,
-    ) -> None:
-        super().__init__(works, tensors)
-        self._outputs, self._parts, self._divisor = outputs, parts, divisor
-
-    def wait(self) -> None:
-        super().wait()
-        waiting, self._parts = self._parts, []
-        for output, parts in zip(self._outputs, waiting):  # noqa: B905  the second wait finds no parts
-            _sum(parts, output, self._divisor)
-
-
-def _sum(parts: Sequence[Tensor] | Tensor, output: Tensor, divisor: float) -> None:
-    """output := the sum of `parts`, tensors or rows of one, divided by `divisor`. Added up in the dtype of `output`."""
-    if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-        total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
-        output.copy_(total.div_(divisor))
-        return
-    if isinstance(parts, Tensor) and parts.device.type != "cpu":
-        # One launch. On CPU it would first cast all parts.
-        torch.sum(parts, 0, dtype=output.dtype, out=output)
-    else:
-        first, *rest = parts
-        if rest and first.dtype == output.dtype:
-            torch.add(first, rest.pop(0), out=output)
-        else:
-            output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
-        for part in rest:
-            output.add_(part)
-    output.div_(divisor)
 
 
 class SoloComm:
@@ -289,7 +207,7 @@ class CustomComm:
             work = self._all_gather(output_tensor=whole, input_tensor=slot, group=self.group, async_op=True)
             works += [work] if work is not None else []
             copies.append((output, whole))
-        return _CopyWork(works, copies)
+        return CopyWork(works, copies)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         if self._reduce_scatter is None:
@@ -312,27 +230,11 @@ class CustomComm:
             works += [work] if work is not None else []
             copies.append((output, shard))
             sources.append(source)
-        copy = _CopyWork(works, copies, sources)
-        return copy if averages else _DividedWork([copy], outputs, divisor)
+        copy = CopyWork(works, copies, sources)
+        return copy if averages else DividedWork([copy], outputs, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         return self._inner.all_reduce(tensor, divisor)
-
-
-class _CopyWork(AllWork):
-    """Copies what arrived elsewhere."""
-
-    def __init__(
-        self, works: Sequence[Work], copies: Sequence[tuple[Tensor, Tensor]], tensors: Sequence[Tensor] = ()
-    ) -> None:
-        super().__init__(works, tensors)
-        self._copies = copies
-
-    def wait(self) -> None:
-        super().wait()
-        copies, self._copies = self._copies, ()
-        for target, source in copies:
-            target.copy_(source)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,6 @@ def _apply(
         checks.check_names(root)
     shared = choose_axes(mesh if mesh is not None else default_mesh())
     checks.check_reshard(reshard_after_forward, shared)
-    checks.check_wire(policy, shared)
     plans = [
         _plan(name, parameter_slots, shared, policy, reshard_after_forward, shard_placement_fn)
         for name, parameter_slots in slots.items()
@@ -233,6 +232,7 @@ def _plan(
     mesh = own or shared
     checks.check_device_type(name, mesh, shared)
     checks.check_reshard(reshard_after_forward, mesh)
+    checks.check_wire(name, policy, mesh)
     checks.check_extension(name, parameter, reshard_after_forward, mesh)
     distribution = checks.choose_distribution(name, parameter, mesh, dim)
     return _Plan(name, slots, mesh, distribution, checks.choose_dtype(name, parameter, policy))

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import torch_compat
-from .comm import Comm, Work
+from .comm import Comm
 from .layout import GatherLayout
 from .pack import split_chunks, view_bytes
+from .work import Work
 
 
 class GatherPlan:

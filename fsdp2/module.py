@@ -3,52 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial, update_wrapper
-from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import hooks
-from .context import Context
+from .handles import GradientReductionHandle, UnshardHandle
 from .reduce import on_stream
 from .state import FSDPState
-
-
-class UnshardHandle:
-    """A gather under way, started by `FSDPModule.unshard(async_op=True)`."""
-
-    def __init__(self, states: list[FSDPState]) -> None:
-        self._states = states
-
-    def wait(self) -> None:
-        """Finish the gather and register the full parameters. Further calls do nothing. The next forward of the module
-        waits by itself.
-        """
-        states, self._states = self._states, []
-        for state in states:
-            hooks.unshard(state)
-
-
-class GradientReductionHandle:
-    """Reductions under way, which `FSDPModule.finalize_backward(async_op=True)` leaves to be finished."""
-
-    def __init__(self, context: Context) -> None:
-        self._context: Context | None = context
-        self._resets = context.resets
-
-    def wait(self) -> None:
-        """Finish them. Further calls do nothing.
-
-        Raises:
-            RuntimeError: `reset_iter_state` was called since.
-        """
-        context, self._context = self._context, None
-        if context is None:
-            return
-        if context.resets != self._resets:
-            raise RuntimeError("the reductions this handle waits for were dropped by reset_iter_state")
-        context.finalize()
 
 
 class FSDPModule:
@@ -357,35 +319,6 @@ class FSDPModule:
 
     def _get_fsdp_state(self) -> FSDPState:
         return hooks.require_state(self)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have `module.method_name(...)` gather the parameters like `module(...)` does: `generate`, `encode`, ...
-
-    Nothing happens if fully_shard was not applied to `module`.
-
-    Raises:
-        ValueError: there is no such method.
-    """
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"method_name: expected a method of {type(module).__name__}, got {method_name!r}")
-    if hooks.state_of(module) is None:
-        return
-    function = getattr(type(module), method_name, None) if getattr(method, "__self__", None) is module else None
-    call = partial(_run_function, module, method) if function is None else partial(_run_method, module, method_name)
-    setattr(module, method_name, update_wrapper(call, method))
-
-
-# At module level, and with the module as an argument: a copy of the module, pickled or not, then runs its own.
-
-
-def _run_method(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    return hooks.run_forward(module, MethodType(getattr(type(module), name), module), args, kwargs)
-
-
-def _run_function(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return hooks.run_forward(module, function, args, kwargs)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -9,15 +9,11 @@ from types import ModuleType
 from typing import Any
 
 from . import hooks, pipelining
+from .forward_method import register_fsdp_forward_method
 from .fully_shard import fully_shard, replicate
+from .handles import GradientReductionHandle, UnshardHandle
 from .mesh import DataParallelMeshDims
-from .module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from .module import FSDPModule, share_comm_ctx
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .when_imported import when_imported
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from . import torch_compat
-from .comm import AllWork, Comm, Work, make_comm
+from .comm import Comm, make_comm
 from .layout import BucketLayout, ParamSpec, split_pieces
 from .mesh import DataMesh
 from .pack import gradient_slots, pack_gradients, pack_piece
+from .work import AllWork, Work
 
 # The gradient of a group of one parameter, an embedding or a head say, can't be cut into buckets. It is copied and sent
 # piece by piece, so many at a time, lest a copy of all of it, in the reduce dtype, be the peak of the whole step.
@@ -79,6 +80,8 @@ class PendingReduce:
         # The result still is to be summed between replicas, later: it stays in the reduce dtype.
         self.is_partial = reduction.replicas is not None and not reduction.all_reduce
         self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
+        if work is None:  # nothing is scattered: replicas sum while backward computes more
+            self.advance()
 
     def advance(self) -> None:
         """Wait for the reduce-scatter; begin the all-reduce between replicas, if there is one."""
@@ -175,7 +178,7 @@ def start(
     if comm.size == 1:
         if reduction.replicas is None and reduction.hook is None and reduction.rest is None:
             return _Local({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices})
-        output = _flatten(gradients, layout)
+        output = _as_one(gradients, layout)
         if reduction.replicas is None and reduction.divisor is not None:
             output.div_(reduction.divisor)
         return PendingReduce(layout, reduction, None, output, [], carried)
@@ -225,10 +228,18 @@ def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple
     return shard, int(shard.storage_offset())
 
 
-def _flatten(gradients: Mapping[int, Tensor], layout: BucketLayout) -> Tensor:
-    """One rank's whole gradients as one flat tensor in the reduce dtype, rounded as if they had travelled."""
+def _as_one(gradients: Mapping[int, Tensor], layout: BucketLayout) -> Tensor:
+    """One rank's whole gradients as one flat tensor in the reduce dtype, rounded as if they had travelled.
+
+    To be written to: a gradient's own memory only if nobody else holds it. Autograd may have given another part of the
+    graph, whose backward is still to come, a view of the same.
+    """
     some = gradients[layout.indices[0]]
-    output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
+    if some.numel() == layout.shard_numel:  # there is no other, and no padding
+        rounded = some.to(layout.wire_dtype).to(layout.reduce_dtype)
+        if rounded.is_contiguous() and torch_compat.owns_memory(rounded):
+            return rounded.view(-1)
+    output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
     for i in layout.indices:
         gradient = gradients[i]
         if layout.wire_dtype != layout.reduce_dtype:

@@ -49,6 +49,7 @@ __all__ = [
     "no_torch_function",
     "norm_each",
     "on_backward_end",
+    "owns_memory",
     "reads_metadata",
     "register_composable",
     "scale_each",
@@ -219,6 +220,15 @@ def storage_id(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return -1
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether `tensor` is all of its storage, and no other tensor has that."""
+    if type(tensor) is not Tensor:
+        return False
+    storage = tensor.untyped_storage()
+    is_all = storage.nbytes() == tensor.numel() * tensor.element_size()
+    return is_all and torch._C._storage_Use_Count(storage._cdata) == 2  # the other one is `storage`
 
 
 def graph_task() -> int:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, gradients, replicate
+from fsdp2.comm import PairwiseComm
+from fsdp2.work import AllWork
 from helpers import assert_same, full, run_checks, shard_batch
-from models import OddMLP, TinyGPT, TinyModel
+from models import OddMLP, TinyGPT, TinyModel, mean_loss
 from scenarios import train_beside
 
 WIDTH = 8
@@ -44,6 +47,39 @@ REPLICATED = [
     ("cast, hence not the same memory", lambda: replicated_trains(OddMLP, FP64)),
     ("around a sharded module", sharded_in_replicated),
 ]
+
+
+class Positions(nn.Module):
+    """Autograd gives `positions` a view of the gradient with which it then goes on to the layer below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.positions = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.randn(4, WIDTH))
+        self.above = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.above(self.below(x)[None] + self.positions[None]))
+
+
+def a_gradient_that_backward_goes_on_with() -> None:
+    """Each is summed on its own, where it lies if that is safe, and before the rest of backward runs."""
+    plain = Positions()
+    model = copy.deepcopy(plain)
+    all_reduce = PairwiseComm.all_reduce
+
+    def sum_at_once(comm: PairwiseComm, tensor: Tensor, divisor: float) -> AllWork:
+        all_reduce(comm, tensor, divisor).wait()
+        return AllWork([])
+
+    whole = torch.randn(4 * dist.get_world_size(), WIDTH)
+    one_each = mock.patch.object(gradients, "MIN_BUCKET_BYTES", 1)
+    with one_each, mock.patch.object(PairwiseComm, "all_reduce", sum_at_once):
+        replicate(model)
+        mean_loss(model(shard_batch(whole, dist.get_rank(), dist.get_world_size()))).backward()
+    for chunk in whole.chunk(dist.get_world_size()):
+        (mean_loss(plain(chunk)) / dist.get_world_size()).backward()
+    for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(full(param.grad), twin.grad, 1e-5, 1e-6, name)
 
 
 class OnMesh(nn.Module):
@@ -147,7 +183,8 @@ def some_keep_their_dtype() -> None:
 
 
 def test_replicated_and_own_dtypes_on_two_ranks() -> None:
-    run_checks(2, [*REPLICATED, ("some keep their dtype", some_keep_their_dtype)])
+    more = [("goes on", a_gradient_that_backward_goes_on_with), ("some keep their dtype", some_keep_their_dtype)]
+    run_checks(2, [*REPLICATED, *more])
 
 
 def test_named_axes_on_four_ranks() -> None:

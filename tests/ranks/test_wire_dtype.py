@@ -16,16 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
+from torch.nn.utils import clip_grad_norm_ as clip
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, gradients, reduce
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard, gradients, reduce
 from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, SoloComm
 from fsdp2.hooks import states_below
 from fsdp2.mesh import DataMesh
-from helpers import assert_same, full, run_checks
+from helpers import Differences, assert_same, full, run_checks
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -98,13 +100,15 @@ class Case:
 # ---- the oracle
 
 
-def gradients_of_a_rank(model: Odd, policy: MixedPrecisionPolicy, x: Tensor, use: str) -> dict[str, Tensor]:
+def gradients_of_a_rank(
+    model: Odd, policy: MixedPrecisionPolicy, x: Tensor, use: str, scale: float = 1.0
+) -> dict[str, Tensor]:
     kept = policy.param_dtype_override_fn or (lambda param: None)
     leaves = {
         name: param.detach().to(kept(param) or policy.param_dtype or F32).requires_grad_()
         for name, param in model.named_parameters()
     }
-    loss_of(functional_call(model, leaves, (x.to(policy.param_dtype or F32), use))).backward()
+    (loss_of(functional_call(model, leaves, (x.to(policy.param_dtype or F32), use))) * scale).backward()
     return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
@@ -240,6 +244,68 @@ def test_gradients_that_waited_are_rounded_when_they_leave() -> None:
         (Pass("lr", "wait"), Pass("r"), Pass()),
     ]
     run_cases(2, [dataclasses.replace(way, passes=each) for way in WAYS for each in passes])
+
+
+# ---- what is usual between backward and step
+
+
+class Side:
+    """A model, sharded or plain, and what steps it."""
+
+    def __init__(self, model: Odd) -> None:
+        self.model = model
+        self.scaler = GradScaler("cpu", init_scale=2.0**22, backoff_factor=2.0**-8, growth_interval=2)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+
+    def step(self, clip: Callable[..., Tensor] | None) -> Tensor:
+        """The norm of the unscaled gradients, before they are clipped."""
+        self.scaler.unscale_(self.optimizer)
+        norm = full(clip(self.model.parameters(), 0.05)) if clip else torch.zeros(())
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm
+
+
+def clipped_and_scaled(policy_name: str, clips: bool) -> None:
+    """What is clipped and unscaled are the sums, after the wire; where that has too few exponents, all ranks skip.
+
+    Without clipping bitwise. A norm may differ in its last bit, so each step begins with the same values.
+    """
+    policy, tolerance = POLICIES[policy_name], 1e-6 if clips else 0
+    model, different, scales = plain_model(), Differences(), []
+    shard(Case(policy_name), model)
+    ours, reference = Side(model), Side(plain_model())
+    for number in range(4):
+        scale = ours.scaler.get_scale()
+        ours.scaler.scale(loss_of(ours.model(batch(dist.get_rank(), number)))).backward()
+        reference.scaler.scale(torch.zeros(()))  # begins to scale
+        sent = [
+            gradients_of_a_rank(reference.model, policy, batch(rank, number), "lr", scale)
+            for rank in range(dist.get_world_size())
+        ]
+        for name, param in reference.model.named_parameters():
+            parts = [each[name].to(policy.wire_dtype).to(policy.reduce_dtype or F32) for each in sent]
+            param.grad = mean(parts).to(F32)
+        norm, expected = ours.step(clip_grad_norm_ if clips else None), reference.step(clip if clips else None)
+        scales.append(ours.scaler.get_scale())
+        with different.noted():
+            assert scales[-1] == reference.scaler.get_scale(), f"step {number}"
+            assert_same(norm, expected, tolerance, 0, f"step {number}: norm")
+        for (name, actual), whole in zip(ours.model.named_parameters(), reference.model.parameters(), strict=True):
+            value = full(actual)
+            with different.noted():
+                assert_same(value, whole.detach(), tolerance, tolerance, f"step {number}: {name}")
+            whole.data.copy_(value)
+    different.raise_first()
+    assert (scales[0] < 2.0**22) == (policy.wire_dtype is F16), "beyond 65504"
+    assert scales[-1] > scales[0], "steps were taken"
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_clipping_and_loss_scaling(world_size: int) -> None:
+    cases = [(name, clips) for name in ("bf16", "fp16 wire, fp64 sums") for clips in (False, True)]
+    run_checks(world_size, [(str(case), functools.partial(clipped_and_scaled, *case)) for case in cases])
 
 
 # ---- parameters that are not plain, with whole numbers that bf16 rounds

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2.comm import Comm, Work
+from fsdp2.comm import Comm
 from fsdp2.hooks import states_below
 from fsdp2.param_group import SHARDED, FSDPParamGroup
+from fsdp2.work import Work
 
 
 class RecordingComm:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -19,6 +20,7 @@ from fsdp2 import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
     fully_shard,
     replicate,
 )
@@ -210,11 +212,21 @@ CASES = {
     "mp_policy: a class": option("mp_policy", lambda: MixedPrecisionPolicy, TypeError),
     "wire_dtype: nothing to shard": Case(
         ValueError,
-        "wire_dtype on a mesh that only replicates, got torch.bfloat16",
+        "inner.weight: expected no wire_dtype .* on a mesh that only replicates, got torch.bfloat16",
         Block,
         {
             "mesh": lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("replicas",)),
             "dp_mesh_dims": lambda: DataParallelMeshDims(replicate="replicas"),
+            "mp_policy": lambda: MixedPrecisionPolicy(wire_dtype=torch.bfloat16),
+        },
+    ),
+    "wire_dtype: a parameter that is not sharded": Case(
+        ValueError,
+        "inner.bias: expected no wire_dtype .* on a mesh that only replicates, got torch.bfloat16",
+        Block,
+        {
+            "mesh": lambda: init_device_mesh("cpu", (4,)),
+            "shard_placement_fn": lambda: lambda param: replicas_of(param) if param.dim() == 1 else None,
             "mp_policy": lambda: MixedPrecisionPolicy(wire_dtype=torch.bfloat16),
         },
     ),
@@ -228,6 +240,11 @@ CASES = {
     "dp_mesh_dims: a tuple": option("dp_mesh_dims", lambda: ("replicate", "shard"), TypeError),
     "dp_mesh_dims: no mesh": option("dp_mesh_dims", lambda: DataParallelMeshDims(shard="dp"), ValueError, "mesh"),
 }
+
+
+def replicas_of(param: nn.Parameter) -> ShardPlacementResult:
+    mesh = init_device_mesh("cpu", (4,))
+    return ShardPlacementResult(None, SimpleNamespace(mesh=mesh, shard_mesh_dim=None, replicate_mesh_dim=0))
 
 
 def snapshot(root: Any) -> list[Any]:
@@ -258,15 +275,25 @@ def test_refused_and_nothing_has_changed(case: Case) -> None:
 
 
 def test_replicas_have_no_wire_dtype() -> None:
-    """Nothing would travel in it. On one rank, which shards with nobody, the same program must run."""
+    """Nothing would travel in it. On one rank, which shards with nobody, the same program must run; so must one that
+    shards all parameters over other meshes than the call's.
+    """
     policy = MixedPrecisionPolicy(wire_dtype=torch.bfloat16)
     with fake_world(4):
         model = Block()
         before = snapshot(model)
-        with pytest.raises(ValueError, match="wire_dtype on a mesh that only replicates"):
+        with pytest.raises(ValueError, match=r"wire_dtype in mp_policy on a mesh that only"):
             replicate(model, mp_policy=policy)
         assert snapshot(model) == before
         fully_shard(model, mesh=init_device_mesh("cpu", (4, 1)), mp_policy=policy)
+        replicas, shards = (init_device_mesh("cpu", (4,), mesh_dim_names=(name,)) for name in ("replicas", "shards"))
+        fully_shard(
+            Block(),
+            mesh=replicas,
+            dp_mesh_dims=DataParallelMeshDims(replicate="replicas"),
+            shard_placement_fn=lambda param: ShardPlacementResult(None, shards),
+            mp_policy=policy,
+        )
     with fake_world(1):
         fully_shard(Block(), mp_policy=policy)
 

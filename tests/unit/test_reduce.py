@@ -122,6 +122,39 @@ def test_gradients_need_not_be_contiguous() -> None:
             assert torch.equal(flat[offset : offset + expected.numel()].view(expected.shape), expected)
 
 
+class Replicas:
+    """A Comm of which only the calls are seen."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.called: list[Tensor] = []
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> "Replicas":
+        self.called.append(tensor)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_one_rank_that_shards_sums_its_gradient_at_once(shape: tuple[int, int], is_shared: bool) -> None:
+    """Where it lies, if it needs no padding and nobody else looks there; on its way while backward computes more."""
+    spec, replicas = ParamSpec(shape, F32, F32, 1), Replicas()
+    layout, (comm,) = bucket_layout([spec], [0], F32, RankComm.direct_min_bytes), Exchange(1).comms
+    gradient = torch.rand(shape)
+    other = gradient.view(-1) if is_shared else None
+    pending = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1), Reduction(comm, replicas), {})  # type: ignore[arg-type]
+    (summed,) = replicas.called
+    in_place = summed.data_ptr() == gradient.data_ptr()
+    assert in_place == (other is None and spec.numel % 4 == 0)
+    flat, offset = pending.finish()[0]
+    assert torch.equal(flat[offset : offset + spec.numel].view(shape), gradient)
+    assert len(replicas.called) == 1
+
+
 @pytest.mark.parametrize("is_flattened", [False, True])
 @pytest.mark.parametrize(("wire_dtype", "reduce_dtype"), [(F32, F32), (BF16, BF16), (BF16, F32)])
 def test_one_rank_rounds_as_many_do(wire_dtype: torch.dtype, reduce_dtype: torch.dtype, is_flattened: bool) -> None:

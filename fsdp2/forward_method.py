@@ -1,0 +1,41 @@
+"""Methods that gather like `forward` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from . import hooks
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have `module.method_name(...)` gather the parameters like `module(...)` does: `generate`, `encode`, ...
+
+    Nothing happens if fully_shard was not applied to `module`.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"method_name: expected a method of {type(module).__name__}, got {method_name!r}")
+    if hooks.state_of(module) is None:
+        return
+    function = getattr(type(module), method_name, None) if getattr(method, "__self__", None) is module else None
+    call = partial(_run_function, module, method) if function is None else partial(_run_method, module, method_name)
+    setattr(module, method_name, update_wrapper(call, method))
+
+
+# At module level, and with the module as an argument: a copy of the module, pickled or not, then runs its own.
+
+
+def _run_method(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    return hooks.run_forward(module, MethodType(getattr(type(module), name), module), args, kwargs)
+
+
+def _run_function(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return hooks.run_forward(module, function, args, kwargs)
