@@ -351,7 +351,8 @@ class GroupGradients:
             carried = self._carry(gradients)
             self.queue.add(self, reduce.start(gradients, plan, self.reduction, carried))
         else:
-            self._waiting.update({i: gradient.to(self._reduce_dtypes[i]) for i, gradient in gradients.items()})
+            for i, gradient in gradients.items():
+                self._waiting[i] = torch_compat.owned(gradient.to(self._reduce_dtypes[i]))  # later ones are added to it
 
     def _carry(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """Take what these have left from earlier passes to be summed between replicas."""

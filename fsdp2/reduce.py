@@ -161,7 +161,7 @@ class ReducePlan:
         packed = [gradients[i] for i in self.layout.packed]
         # Those that have waited for a synchronised backward come in the reduce dtype.
         if self.is_one_cat and {each.dtype for each in packed} == {out_WP.dtype}:
-            tail = [out_WP.new_empty(self.tail_numel)] if self.tail_numel else []
+            tail = [out_WP.new_zeros(self.tail_numel)] if self.tail_numel else []
             torch_compat.chunk_cat([*packed, *tail], out_WP)
         else:
             pack_gradients(packed, self.slots, out_WP)
@@ -183,14 +183,16 @@ def start(
             output.div_(reduction.divisor)
         return PendingReduce(layout, reduction, None, output, [], carried)
     device = gradients[layout.indices[0]].device
-    output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
-    if len(plan.pieces) > 1:
+    # Padding is never read, but for a user's hook.
+    allocate = torch.empty if reduction.hook is None else torch.zeros
+    output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    if len(plan.pieces) > 1 and reduction.hook is None:
         work: Work | None = _start_in_pieces(gradients[layout.indices[0]], plan, reduction, output)
         return PendingReduce(layout, reduction, work, output, [], carried)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     if layout.packed_numel:
-        segments = torch.empty(plan.segments_shape, dtype=layout.wire_dtype, device=device)
+        segments = allocate(plan.segments_shape, dtype=layout.wire_dtype, device=device)
         plan.pack(gradients, segments)
         inputs.append(segments.view(-1))
         outputs.append(output[layout.packed_start :] if outputs else output)
@@ -224,7 +226,7 @@ def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple
     shard = gradient.contiguous().to(layout.wire_dtype).to(layout.reduce_dtype)
     if divisor is not None:
         shard = shard / divisor
-    shard = shard.to(layout.storage_dtype)
+    shard = torch_compat.owned(shard.to(layout.storage_dtype))  # later gradients are added to it
     return shard, int(shard.storage_offset())
 
 
@@ -239,7 +241,7 @@ def _as_one(gradients: Mapping[int, Tensor], layout: BucketLayout) -> Tensor:
         rounded = some.to(layout.wire_dtype).to(layout.reduce_dtype)
         if rounded.is_contiguous() and torch_compat.owns_memory(rounded):
             return rounded.view(-1)
-    output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
+    output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
     for i in layout.indices:
         gradient = gradients[i]
         if layout.wire_dtype != layout.reduce_dtype:

@@ -49,6 +49,7 @@ __all__ = [
     "no_torch_function",
     "norm_each",
     "on_backward_end",
+    "owned",
     "owns_memory",
     "reads_metadata",
     "register_composable",
@@ -229,6 +230,11 @@ def owns_memory(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     is_all = storage.nbytes() == tensor.numel() * tensor.element_size()
     return is_all and torch._C._storage_Use_Count(storage._cdata) == 2  # the other one is `storage`
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy if it shares its memory: autograd gives several parameters views of one gradient."""
+    return tensor if owns_memory(tensor) else tensor.clone()
 
 
 def graph_task() -> int:

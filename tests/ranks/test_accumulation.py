@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from helpers import run_ranks
 from scenarios import WIDTH, WRAPS, Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
 
 
@@ -348,3 +349,31 @@ def test_clip_grad_norm_over_accumulated_gradients() -> None:
             run.step(f"step {step}", model, optimizer)
 
     check(scenario, norm_type=(2.0, float("inf")), foreach=(True, False), wrap=(whole, blocks))
+
+
+class Sum(nn.Module):
+    """Autograd gives both parameters views of one gradient; plain torch accumulates into that memory twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(6, 4)), nn.Parameter(torch.zeros(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a.view(-1) + self.b.view(-1)) @ x
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_that_share_the_memory_of_their_gradient(world_size: int) -> None:
+    def body(rank: int, _: int) -> None:
+        for syncs in itertools.product((False, True), repeat=2):
+            model = fully_shard(Sum())
+            total = torch.zeros(24)
+            for i, sync in enumerate((*syncs, True)):
+                model.set_requires_gradient_sync(sync)
+                x = torch.arange(24.0) + i
+                model(x).backward()
+                total += x
+            assert torch.equal(model.a.grad.full_tensor(), total.view(6, 4)), syncs
+            assert torch.equal(model.b.grad.full_tensor(), total.view(3, 8)), syncs
+
+    run_ranks(world_size, body)

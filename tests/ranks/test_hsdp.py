@@ -802,6 +802,19 @@ def hook_is_called_once_per_bucket(mesh: DeviceMesh) -> None:
         assert_gradients(mesh, blockwise, expected)
 
 
+def hook_sees_no_padding(mesh: DeviceMesh) -> None:
+    """Memory that nobody has written to is NaN here; what pads uneven rows must be zero."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        model, finite = sharded_net(mesh, whole), []
+        model.set_all_reduce_hook(lambda reduced: finite.append(bool(reduced.isfinite().all())))
+        own_backward(model)
+        assert finite
+        assert all(finite)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def hook_of_one_group(mesh: DeviceMesh) -> None:
     """By default of the module's own group; the divide factor applies before it."""
     model = sharded_net(mesh)
@@ -945,6 +958,7 @@ REDUCTIONS: list[Check] = [
     forced_sums_are_means_all_the_same,
     hook_sees_the_gradients_behind_the_all_reduce,
     hook_is_called_once_per_bucket,
+    hook_sees_no_padding,
     hook_of_one_group,
     low_precision_shards_add_up_in_the_reduce_dtype,
     separate_group_for_reductions,
