@@ -59,6 +59,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def plan_jobs(arguments: argparse.Namespace, pictures: str | None) -> Iterator[Job]:
     for name in arguments.suites or SUITES:
+        if SUITES[name].is_left_out:
+            continue
         for worlds in SUITES[name].choose_worlds(arguments.quick, arguments.worlds):
             yield Job(name, worlds, tuple(arguments.libraries), arguments.quick, pictures)
 
@@ -101,6 +103,9 @@ def main() -> None:
     rows, failed = measure(planned)
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
     facts.append(f"command `{command}`, {time.monotonic() - start:.0f} s")
+    left_out = [name for name in arguments.suites or SUITES if SUITES[name].is_left_out]
+    if left_out:
+        facts.append(f"left out, as there is no CUDA device: {', '.join(left_out)}")
     if failed:
         facts.append(f"**failed, so missing below: {', '.join(failed)}**")
     suites = list(dict.fromkeys(job.suite for job in planned))

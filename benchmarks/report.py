@@ -77,7 +77,8 @@ def format_table(rows: Sequence[Row], names: Sequence[str]) -> str:
 def describe_machine() -> Iterator[str]:
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     memory = next((int(line.split()[1]) / 2**20 for line in _lines("/proc/meminfo") if "MemTotal" in line), 0.0)
-    yield f"CPU {cpu or platform.processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB; no GPU used"
+    gpu = f"GPU {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no GPU"
+    yield f"CPU {cpu or platform.processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB; {gpu}"
     yield f"load average at the start {os.getloadavg()[0]:.1f} (the machine is shared; other jobs may have run)"
     yield f"Python {platform.python_version()}, torch {torch.__version__}, OMP_NUM_THREADS=1"
     yield f"commit {_commit()}"

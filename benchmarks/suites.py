@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .alignment import measure_alignment
+from .cuda import measure_cuda
 from .gloo_group import measure_gloo
 from .host import measure_host
 from .jobs import Job
@@ -27,6 +30,7 @@ class Suite:
         fixed: whether `--worlds` leaves these as they are.
         together: whether one job measures all sizes, rather than one each.
         num_ranks: processes of a job.
+        needs_gpu: left out where there is none.
     """
 
     measure: Callable[[Job, Sequence[Library]], list[Row]]
@@ -36,6 +40,11 @@ class Suite:
     fixed: bool = False
     together: bool = False
     num_ranks: int = 1
+    needs_gpu: bool = False
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.needs_gpu and not torch.cuda.is_available()
 
     def choose_worlds(self, quick: bool, asked: Sequence[int] | None) -> list[tuple[int, ...]]:
         """The sizes of each job."""
@@ -106,5 +115,18 @@ SUITES = {
         worlds=(8, 512, 4096),
         quick_worlds=(8, 64),
         together=True,
+    ),
+    "cuda": Suite(
+        measure_cuda,
+        "One GPU, and a process group of N ranks that do not exist, whose collectives move nothing. Llama-like models "
+        "(untied, without rotary embeddings), bf16/fp32, one sequence. Launches, copies and waits between streams: "
+        "calls of CUDA in a step beyond the plain model's, per group. Peaks: a library alone, in steady state. Step: "
+        "on the device's clock, if collectives took no time; limit: the plain model in bf16. Exposed: how much "
+        "longer it takes when collectives spin on a wire of so many GB/s; limit: the embedding's and the first "
+        "block's gather and the embedding's reduction, or what the wire takes longer than the plain model. Largest "
+        "batch: of rank 0 of two, with AdamW, in memory capped at 24 GiB. Exact are counts only.",
+        worlds=(64,),
+        quick_worlds=(64,),
+        needs_gpu=True,
     ),
 }

@@ -266,10 +266,21 @@ class CommChoice:
 
 
 def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
-    """The way to communicate that measured best for the group's backend on `device`; None: there is nobody else."""
+    """The way to communicate that measured best for the group's backend on `device`; None: there is nobody else.
+
+    Raises:
+        NotImplementedError: gloo with tensors that are not on the CPU, which would crash the process.
+    """
     if group is None:
         return SoloComm()
-    return PairwiseComm(group) if torch_compat.backend_name(group, device) == "gloo" else CoalescedComm(group)
+    if torch_compat.backend_name(group, device) != "gloo":
+        return CoalescedComm(group)
+    if device.type != "cpu":
+        raise NotImplementedError(
+            f"a process group whose backend for {device.type} is gloo can't gather there. Initialise it with the "
+            "device's own backend too: init_process_group('cpu:gloo,cuda:nccl'), say."
+        )
+    return PairwiseComm(group)
 
 
 def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> None:

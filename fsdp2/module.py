@@ -269,13 +269,20 @@ class FSDPModule:
         hooks.require_state(self).context.is_last_backward = is_last_backward
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the next forward of the root wait for `event` (a torch.Event), once, instead of for what the current
-        stream has been given to do. For an optimizer that steps on a stream of its own.
+        """Have the next forward of the root wait for `event` (a torch.Event), once, besides what the current stream has
+        been given to do. For an optimizer that steps on a stream of its own.
         """
         hooks.require_state(self).context.post_optim_event = event
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Keep the memory of the full parameters when they are resharded, so that pointers into it stay valid."""
+        """Keep the memory of the full parameters when they are resharded, so that pointers into it stay valid: from the
+        first gather on, and until a parameter is replaced by one of another dtype.
+
+        For CUDA graphs of a part of a module, captured while it is unsharded: replay them where it is unsharded again.
+        A graph of whole steps, collectives included, needs no setting, since its memory is its own: capture it behind
+        three eager steps and with `.grad` None, without `set_reshard_after_backward(False)`, which may leave the
+        gathers out, and leave the optimizer's `zero_grad` out of the loop that replays.
+        """
         _check_bool("keep", keep)
         for state in _states(self, recurse):
             state.group.keep_storage(keep)

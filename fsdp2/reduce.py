@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import torch_compat
+from . import streams, torch_compat
 from .comm import Comm, make_comm
 from .layout import BucketLayout, ParamSpec, split_pieces
 from .mesh import DataMesh
@@ -77,11 +77,12 @@ class PendingReduce:
         self._layout, self._reduction, self._work, self._output = layout, reduction, work, output
         self._inputs_kept_alive, self._carried = inputs, carried
         self._is_scattered = False
+        # What the stream beside the one that computes may still use.
+        self._held_beside: tuple[Work, list[Tensor]] | None = None
         # The result still is to be summed between replicas, later: it stays in the reduce dtype.
         self.is_partial = reduction.replicas is not None and not reduction.all_reduce
         self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
-        if work is None:  # nothing is scattered: replicas sum while backward computes more
-            self.advance()
+        self._advance_if_free()
 
     def advance(self) -> None:
         """Wait for the reduce-scatter; begin the all-reduce between replicas, if there is one."""
@@ -94,6 +95,16 @@ class PendingReduce:
         comm = self._reduction.replicas
         if comm is not None and self.has_second_stage:
             self._work = comm.all_reduce(self._output, self._reduction.divisors()[1])
+
+    def _advance_if_free(self) -> None:
+        """The same, if neither the caller nor the stream that computes has to wait: replicas sum beside backward."""
+        if self._work is None:
+            self.advance()
+        elif self.has_second_stage and streams.exist_on(self._output.device):
+            held = self._work, [*self._inputs_kept_alive]
+            with streams.beside(self._output.device):
+                self.advance()
+            self._held_beside = held
 
     def finish(self) -> Shards:
         """Wait; return this rank's shards of the mean gradients, in the storage dtype (partial: the reduce dtype)."""
@@ -111,6 +122,7 @@ class PendingReduce:
         if self._work is not None:
             self._work.wait()
             self._work = None
+        self._held_beside = None
         self._inputs_kept_alive.clear()
 
 
@@ -144,11 +156,9 @@ class ReducePlan:
         self.slots = gradient_slots(layout, specs)
         self.segments_shape = (world_size, layout.packed_numel)
         packed = [specs[i] for i in layout.packed]
-        # One operation for all of them; on CPU it is slow where it casts, and copies twice where it pads.
-        self.is_one_cat = all(
-            spec.is_even and spec.shard_numel and spec.dim == 0 and spec.arrives_in(layout.wire_dtype)
-            for spec in packed
-        )
+        # One operation for all of them. On CPU it is slow where it casts, and copies twice where it pads.
+        self.is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
+        self.is_plain_cat = all(spec.is_even and spec.arrives_in(layout.wire_dtype) for spec in packed)
         # Elements behind the last of them, of all segments.
         self.tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
         self.pieces: list[tuple[int, int]] = []
@@ -159,12 +169,18 @@ class ReducePlan:
 
     def pack(self, gradients: Mapping[int, Tensor], out_WP: Tensor) -> None:
         packed = [gradients[i] for i in self.layout.packed]
-        # Those that have waited for a synchronised backward come in the reduce dtype.
-        if self.is_one_cat and {each.dtype for each in packed} == {out_WP.dtype}:
-            tail = [out_WP.new_zeros(self.tail_numel)] if self.tail_numel else []
+        if self._is_one_operation(packed, out_WP):
+            tail = [out_WP.new_zeros(self.tail_numel, dtype=packed[0].dtype)] if self.tail_numel else []
             torch_compat.chunk_cat([*packed, *tail], out_WP)
         else:
             pack_gradients(packed, self.slots, out_WP)
+
+    def _is_one_operation(self, packed: list[Tensor], out_WP: Tensor) -> bool:
+        if not self.is_one_cat or (out_WP.is_cpu and not self.is_plain_cat):
+            return False
+        dtypes = {each.dtype for each in packed}  # those that have waited come in the reduce dtype
+        return dtypes == {out_WP.dtype} or (len(dtypes) == 1 and not out_WP.is_cpu)
+
 
 
 def start(
@@ -178,17 +194,19 @@ def start(
     if comm.size == 1:
         if reduction.replicas is None and reduction.hook is None and reduction.rest is None:
             return _Local({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices})
-        output = _as_one(gradients, layout)
+        output = _as_one(gradients, layout, _allocator(reduction))
         if reduction.replicas is None and reduction.divisor is not None:
             output.div_(reduction.divisor)
         return PendingReduce(layout, reduction, None, output, [], carried)
     device = gradients[layout.indices[0]].device
-    # Padding is never read, but for a user's hook.
-    allocate = torch.empty if reduction.hook is None else torch.zeros
+    allocate = _allocator(reduction)
     output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
     if len(plan.pieces) > 1 and reduction.hook is None:
-        work: Work | None = _start_in_pieces(gradients[layout.indices[0]], plan, reduction, output)
-        return PendingReduce(layout, reduction, work, output, [], carried)
+        gradient = gradients[layout.indices[0]]
+        work: Work | None = _start_in_pieces(gradient, plan, reduction, output)
+        # Where the caller has not waited for the pieces to be packed.
+        inputs = [gradient] if streams.exist_on(device) else []
+        return PendingReduce(layout, reduction, work, output, inputs, carried)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     if layout.packed_numel:
@@ -200,17 +218,26 @@ def start(
     return PendingReduce(layout, reduction, work, output, inputs, carried)
 
 
+def _allocator(reduction: Reduction) -> Callable[..., Tensor]:
+    """Of memory with padding, which nobody reads but a user's hook."""
+    return torch.empty if reduction.hook is None else torch.zeros
+
+
 def _start_in_pieces(gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor) -> Work:
-    """Begin to reduce one gradient, which is packed; of each piece but the last ones, the sum is there on return."""
+    """Begin to reduce one gradient, which is packed; of each piece but the last ones, the sum is there on return.
+
+    Where there are streams, that is so on one beside the caller's, which goes on.
+    """
     running: deque[Work] = deque()
     comm = reduction.shards
-    for first, last in plan.pieces:
-        if len(running) == PIECES_IN_FLIGHT:
-            running.popleft().wait()
-        segments = output.new_empty(plan.segments_shape[0], last - first, dtype=plan.layout.wire_dtype)
-        pack_piece(gradient, plan.spec, first, last, segments)
-        work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
-        running.append(AllWork([work], [segments]))
+    with streams.beside(output.device):
+        for first, last in plan.pieces:
+            if len(running) == PIECES_IN_FLIGHT:
+                running.popleft().wait()
+            segments = output.new_empty(plan.segments_shape[0], last - first, dtype=plan.layout.wire_dtype)
+            pack_piece(gradient, plan.spec, first, last, segments)
+            work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
+            running.append(AllWork([work], [segments]))
     return AllWork(running)
 
 
@@ -230,7 +257,7 @@ def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple
     return shard, int(shard.storage_offset())
 
 
-def _as_one(gradients: Mapping[int, Tensor], layout: BucketLayout) -> Tensor:
+def _as_one(gradients: Mapping[int, Tensor], layout: BucketLayout, allocate: Callable[..., Tensor]) -> Tensor:
     """One rank's whole gradients as one flat tensor in the reduce dtype, rounded as if they had travelled.
 
     To be written to: a gradient's own memory only if nobody else holds it. Autograd may have given another part of the
@@ -241,7 +268,7 @@ def _as_one(gradients: Mapping[int, Tensor], layout: BucketLayout) -> Tensor:
         rounded = some.to(layout.wire_dtype).to(layout.reduce_dtype)
         if rounded.is_contiguous() and torch_compat.owns_memory(rounded):
             return rounded.view(-1)
-    output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
+    output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
     for i in layout.indices:
         gradient = gradients[i]
         if layout.wire_dtype != layout.reduce_dtype:

@@ -18,16 +18,17 @@ class Work(Protocol):
 
 
 class AllWork:
-    """Several works as one. Owns the tensors that are sent from and received into."""
+    """Several works as one. Owns them, and the tensors that are sent from and received into, as long as it lives."""
 
     def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor] = ()) -> None:
-        self._works, self._tensors = works, tensors
+        self._works = works
+        self._owned: tuple[Tensor | Work, ...] = (*tensors,)
 
     def wait(self) -> None:
         works, self._works = self._works, ()  # gloo hangs if one is waited for twice
         for work in works:
             work.wait()
-        self._tensors = ()
+        self._owned = (*self._owned, *works)
 
     def __del__(self) -> None:
         # Given up unfinished, with a model that is deleted say: other threads still write to the memory.
@@ -76,7 +77,7 @@ class CopyWork(AllWork):
     def __init__(
         self, works: Sequence[Work], copies: Sequence[tuple[Tensor, Tensor]], tensors: Sequence[Tensor] = ()
     ) -> None:
-        super().__init__(works, tensors)
+        super().__init__(works, [*tensors, *(source for _, source in copies)])
         self._copies = copies
 
     def wait(self) -> None:

@@ -1,16 +1,19 @@
-"""What only a GPU can show: allocation on its caching allocator, kernels that run behind the host.
+"""What only a GPU can show: allocation on its caching allocator, kernels that run behind the host, graphs of them.
 
 Skipped where there is none. One GPU is enough: NCCL over one rank, and a fake process group for the memory of many.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
 from fsdp2 import MixedPrecisionPolicy, comm, fully_shard
 from helpers import assert_same, fake_world, full
 from models import TinyGPT, mean_loss
@@ -78,3 +81,139 @@ def test_forward_holds_two_groups() -> None:
             model.zero_grad()
         group = dim * dim * 4
         assert 2 * group <= peak <= 2.05 * group
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    """The host runs ahead of kernels: no copy that blocks, no value that is read, whatever the dtypes."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    with fake_world(8):
+        mesh = init_device_mesh("cuda", (8,))
+        model = TinyGPT(dim=64, depth=3)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        batch = model.example(rows=2, seed=0).cuda()
+        for strict in (False, False, True):
+            torch.cuda.set_sync_debug_mode("error" if strict else "default")
+            try:
+                mean_loss(model(batch)).backward()
+                model.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    yield start_wire_group(8, torch.device("cuda"))
+    dist.destroy_process_group()
+
+
+class Square(nn.Module):
+    """Blocks of one matrix; `cycles`: each takes so many of the GPU's clock longer."""
+
+    def __init__(self, blocks: int, dim: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor, cycles: int = 0) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if cycles:
+                torch.cuda._sleep(cycles)
+        return x
+
+
+def build_square(mesh: DeviceMesh, **options: Any) -> Any:
+    model = Square(blocks=6, dim=1024)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def test_gathers_run_beside_the_block_before(wire: Wire) -> None:
+    """Each block's gather takes 5 ms of the wire, each block computes for 10: all but the first gather is hidden."""
+    model = build_square(init_device_mesh("cuda", (8,)))
+    wire.bandwidth = 1024**2 * 4 * 7 / 8 / 5e-3
+    x, cycles = torch.ones(1, 1024, device="cuda"), int(measure_clock() * 10e-3)
+    compute = min(milliseconds(lambda: [torch.cuda._sleep(cycles) for _ in model.blocks]) for _ in range(3))
+    with torch.no_grad():
+        times = [milliseconds(lambda: model(x, cycles)) for _ in range(4)]
+    assert compute < min(times) < compute + 2 * 5, "one after the other, they would take 30 ms longer"
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["freed", "kept"])
+def test_a_captured_step_trains_as_eager_ones_do(wire: Wire, keep: bool) -> None:
+    """Forward, backward and collectives in one graph, between which an optimizer writes to the shards it reads."""
+    wire.moves = True
+    mesh, x = init_device_mesh("cuda", (8,)), torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    eager, captured = (build_and_warm_up(mesh, x, keep) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    wire.settle()
+    with torch.cuda.graph(graph):
+        captured_loss = square_loss(captured, x)
+        captured_loss.backward()
+    wire.settle()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, captured)]
+    for _ in range(3):
+        graph.replay()
+        eager.zero_grad()
+        loss = square_loss(eager, x)
+        loss.backward()
+        assert_same(captured_loss, loss, rtol=1e-5, atol=0, name="loss")
+        for (name, p), q in zip(eager.named_parameters(), captured.parameters(), strict=True):
+            assert p.grad.to_local().abs().sum() > 0
+            assert_same(q.grad.to_local(), p.grad.to_local(), rtol=1e-5, atol=1e-8, name=f"{name}.grad")
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def square_loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def build_and_warm_up(mesh: DeviceMesh, x: torch.Tensor, keep: bool) -> Any:
+    """On a stream of its own, as everything that is to be captured."""
+    torch.manual_seed(0)
+    model = build_square(mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model.set_keep_unsharded_storage(keep)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            square_loss(model, x).backward()
+            model.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    return model
+
+
+def test_a_captured_part_reads_the_parameters_of_each_step(nccl: None) -> None:
+    """set_keep_unsharded_storage: a graph that reads a full parameter finds what each gather has put there."""
+    torch.manual_seed(0)
+    whole = nn.Linear(64, 64, bias=False).cuda()
+    sharded = fully_shard(copy.deepcopy(whole), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    sharded.set_keep_unsharded_storage(True)
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        sharded(x)
+        sharded.unshard()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            result = x @ sharded.weight.t()
+        sharded.reshard()
+        for _ in range(2):
+            for param in (whole.weight, sharded.weight):
+                param.mul_(2)
+            sharded(x)  # gathers
+            graph.replay()
+            assert_same(result, x @ whole.weight.bfloat16().t(), rtol=0, atol=0, name="replayed")

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2 import fully_shard
-from fsdp2.comm import CoalescedComm, Comm, PairwiseComm
+from fsdp2 import fully_shard, torch_compat
+from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, make_comm
 from helpers import run_checks, run_ranks
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
@@ -229,6 +229,13 @@ def test_all_to_all_exchange(world_size: int) -> None:
     checks = [what_travels_in_fewer_bits_is_summed_in_more, sums_of_float16_do_not_overflow]
     named = [(check.__name__, lambda check=check: check(CoalescedComm(dist.group.WORLD))) for check in checks]  # type: ignore[misc]
     run_checks(world_size, named, timeout=20)
+
+
+def test_gloo_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads and writes a tensor's address on the CPU, wherever the tensor is."""
+    monkeypatch.setattr(torch_compat, "backend_name", lambda group, device: "gloo")
+    with pytest.raises(NotImplementedError, match="cpu:gloo,cuda:nccl"):
+        make_comm(object(), torch.device("cuda"))  # type: ignore[arg-type]
 
 
 def test_waiting_twice_is_harmless() -> None:

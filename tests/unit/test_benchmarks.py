@@ -1,6 +1,9 @@
 """The suite that measures: its arithmetic, its table, and that it runs."""
 
+import dataclasses
+import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import gpu_session
 from benchmarks.__main__ import main
+from benchmarks.cuda import Setup, kind_of_call, measure_calls, measure_exposed, measure_memory, measure_time
+from benchmarks.cuda_batches import batch_rows, find_largest
+from benchmarks.cuda_group import start_wire_group
+from benchmarks.cuda_models import GPTShape, LlamaShape
 from benchmarks.overlap import floor_seconds
 from benchmarks.report import Row, format_table, timed_row
 from benchmarks.suites import SUITES
@@ -114,3 +122,73 @@ def test_it_runs_and_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (report,) = tmp_path.glob("*-x.md")
     rows = [line for line in report.read_text().splitlines() if line.startswith("| init ")]
     assert len(rows) == 3, "two worlds, and the growth between them"
+
+
+ON_CPU = Setup(
+    device=torch.device("cpu"),
+    world_size=4,
+    llamas={"tiny": LlamaShape(blocks=2, dim=16, heads=4, kv_heads=2, hidden=32, vocab=32, tokens=4)},
+    rounds=1,
+    gb_per_second=(50,),
+)
+
+
+def test_what_needs_a_gpu_runs_on_a_cpu() -> None:
+    """Where there is nothing to count, but each library is wrapped, and the wire counts bytes: two gathers, one sum."""
+    rows = [row for part in (measure_calls, measure_memory, measure_time, measure_exposed) for row in part(ON_CPU)]
+    assert {name for row in rows for name in row.values} == {"fsdp2", "torch"}
+    (busy, *_) = (row for row in rows if row.quantity == "wire busy ms")
+    (shape,) = ON_CPU.llamas.values()
+    numel = shape.blocks * shape.block_numel + (2 * shape.vocab + 1) * shape.dim
+    for milliseconds in busy.values.values():
+        sent = milliseconds * 50e6 / (3 / 4)
+        assert 6 * numel < sent < 1.3 * 8 * numel, "bf16 gathers, one of them spared for some; fp32 sums"
+
+
+@pytest.mark.filterwarnings("ignore")  # FSDP1 and DDP are used in ways that they warn about
+def test_the_largest_batch_of_each_library(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = GPTShape(blocks=2, dim=16, heads=2, vocab=32, tokens=4)
+    rows = list(batch_rows({"tiny": shape}, torch.device("cpu"), largest_tried=2))
+    sharded = {"fsdp2": 2, "torch": 2, "fsdp1": 2}
+    assert [row.values for row in rows] == [{"ddp": 2}, sharded, sharded, {"fsdp2": 2, "torch": 2}]
+    assert "fsdp1" in capsys.readouterr().err, "it can't offload without a GPU"
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 3, 12, 16, 23])
+def test_bisection(largest: int) -> None:
+    assert find_largest(lambda n: n <= largest, 16) == min(largest, 16)
+
+
+def test_calls_of_the_runtime_are_told_from_kernels() -> None:
+    assert kind_of_call("cudaLaunchKernelExC") == kind_of_call("cuLaunchKernel") == "kernel launches"
+    assert kind_of_call("cudaMemcpyAsync") == "copies and fills"
+    assert kind_of_call("cudaMemcpy") == kind_of_call("cudaStreamSynchronize") == "device-wide and stream waits"
+    assert kind_of_call("cutlass_80_tensorop_Memcpy") is kind_of_call("Memcpy DtoD") is None
+
+
+def test_the_wire_moves_what_one_rank_has() -> None:
+    wire = start_wire_group(4, torch.device("cpu"))
+    wire.moves = True
+    full, shard = torch.zeros(8), torch.tensor([1.0, 2.0])
+    dist.group.WORLD.allgather_into_tensor_coalesced([full], [shard])
+    assert full.tolist() == [1, 2] * 4
+    dist.group.WORLD.reduce_scatter_tensor_coalesced([shard], [torch.arange(8.0)])
+    assert shard.tolist() == [0, 1]
+    assert wire.sent_bytes == 2 * 8 * 4 * 3 / 4
+    dist.destroy_process_group()
+
+
+def test_a_session_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not torch.cuda.is_available():
+        assert gpu_session.main(["--out", str(tmp_path)]) == 0
+        assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_a_session_reports_what_it_has(tmp_path: Path) -> None:
+    """Rows of parts that have ended, and the end of the log of one that had no time."""
+    row = Row("cuda", "step ms", "N=64", {"fsdp2": 1.0, "torch": 2.0})
+    (tmp_path / "rows.jsonl").write_text(json.dumps(dataclasses.asdict(row)) + "\n")
+    outcome = gpu_session.run_part("time", tmp_path, deadline=time.monotonic())
+    report = gpu_session.format_session({"time": outcome}, gpu_session.read_rows(tmp_path))
+    assert "0.50x" in report
+    assert "no time left" in report

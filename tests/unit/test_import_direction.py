@@ -46,6 +46,7 @@ ORDER = (
     "pack",
     "comm",
     "work",
+    "streams",
     "layout",
     "mesh",
     "policy",

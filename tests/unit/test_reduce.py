@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp2 import reduce
+from fsdp2.comm import SoloComm
 from fsdp2.layout import ParamSpec, bucket_layout, split_pieces
 from fsdp2.pack import pack_piece
 from fsdp2.reduce import ReducePlan, Reduction
@@ -184,6 +185,21 @@ def test_abandoned_reduction_waits_before_it_gives_up_its_buffers() -> None:
     assert comm.count == 1
 
 
+def test_what_has_no_reduction_to_wait_for_is_summed_between_replicas_at_once() -> None:
+    """Not only when the next bucket is packed: with parameters on every rank, that is all the communication."""
+
+    class Replicas(RankComm):
+        def all_reduce(self, tensor: Tensor, divisor: float) -> "Replicas":
+            self.outputs.append(tensor)
+            return self
+
+    specs, replicas = (ParamSpec((4, 2), F32, F32, 1),), Replicas(Exchange(2), 0, 2)
+    layout = bucket_layout(specs, [0], F32, 0)
+    reduction = Reduction(SoloComm(), replicas)  # type: ignore[arg-type]
+    reduce.start({0: torch.ones(4, 2)}, ReducePlan(layout, specs, 1), reduction, {})
+    assert [tensor.sum() for tensor in replicas.outputs] == [8]
+
+
 def test_one_that_has_waited_beside_a_fresh_one() -> None:
     """In the reduce dtype beside the wire dtype: torch's one operation that packs many at once takes equal dtypes."""
     specs = tuple(ParamSpec(shape, F32, BF16, 2) for shape in ((4, 2), (8,)))
@@ -196,6 +212,23 @@ def test_one_that_has_waited_beside_a_fresh_one() -> None:
     for rank in range(2):
         expected = torch.cat([own_rows(waited, rank, 2).bfloat16().flatten(), own_rows(fresh, rank, 2)])
         assert torch.equal(packed[rank], expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_one_operation_packs_what_many_do(dtype: torch.dtype) -> None:
+    """On an accelerator also where it casts and pads: rows that don't divide, fewer than ranks, and a tail."""
+
+    class OnAccelerator(ReducePlan):
+        def _is_one_operation(self, *_: object) -> bool:
+            return self.is_one_cat
+
+    specs = tuple(ParamSpec(shape, F32, dtype, 4) for shape in ((9, 2), (8,), (2, 3), (5, 1)))
+    layout = bucket_layout(specs, range(4), F32, 1 << 40)
+    gradients = {i: torch.rand(spec.shape).to(dtype) for i, spec in enumerate(specs)}
+    packed = torch.zeros(2, 4, layout.packed_numel)
+    for out, plan in zip(packed, (ReducePlan, OnAccelerator), strict=True):
+        plan(layout, specs, 4).pack(gradients, out)
+    assert torch.equal(*packed)
 
 
 def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:

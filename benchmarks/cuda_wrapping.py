@@ -1,0 +1,111 @@
+"""How each library wraps a model for the suite cuda: the standard recipe, bf16 compute, gradients reduced in fp32."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from .libraries import MODULES
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is asked of a library.
+
+    Args:
+        reshard_after_forward: free the full parameters between forward and backward, if there is a choice.
+        offload: parameters, gradients and the optimizer's state rest on the CPU.
+    """
+
+    reshard_after_forward: bool | None = None
+    offload: bool = False
+
+
+def wrap_by_fully_shard(name: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe) -> nn.Module:
+    library = importlib.import_module(MODULES[name])
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": library.MixedPrecisionPolicy(BF16, FP32)}
+    if recipe.reshard_after_forward is not None:
+        options["reshard_after_forward"] = recipe.reshard_after_forward
+    if recipe.offload:
+        options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for block in model.blocks:
+        library.fully_shard(block, **options)
+    return library.fully_shard(model, **options)
+
+
+def wrap_by_fsdp1(_: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe) -> nn.Module:
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    keeps = recipe.reshard_after_forward is False
+    return fsdp.FullyShardedDataParallel(
+        model,
+        process_group=mesh.get_group(),
+        sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP if keeps else fsdp.ShardingStrategy.FULL_SHARD,
+        cpu_offload=fsdp.CPUOffload(offload_params=recipe.offload),
+        auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
+        mixed_precision=fsdp.MixedPrecision(param_dtype=BF16, reduce_dtype=FP32),
+        device_id=_device_of(mesh),
+        use_orig_params=True,
+    )
+
+
+class _Autocast(nn.Module):
+    """DDP casts nothing: weights are cast where they are used."""
+
+    def __init__(self, model: nn.Module, device_type: str) -> None:
+        super().__init__()
+        self.model, self.device_type = model, device_type
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, BF16):
+            return self.model(ids)
+
+
+def wrap_by_ddp(_: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe) -> nn.Module:
+    # There is nobody whose parameters to compare with.
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
+    device = _device_of(mesh)
+    ddp.register_comm_hook([] if device.type == "cpu" else [device], _finish_at_once)
+    return _Autocast(ddp, mesh.device_type)
+
+
+def _finish_at_once(devices: list[torch.device], bucket: dist.GradBucket) -> Future[Tensor]:
+    """In place of an all-reduce: the Work of a fake process group has no result, which DDP asks for."""
+    finished: Future[Tensor] = Future(devices=devices)
+    finished.set_result(bucket.buffer())
+    return finished
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cpu") if mesh.device_type == "cpu" else torch.device(mesh.device_type, 0)
+
+
+WRAPPINGS: dict[str, Callable[[str, nn.Module, DeviceMesh, Recipe], nn.Module]] = {
+    **dict.fromkeys(MODULES, wrap_by_fully_shard),
+    "fsdp1": wrap_by_fsdp1,
+    "ddp": wrap_by_ddp,
+}
+
+
+def wrap(name: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe | None = None) -> nn.Module:
+    return WRAPPINGS[name](name, model, mesh, recipe or Recipe())
+
+
+def materialise(model: nn.Module, device: torch.device) -> nn.Module:
+    """Give a model that was built on meta, sharded or not, small random weights on `device`."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for param in model.parameters():
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local.normal_(std=0.02)
+    return model
