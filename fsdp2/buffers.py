@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from .comm import Comm
 from .gather import GatherPlan, PendingGather
 from .layout import GatherLayout, gather_layout
 from .pack import alias, leaf_over, view_bytes
+from .transfers import Transfer, Transfers
 
 
 class GroupBuffers:
@@ -24,8 +26,7 @@ class GroupBuffers:
         layout: where everything lies.
         rank: this rank's place among those that share the parameters.
         device: where the full parameters live and compute.
-        rest: where the shards live; if that is another device, they are copied to `device` for each gather.
-        pin: allocate the shards in page-locked memory, which is copied to another device without a wait.
+        transfers: if the shards live on the CPU and `device` is another: what copies them there for each gather.
         few: some of these ranks, this one included, which can restore the full parameters after `shrink`.
     """
 
@@ -34,16 +35,16 @@ class GroupBuffers:
         layout: GatherLayout,
         rank: int,
         device: torch.device,
-        rest: torch.device,
-        pin: bool = False,
+        transfers: Transfers | None = None,
         few: Comm | None = None,
     ) -> None:
-        if rest != device:
+        if transfers is None:
+            self._stage, self.shards = None, torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
+        else:
             layout = replace(layout, aliased=False)
+            self.shards = transfers.allocate(layout.shard_nbytes, torch.uint8).zero_()
+            self._stage = _Stage(self.shards, device, transfers)
         self.layout = layout
-        self.shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=rest, pin_memory=pin)
-        # Where the collective finds the shards.
-        self._staged = self.shards if rest == device else torch.empty_like(self.shards, device=device)
         self._full_nbytes, kept = layout.full_nbytes, None
         if few is not None:
             kept = _kept_layout(layout, few)
@@ -51,12 +52,14 @@ class GroupBuffers:
         self._full = self.shards
         if not layout.aliased:
             self._full = torch.empty(self._full_nbytes, dtype=torch.uint8, device=device)
-        self._plan = GatherPlan(layout, rank, self._staged, self._full)
+        self._plan = GatherPlan(layout, rank, self._stage.memory if self._stage else self.shards, self._full)
+        if self._stage is not None:
+            self._stage.free()
         self._kept = _KeptPart(kept, few, self._full) if kept is not None and few is not None else None
         # Keep the full storage when it is given up, so that pointers into it stay valid.
         self.keeps_storage = False
         self._is_allocated = True
-        self._staged_storage, self._full_storage = self._staged.untyped_storage(), self._full.untyped_storage()
+        self._full_storage = self._full.untyped_storage()
         self.storage_id = torch_compat.storage_id(self._full)
 
     def full_parameter(self, i: int) -> Tensor:
@@ -89,9 +92,9 @@ class GroupBuffers:
             self._full_storage.resize_(self._full_nbytes)
         if self._kept is not None and self._kept.is_filled:
             return self._kept.start_gather()
-        if self._staged is not self.shards:
-            self._staged_storage.resize_(self.layout.shard_nbytes)
-            self._staged.copy_(self.shards, non_blocking=True)
+        if self._stage is not None:
+            self._stage.start(partial(gather.start, self._plan, comm, more_outputs, more_inputs))
+            return PendingGather(self._plan, self._stage, more_inputs)
         return gather.start(self._plan, comm, more_outputs, more_inputs)
 
     def shrink(self) -> None:
@@ -107,11 +110,36 @@ class GroupBuffers:
         self._free_full()
 
     def _free_full(self) -> None:
-        if self._staged is not self.shards:
-            self._staged_storage.resize_(0)
         if self._is_allocated and not self.layout.aliased and not self.keeps_storage:
             self._is_allocated = False
             self._full_storage.resize_(0)
+
+
+class _Stage:
+    """Memory on the device for a copy of the shards, from which a gather reads. It is the Work of that gather.
+
+    At first it is allocated, for a plan to be made of it.
+    """
+
+    def __init__(self, shards: Tensor, device: torch.device, transfers: Transfers) -> None:
+        self._shards, self._transfers = shards, transfers
+        self.memory = torch.empty_like(shards, device=device)
+        self._storage = self.memory.untyped_storage()
+        self._copy: Transfer[PendingGather] | None = None
+
+    def start(self, start_gather: Callable[[], PendingGather]) -> None:
+        """Begin to copy, and to gather behind that, beside what the device computes."""
+        self._storage.resize_(self._shards.nbytes)
+        self._copy = self._transfers.start_in(self.memory, self._shards, start_gather)
+
+    def wait(self) -> None:
+        copy, self._copy = self._copy, None
+        assert copy is not None, "a gather is waited for once"
+        copy.wait().abandon()
+        self.free()
+
+    def free(self) -> None:
+        self._storage.resize_(0)
 
 
 class _KeptPart:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from . import torch_compat
-from .gradients import ReductionQueue
 from .order import Cursor, within_budget
 from .param_group import SHARDED, UNSHARDED
+from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
 from .state import FSDPState
 
@@ -40,6 +40,7 @@ class Context:
         # Where the inputs of a pass are moved: to an accelerator, as torch's FSDP2 does it.
         device = root.group.mesh.device
         self.takes_inputs_to = None if device.type in ("cpu", "meta") else device
+        self._transfers = {state.group.transfers for state in self.states if state.group.transfers is not None}
         self._saved_tensors = SavedTensors(use_in_backward)
         # Whether backward's use of a weight is noticed, whatever way it comes.
         self.notices_saved_tensors = True
@@ -149,6 +150,12 @@ class Context:
             self.unfinished.clear()
             if not self.in_backward:
                 self._drop_prefetched()
+                self.settle_transfers()
+
+    def settle_transfers(self) -> None:
+        """The user is about to go on, and may write to shards: have none of them still be copied to the device."""
+        for transfers in self._transfers:
+            transfers.settle()
 
     def ran(self, state: FSDPState) -> None:
         """A forward of `state` has ended that backward will come back to."""
@@ -221,6 +228,7 @@ class Context:
                 state.completes = False
             state.release_after_backward()
         self._drop_prefetched()
+        self.settle_transfers()
         if self.finalizes_by_itself:
             self.finalize()
         if self.is_last_backward and not self.graph_reads_weights:
@@ -274,6 +282,7 @@ class Context:
                 state.release()
         self._prefetched.clear()
         self._ran.clear()
+        self.settle_transfers()
 
     def sees_saved_tensors(self) -> bool:
         """Whether what autograd saves now passes through our hooks, not through activation checkpointing's."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,62 +17,14 @@ from .layout import ParamSpec, bucket_layout, split_buckets
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .reduce import ReducePlan, Reduction
-from .unsynced_grad import UnsyncedGrad
+from .reduction_queue import ReductionQueue
+from .stepper import Stepper
+from .unsynced_grad import SteppedGrad, UnsyncedGrad
 
 # A group's gradients are reduced in up to four parts, so that what has arrived can be sent and freed while the rest is
 # computed; parts below this size cost more in latency than they save.
 MAX_BUCKETS = 4
 MIN_BUCKET_BYTES = 1024 * 1024
-
-
-class ReductionQueue:
-    """The reductions in flight of all groups under one root, oldest first.
-
-    At most `max_running` run while the next is packed; older ones are finished first, which bounds what they hold.
-    """
-
-    def __init__(self) -> None:
-        self.max_running = 1
-        # Whose it is, the reduction, and the identity of the backward pass that began it.
-        self._running: deque[tuple[GroupGradients, Any, object]] = deque()
-
-    def make_room(self) -> None:
-        while len(self._running) > self.max_running:
-            self._finish_oldest()
-        for _, pending, _ in self._running:
-            if pending.has_second_stage:
-                pending.advance()
-
-    def add(self, owner: GroupGradients, pending: Any) -> None:
-        self._running.append((owner, pending, owner.backward_pass))
-
-    def take_over(self, other: ReductionQueue) -> None:
-        if other is not self:
-            self._running.extend(other._running)
-            other._running.clear()
-
-    def finish_all(self) -> None:
-        while self._running:
-            self._finish_oldest()
-
-    def finish_partial(self) -> None:
-        """Finish those that leave something to be summed between replicas by a later one."""
-        while any(pending.is_partial for _, pending, _ in self._running):
-            self._finish_oldest()
-
-    def abandon(self, backward_pass: object | None) -> None:
-        """After an error: wait until no buffer is in use; drop the results of one pass (None: of all)."""
-        while self._running:
-            owner, pending, of_pass = self._running.popleft()
-            with suppress(RuntimeError):  # a peer is gone: then nothing writes to the buffers any more
-                if backward_pass is None or of_pass is backward_pass:
-                    pending.abandon()
-                else:
-                    owner.receive(pending)
-
-    def _finish_oldest(self) -> None:
-        owner, pending, _ = self._running.popleft()
-        owner.receive(pending)
 
 
 class _Bucket:
@@ -140,6 +91,11 @@ class GroupGradients:
         self.backward_pass: object = None
         # Whether the last backward pass has left gradients to a later one, on whichever rank.
         self.owes = False
+        # Steps in backward, if the user wants that; steps that may still be under way, on its thread; and of which
+        # backward pass the last gradient was that a parameter was stepped with.
+        self.stepper: Stepper | None = None
+        self.steps: list[Future[None]] = []
+        self._stepped: dict[int, object] = {}
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
 
@@ -210,6 +166,9 @@ class GroupGradients:
     def begin_backward(self, backward_pass: object) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
         self.backward_pass = backward_pass
+        for i in list(self._stepped):
+            if isinstance(self._params[i].sharded.grad, SteppedGrad):
+                self._unmark(i)
         for param in (self._params[i] for i in self._marked):
             if isinstance(param.sharded.grad, UnsyncedGrad) and param.sharded.grad.is_lost:
                 raise RuntimeError(
@@ -259,13 +218,19 @@ class GroupGradients:
         self._taken_along.clear()
         for i in {*self._waiting, *self._partial}:
             self._mark(i)
+        for i, of_pass in self._stepped.items():
+            if of_pass is self.backward_pass:
+                self._put_marker(i, SteppedGrad)
 
     def _mark(self, i: int, is_lost: bool = False) -> None:
-        param = self._params[i]
         self._marked.add(i)
+        self._put_marker(i, UnsyncedGrad, is_lost)
+
+    def _put_marker(self, i: int, kind: type[UnsyncedGrad], is_lost: bool = False) -> None:
+        param = self._params[i]
         if not isinstance(param.sharded.grad, UnsyncedGrad):
             nothing = torch.zeros((), dtype=param.local.dtype, device=param.local.device).expand(param.local.shape)
-            marker = UnsyncedGrad(nothing, param.dtensor_spec, requires_grad=False)
+            marker = kind(nothing, param.dtensor_spec, requires_grad=False)
             marker.reduced, marker.is_lost = param.sharded.grad, is_lost
             param.sharded.grad = marker
 
@@ -301,8 +266,8 @@ class GroupGradients:
         self._waiting.clear()
         self._partial.clear()
 
-    def receive(self, pending: reduce.Pending) -> None:
-        """Accumulate reduced shards into the sharded parameters' `.grad`."""
+    def receive(self, pending: reduce.Pending, of_pass: object) -> None:
+        """Accumulate reduced shards into the sharded parameters' `.grad`; step on them, if that is to be."""
         shards = pending.finish()
         if pending.is_partial:
             for i, (flat, offset) in shards.items():
@@ -316,6 +281,32 @@ class GroupGradients:
                     self._accumulate(shards)
             if is_hooked:  # users' hooks may need torch functions
                 self._accumulate(shards)
+        if self.stepper is not None:
+            self._step(shards, of_pass)
+
+    def start_step(self, pending: reduce.Pending, of_pass: object) -> Future[None] | None:
+        """Have `receive` done beside this thread, if that ends in a step."""
+        if self.stepper is None:
+            return None
+        step = self.stepper.run_beside(self.receive, pending, of_pass)
+        self.steps.append(step)
+        return step
+
+    def await_steps(self) -> None:
+        """Wait until no shard is being stepped on. Whoever finishes the reductions gets the errors."""
+        wait(self.steps)
+        self.steps.clear()
+
+    def _step(self, indices: Iterable[int], of_pass: object) -> None:
+        assert self.stepper is not None
+        places = {self._params[i].sharded: i for i in indices}
+        again = [self._params[i].name for i in places.values() if self._stepped.get(i) is of_pass]
+        if again:
+            raise RuntimeError(
+                f"{', '.join(again)}: got a second gradient in one backward pass, after the optimizer had stepped with "
+                "the first. Checkpoint with use_reentrant=False, or step after backward."
+            )
+        self._stepped.update({places[param]: of_pass for param in self.stepper.step(places)})
 
     def _accumulate(self, shards: reduce.Shards) -> None:
         for i, (flat, offset) in shards.items():

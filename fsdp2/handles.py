@@ -20,6 +20,7 @@ class UnshardHandle:
         states, self._states = self._states, []
         for state in states:
             hooks.unshard(state)
+            state.context.settle_transfers()
 
 
 class GradientReductionHandle:

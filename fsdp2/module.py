@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from . import hooks
 from .handles import GradientReductionHandle, UnshardHandle
 from .reduce import on_stream
 from .state import FSDPState
+from .stepper import Stepper
 
 
 class FSDPModule:
@@ -286,6 +288,35 @@ class FSDPModule:
         _check_bool("keep", keep)
         for state in _states(self, recurse):
             state.group.keep_storage(keep)
+
+    def set_optimizer_in_backward(self, optimizer: Optimizer | None) -> None:
+        """Have backward passes step `optimizer`, on a few parameters at a time, as soon as their gradients are reduced,
+        and clear these: then only few gradients exist at once. On the root only.
+
+        With CPUOffloadPolicy the steps run on another thread while backward goes on, and hooks of the parameters, too:
+        neither may communicate. When backward returns (manual finalization: when that does) all are done.
+
+        A pass whose gradients wait (`set_requires_gradient_sync`, `set_requires_all_reduce`) does not step; the one
+        that reduces them steps once. After a step, `.grad` holds a stand-in that refuses to be used: clipping by norm
+        and GradScaler need all gradients before the first step. A backward that raises may have stepped on some.
+
+        Args:
+            optimizer: one that keeps its state per parameter, as those of torch.optim do. None: step by hand again.
+
+        Raises:
+            TypeError: neither an optimizer nor None.
+            ValueError: it needs a closure, or has parameters that are not sharded here.
+            RuntimeError: not the root, or during a backward pass. Later, in backward: a second gradient of a parameter
+                that was stepped on in the same pass (reentrant checkpointing).
+        """
+        context = _root(self, "set_optimizer_in_backward").context
+        if context.in_backward:
+            raise RuntimeError("set_optimizer_in_backward: call it between backward passes, not during one")
+        params = [param.sharded for state in context.states for param in state.group.params]
+        stepper = None if optimizer is None else Stepper(optimizer, params)
+        context.finalize()  # what is under way belongs to the one before
+        for state in context.states:
+            state.group.gradients.stepper = stepper
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Leave reductions in flight at the end of backward, until `finalize_backward` is called. On the root only.

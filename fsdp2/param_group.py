@@ -22,6 +22,7 @@ from .mesh import DataMesh
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
+from .transfers import Transfers, make_transfers
 from .versions import GroupVersions
 
 
@@ -60,10 +61,11 @@ class FSDPParamGroup:
         self._policy = policy
         self._choice = CommChoice()
         self.name = type(modules[0]).__name__
-        # Where shards live, and whether in page-locked memory there.
+        # Where shards live, and whether in page-locked memory; what copies them to where they compute, if elsewhere.
         self._rest = params[0].rest if params else mesh.device
         self._pin = pin
-        reduction = Reduction.over(mesh, self._rest)
+        self.transfers: Transfers | None = make_transfers(mesh.device, pin) if self._rest != mesh.device else None
+        reduction = Reduction.over(mesh, self.transfers)
         self._comm = self._plain_comm = reduction.shards
         self.state: _Settled | PendingGather = SHARDED
         self.installed = False
@@ -170,10 +172,12 @@ class FSDPParamGroup:
         """
         if self.state is not SHARDED:
             return
+        if self.gradients.steps:
+            self.gradients.await_steps()
         if notice_replacements:
             self._notice_replacements()
         assert self._buffers is not None
-        self._gathered_at = self.versions.sharded() if self.notes_changes else None
+        self._gathered_at = self.shard_versions() if self.notes_changes else None
         if self._extensions.members:
             self.state = self._buffers.start_gather(self._comm, *self._extensions.start(self._comm))
         else:
@@ -187,7 +191,8 @@ class FSDPParamGroup:
             self.state = UNSHARDED
             if self._extensions.members:
                 self._finish_extensions()
-        self.versions.renew()
+        if self.versions.guards:
+            self.versions.renew(self.shard_versions())
 
     def install(self) -> None:
         """Register the full parameters in the modules."""
@@ -224,6 +229,12 @@ class FSDPParamGroup:
         self.state = SHARDED
         self.versions.expire()
         self._buffers.shrink()
+
+    def shard_versions(self) -> tuple[int, ...]:
+        """`GroupVersions.sharded`, when the steps of an optimizer in backward are done."""
+        if self.gradients.steps:
+            self.gradients.await_steps()
+        return self.versions.sharded()
 
     def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
@@ -264,7 +275,7 @@ class FSDPParamGroup:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""
         return (
             self._gathered_at is not None
-            and self._gathered_at == self.versions.sharded()
+            and self._gathered_at == self.shard_versions()
             and (self.installed or not self._is_replaced())
             and self._trainable == self._find_trainable()
         )
@@ -325,7 +336,7 @@ class FSDPParamGroup:
 
     def _allocate(self, layout: GatherLayout) -> None:
         device = self.mesh.device
-        self._buffers = GroupBuffers(layout, self.mesh.rank, device, self._rest, self._pin, self._few)
+        self._buffers = GroupBuffers(layout, self.mesh.rank, device, self.transfers, self._few)
         # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
         for i in range(len(layout.specs)):
             self.params[i].build_full(self._buffers.full_parameter(i))

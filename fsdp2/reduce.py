@@ -14,6 +14,7 @@ from .comm import Comm, make_comm
 from .layout import BucketLayout, ParamSpec, split_pieces
 from .mesh import DataMesh
 from .pack import gradient_slots, pack_gradients, pack_piece
+from .transfers import Transfer, Transfers
 from .work import AllWork, Work
 
 # The gradient of a group of one parameter, an embedding or a head say, can't be cut into buckets. It is copied and sent
@@ -36,7 +37,7 @@ class Reduction:
         divisor: what the sum over all ranks is divided by. None: their number.
         all_reduce: also sum between replicas, or keep what this rank got until a later reduction does.
         hook: called with each reduced, flat tensor, in the reduce dtype, before it becomes gradients.
-        rest: where gradients go. None: they stay where they were computed.
+        transfers: copy the gradients to the CPU. None: they stay where they were computed.
     """
 
     shards: Comm
@@ -44,13 +45,13 @@ class Reduction:
     divisor: float | None = None
     all_reduce: bool = True
     hook: Callable[[Tensor], None] | None = None
-    rest: torch.device | None = None
+    transfers: Transfers | None = None
 
     @classmethod
-    def over(cls, mesh: DataMesh, rest: torch.device) -> Reduction:
-        """The usual one of parameters on `mesh` whose shards live on `rest`."""
+    def over(cls, mesh: DataMesh, transfers: Transfers | None) -> Reduction:
+        """The usual one of parameters on `mesh`."""
         shards, replicas = (make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group))
-        return cls(shards, replicas if replicas.size > 1 else None, rest=rest if rest != mesh.device else None)
+        return cls(shards, replicas if replicas.size > 1 else None, transfers=transfers)
 
     def divisors(self) -> tuple[float, float]:
         """Of the reduce-scatter, and of the all-reduce behind it."""
@@ -79,6 +80,7 @@ class PendingReduce:
         self._is_scattered = False
         # What the stream beside the one that computes may still use.
         self._held_beside: tuple[Work, list[Tensor]] | None = None
+        self._return: Transfer[Tensor] | None = None
         # The result still is to be summed between replicas, later: it stays in the reduce dtype.
         self.is_partial = reduction.replicas is not None and not reduction.all_reduce
         self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
@@ -106,16 +108,32 @@ class PendingReduce:
                 self.advance()
             self._held_beside = held
 
+    def start_return(self) -> bool:
+        """Wait for the sums; begin to copy them to the CPU, if gradients rest there. Return whether they do."""
+        transfers = self._reduction.transfers
+        if transfers is None or self.is_partial:
+            return False
+        if self._return is None:
+            self._return = transfers.start_out(self._finish_sums())
+        return True
+
     def finish(self) -> Shards:
-        """Wait; return this rank's shards of the mean gradients, in the storage dtype (partial: the reduce dtype)."""
+        """Wait; return this rank's shards of the mean gradients, in the storage dtype (partial: the reduce dtype).
+
+        If they rest on the CPU the host waits, else as with collectives.
+        """
+        self.start_return()
+        shards = self._finish_sums() if self._return is None else self._return.finish()
+        return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
+
+    def _finish_sums(self) -> Tensor:
         self.advance()
         self.abandon()
-        shards = self._output
-        if not self.is_partial:
-            if self._reduction.hook is not None:
-                self._reduction.hook(shards)
-            shards = shards.to(self._reduction.rest, self._layout.storage_dtype)
-        return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
+        if self.is_partial:
+            return self._output
+        if self._reduction.hook is not None:
+            self._reduction.hook(self._output)
+        return self._output.to(self._layout.storage_dtype)
 
     def abandon(self) -> None:
         """Wait until the buffers are no longer in use, and give them up."""
@@ -123,6 +141,8 @@ class PendingReduce:
             self._work.wait()
             self._work = None
         self._held_beside = None
+        if self._return is not None:
+            self._return.finish()
         self._inputs_kept_alive.clear()
 
 
@@ -136,6 +156,9 @@ class _Local:
 
     def advance(self) -> None:
         pass
+
+    def start_return(self) -> bool:
+        return False
 
     def finish(self) -> Shards:
         return self._shards
@@ -182,7 +205,6 @@ class ReducePlan:
         return dtypes == {out_WP.dtype} or (len(dtypes) == 1 and not out_WP.is_cpu)
 
 
-
 def start(
     gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
 ) -> Pending:
@@ -192,7 +214,7 @@ def start(
     """
     layout, comm = plan.layout, reduction.shards
     if comm.size == 1:
-        if reduction.replicas is None and reduction.hook is None and reduction.rest is None:
+        if reduction.replicas is None and reduction.hook is None and reduction.transfers is None:
             return _Local({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices})
         output = _as_one(gradients, layout, _allocator(reduction))
         if reduction.replicas is None and reduction.divisor is not None:

@@ -107,7 +107,7 @@ class FSDPState(TorchState):
     def note_versions(self) -> None:
         """The full parameters are about to be saved for backward, or read by it."""
         if self.context.notices_saved_tensors:
-            self.versions = self.group.versions.sharded()
+            self.versions = self.group.shard_versions()
 
     def hold(self) -> None:
         """The user is about to gather the group: passes that do not free it shall not gather it again."""

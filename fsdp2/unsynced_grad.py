@@ -1,4 +1,4 @@
-"""What stands in `.grad` while gradients wait."""
+"""What stands in `.grad` where there is no gradient to use."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class UnsyncedGrad(DTensor):
     of zeros. It refuses every other use, since the value isn't known before it is reduced.
     """
 
+    why = (
+        "this gradient is not synchronised between ranks yet. Call set_requires_gradient_sync(True) before the last "
+        "backward of an accumulation, and use .grad (clip, step, ...) after it."
+    )
     # What had been reduced before, if anything.
     reduced: Tensor | None = None
     # What waited went down with a backward pass that failed.
@@ -29,24 +33,39 @@ class UnsyncedGrad(DTensor):
         if func in torch_compat.ZERO_FUNCTIONS:
             return _set_to_zero(args[0])
         if not torch_compat.reads_metadata(func):
-            _refuse(torch.overrides.resolve_name(func) or str(func))
+            cls._refuse(torch.overrides.resolve_name(func) or str(func))
         with torch_compat.no_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func not in torch_compat.ZERO_OPS:
-            _refuse(str(func))
+            cls._refuse(str(func))
         return _set_to_zero(args[0])
 
     def to_local(self, **_: Any) -> Any:
-        _refuse("to_local")
+        self._refuse("to_local")
 
     def full_tensor(self, **_: Any) -> Any:
-        _refuse("full_tensor")
+        self._refuse("full_tensor")
 
     def redistribute(self, *_: Any, **__: Any) -> Any:
-        _refuse("redistribute")
+        self._refuse("redistribute")
+
+    @classmethod
+    def _refuse(cls, what: str) -> NoReturn:
+        raise RuntimeError(f"{what}: {cls.why}")
+
+
+class SteppedGrad(UnsyncedGrad):
+    """Stands in `.grad` of parameters that were stepped in backward, until the next: whoever clips or steps afterwards,
+    as usual, would do nothing.
+    """
+
+    why = (
+        "the optimizer has stepped with this gradient in backward, and cleared it (set_optimizer_in_backward). What "
+        "needs all gradients before a step (clipping by norm, GradScaler) can't be combined with that."
+    )
 
 
 def _set_to_zero(gradients: Any) -> Any:
@@ -62,10 +81,3 @@ def _set_to_zero(gradients: Any) -> Any:
         else:
             gradient.zero_()
     return None if several else gradients
-
-
-def _refuse(what: str) -> NoReturn:
-    raise RuntimeError(
-        f"{what}: this gradient is not synchronised between ranks yet. Call set_requires_gradient_sync(True) before "
-        "the last backward of an accumulation, and use .grad (clip, step, ...) after it."
-    )

@@ -79,11 +79,11 @@ class GroupVersions:
             self._is_expired = True
             increment_version(self._full)
 
-    def renew(self) -> None:
-        """The full parameters' data is there: what autograd has saved of it is valid, if it is the same data."""
-        if not self.guards:
-            return
-        before, self._made_of = self._made_of, self.sharded()
+    def renew(self, sharded: tuple[int, ...]) -> None:
+        """The full parameters' data is there, made of `sharded` versions: what autograd has saved of it is valid, if it
+        is the same data.
+        """
+        before, self._made_of = self._made_of, sharded
         if before != self._made_of:
             changed = {i // 2 for i, (old, new) in enumerate(zip(before, self._made_of, strict=True)) if old != new}
             self._set_valid(

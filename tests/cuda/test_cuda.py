@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
-from fsdp2 import MixedPrecisionPolicy, comm, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, comm, fully_shard
+from fsdp2.hooks import states_below
 from helpers import assert_same, fake_world, full
 from models import TinyGPT, mean_loss
 
@@ -217,3 +218,68 @@ def test_a_captured_part_reads_the_parameters_of_each_step(nccl: None) -> None:
             sharded(x)  # gathers
             graph.replay()
             assert_same(result, x @ whole.weight.bfloat16().t(), rtol=0, atol=0, name="replayed")
+
+
+def big_layers(dim: int = 2048, blocks: int = 6) -> nn.Sequential:
+    """Groups whose copies take the link longer than the host takes to go on."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(dim, dim) for _ in range(blocks)])
+
+
+@pytest.mark.parametrize("pin", [True, False], ids=["pinned", "pageable"])
+@pytest.mark.parametrize("mode", ["", "gradients add up", "in backward"])
+def test_offloaded_training_matches_the_plain_model(nccl: None, mode: str, pin: bool) -> None:
+    """A copy that is not waited for shows in the numbers; so does a shard that is stepped on while it is copied."""
+    plain, sharded = big_layers().cuda(), big_layers()
+    for layer in sharded:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=pin))
+    fully_shard(sharded, offload_policy=CPUOffloadPolicy(pin_memory=pin))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)]
+    if mode == "in backward":
+        sharded.set_optimizer_in_backward(optimizers[1])
+    for _ in range(4):
+        for _ in range(2 if mode == "gradients add up" else 1):
+            batch = torch.randn(8, 2048)
+            mean_loss(plain(batch.cuda())).backward()
+            mean_loss(sharded(batch)).backward()
+        for optimizer in optimizers[: 1 if mode == "in backward" else 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():  # as soon as forward has returned, shards may be written to
+            sharded(batch)
+            for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+                p.mul_(1.01)
+                q.mul_(1.01)
+    for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        assert q.to_local().device.type == "cpu"
+        assert_same(q.to_local(), p.detach().cpu(), rtol=1e-4, atol=1e-5, name=name)
+
+
+def test_offloaded_memory_is_page_locked(nccl: None) -> None:
+    model = big_layers()
+    for layer in model:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy())
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    mean_loss(model(torch.randn(8, 2048))).backward()
+    for state in states_below(model):
+        assert state.group._buffers is not None
+        assert state.group._buffers.shards.is_pinned() or not state.group.params
+    assert all(param.grad.to_local().is_pinned() for param in model.parameters())
+
+
+def test_copies_run_beside_compute(nccl: None) -> None:
+    """Kernels and copies overlap in time on the device: read off the profiler's trace."""
+    model = big_layers(dim=4096)
+    for layer in model:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy())
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    batch = torch.randn(16384, 4096)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            mean_loss(model(batch)).backward()
+            model.zero_grad()
+    spans = [(e.name, e.time_range) for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [span for name, span in spans if "Memcpy HtoD" in name and span.elapsed_us() > 1000]
+    kernels = [span for name, span in spans if not name.startswith("Mem") and span.elapsed_us() > 1000]
+    beside = [copy for copy in copies if any(k.start < copy.end and copy.start < k.end for k in kernels)]
+    assert len(beside) >= len(copies) / 2, "all but the first of a pass, and those of the batch"

@@ -28,8 +28,8 @@ from fsdp2 import (
     share_comm_ctx,
 )
 from fsdp2.hooks import states_below
-from fsdp2.mesh import DataMesh
 from helpers import fake_world
+from stand_in import apart
 
 RANKS = 4
 
@@ -572,13 +572,9 @@ def placements() -> None:
 
 @checks("fully_shard(offload_policy)")
 def offload() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        # A device that is not where shards rest, though it is the same memory.
-        patch.setattr(DataMesh, "device", property(lambda self: torch.device("cpu", 0)))
-        buffers = build(offload_policy=CPUOffloadPolicy())._get_fsdp_state().group._buffers
-    assert buffers._staged is not buffers.shards
-    buffers = build()._get_fsdp_state().group._buffers
-    assert buffers._staged is buffers.shards
+    with apart():
+        assert build(offload_policy=CPUOffloadPolicy())._get_fsdp_state().group._buffers._stage is not None
+    assert build()._get_fsdp_state().group._buffers._stage is None
 
 
 @checks("fully_shard(dp_mesh_dims)")
@@ -592,6 +588,22 @@ def dims() -> None:
         module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Replicate(), Replicate()]))
         fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
         assert module.weight.placements == expected
+
+
+@checks("set_optimizer_in_backward")
+def optimizer_in_backward() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.b0.weight._version
+    model.set_optimizer_in_backward(optimizer)
+    backward(model)
+    assert model.b0.weight._version > before
+    model.set_optimizer_in_backward(None)
+    optimizer.zero_grad()
+    before = model.b0.weight._version
+    backward(model)
+    assert model.b0.weight._version == before
+    assert model.b0.weight.grad.to_local() is not None
 
 
 @checks("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
@@ -637,6 +649,7 @@ VALID: dict[str, Any] = {
     "all_gather": None,
     "reduce_scatter": None,
     "event": None,
+    "optimizer": None,
 }
 FLAGS = [
     (method, name)
@@ -683,6 +696,7 @@ def test_values_that_are_refused() -> None:
         (RuntimeError, "root", lambda: model.b0.set_manual_backward_finalization(True)),
         (RuntimeError, "root", lambda: model.b0.finalize_backward()),
         (RuntimeError, "root", lambda: model.b0.reset_iter_state()),
+        (RuntimeError, "root", lambda: model.b0.set_optimizer_in_backward(None)),
     ]
     for error, text, call in refused:
         with pytest.raises(error, match=text):

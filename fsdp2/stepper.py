@@ -1,0 +1,64 @@
+"""An optimizer that steps in backward, on some of its parameters at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Stepper:
+    """Steps `optimizer` on parameters as they get their gradients, and clears these.
+
+    What torch's optimizers keep, they keep per parameter, and so it is as after one step on all of them.
+
+    Args:
+        sharded: the parameters whose gradients will come.
+
+    Raises:
+        TypeError: not an optimizer.
+        ValueError: its step needs a closure, or it has a parameter that is none of these.
+    """
+
+    def __init__(self, optimizer: Optimizer, sharded: Collection[nn.Parameter]) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None, got {optimizer!r}")
+        name, own = type(optimizer).__name__, set(sharded)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(f"optimizer: expected one whose step needs no closure, got {name}: step after backward.")
+        for i, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
+            if parameter not in own:
+                raise ValueError(
+                    f"optimizer: expected sharded parameters of this model only, got a {type(parameter).__name__} of "
+                    f"shape {tuple(parameter.shape)} as number {i} of {name}. Build the optimizer after fully_shard; "
+                    "step other parameters by one of their own, after backward."
+                )
+        self._optimizer = optimizer
+        # One step after the other, beside the thread that computes.
+        self._thread = ThreadPoolExecutor(1, "fsdp2-step")
+
+    def step(self, parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
+        """Step those of `parameters` that the optimizer has, and return them, without their gradients."""
+        wanted, groups = set(map(id, parameters)), self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        chosen = [[each for each in params if id(each) in wanted] for params in whole]
+        try:
+            for group, params in zip(groups, chosen, strict=True):
+                group["params"] = params
+            self._optimizer.step()
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+        stepped = [each for params in chosen for each in params]
+        for parameter in stepped:
+            parameter.grad = None
+        return stepped
+
+    def run_beside(self, task: Callable[..., None], *args: Any) -> Future[None]:
+        """Run `task` on a thread of its own, after the tasks before it."""
+        return self._thread.submit(task, *args)

@@ -1,0 +1,242 @@
+"""CPUOffloadPolicy beside a device from which and to which copies arrive late (see stand_in.py): whoever does not wait
+for them computes with NaN, and whoever writes to what is still being copied is told so. And optimizers that step in
+backward, with offload and without.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import CPUOffloadPolicy, FSDPModule, clip_grad_norm_, gradients
+from helpers import full, run_ranks
+from scenarios import MayFail, Net, Run, check, loss_of, sgd
+from stand_in import StandIn, apart
+
+OFFLOAD = CPUOffloadPolicy()
+
+
+@contextmanager
+def offloaded(run: Run, model: Any, mesh: tuple[int, int] | None = None, **options: Any) -> Iterator[StandIn]:
+    """In it, the children and blocks of `model` are groups whose shards rest apart from the stand-in."""
+    with apart() as stand_in:
+        if run.sharded:
+            options |= {"offload_policy": OFFLOAD, "mesh": init_device_mesh("cpu", mesh or (run.world_size,))}
+        for child in model.children():
+            for module in child if isinstance(child, nn.ModuleList) else [child]:
+                run.shard(module, **options)
+        run.shard(model, **options)
+        yield stand_in
+
+
+def show(run: Run, name: str, model: nn.Module, mesh: tuple[int, int] | None) -> None:
+    """Every parameter: where there are replicas, as a whole."""
+    if mesh is None:
+        return run.params(name, model)
+    for fqn, param in model.named_parameters():
+        run.value(f"{name}: {fqn}", param)
+    return None
+
+
+# ---- copies that are late --------------------------------------------------------------------------------------------
+
+MODES = ("", "a change", "gradients add up", "accumulation", "clip", "prefetch", "evaluation", "kept", "by hand")
+
+
+def trains(run: Run, mode: str, mesh: tuple[int, int] | None = None) -> None:
+    model = run.build(Net)
+    with offloaded(run, model, mesh, reshard_after_forward=False if mode == "kept" else None):
+        optimizer = sgd(model)
+        if mode == "prefetch" and isinstance(model, FSDPModule):
+            model.set_modules_to_forward_prefetch([model.stem, *model.blocks])
+            model.head.set_modules_to_backward_prefetch([*model.blocks, model.stem])
+            model.set_prefetch_budget(1 << 20)
+        for step in range(3):
+            if mode in ("accumulation", "gradients add up"):
+                run.set_sync(model, mode == "gradients add up")
+                loss_of(model(run.batch(seed=step + 10))).backward()
+                run.set_sync(model, True)
+            loss = loss_of(model(run.batch(seed=step)))
+            if mode == "evaluation":
+                with torch.no_grad():
+                    run.rows("evaluated", model(run.batch(seed=7)))
+            if mode == "a change":  # when the host may be ahead of the device
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(1.25)
+                loss = loss_of(model(run.batch(seed=step)))
+            if mode == "by hand" and isinstance(model, FSDPModule):
+                model.set_manual_backward_finalization(True)
+            loss.backward()
+            run.mean("loss", loss)
+            if mode == "by hand":
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(1.25)
+                if isinstance(model, FSDPModule):
+                    model.finalize_backward()
+            if mode == "clip":
+                run.value("norm", clip_grad_norm_(model.parameters(), 0.05))
+            if mesh is None:
+                run.grads(f"step {step}", model)
+            optimizer.step()
+            show(run, f"step {step}", model, mesh)
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[:3]), (2, MODES), (3, MODES[:2])])
+def test_copies_are_waited_for(world_size: int, modes: tuple[str, ...]) -> None:
+    check(trains, world_size, mode=modes)
+
+
+def test_copies_are_waited_for_by_replicas() -> None:
+    check(trains, 2, mode=("", "accumulation"), mesh=((1, 2), (2, 1)))
+
+
+def test_copies_are_waited_for_in_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than may be on their way at once."""
+    monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 1)
+    check(trains, 2, mode=("", "gradients add up"))
+
+
+def test_a_step_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that a failed pass has begun are waited for, and come to nothing."""
+    monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 1)
+
+    def scenario(run: Run) -> None:
+        model = run.build(MayFail)
+        with offloaded(run, model):
+            optimizer = sgd(model)
+            for step, when in enumerate(("", "forward", "backward", "")):
+                if when:
+                    model.middle[1].when = when
+                    with pytest.raises(ValueError, match="on purpose"):
+                        loss_of(model(run.batch(seed=step))).backward()
+                    model.middle[1].when = ""
+                    optimizer.zero_grad()
+                    with torch.no_grad():
+                        for param in model.parameters():
+                            param.mul_(1.25)
+                run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, 2)
+
+
+def test_unshard_by_hand() -> None:
+    """What is written to shards after unshard() returned, or its handle did, does not reach the full parameters."""
+
+    def scenario(run: Run, async_op: bool) -> None:
+        model = run.build(nn.Linear, 5, 5)
+        whole = [param.detach().clone() for param in model.parameters()]
+        with offloaded(run, model):
+            params = list(model.parameters())
+            if isinstance(model, FSDPModule):
+                handle = model.unshard(async_op)
+                if handle is not None:
+                    handle.wait()
+            with torch.no_grad():
+                for param in params:
+                    param.zero_()
+            for i, (param, before) in enumerate(zip(model.parameters(), whole, strict=True)):
+                run.value(f"full {i}", param.detach() if run.sharded else before)
+            if isinstance(model, FSDPModule):
+                model.reshard()
+            run.params("sharded", model)
+
+    check(scenario, 2, async_op=(False, True))
+
+
+# ---- optimizers that step in backward --------------------------------------------------------------------------------
+
+
+class Recomputes(Net):
+    """Blocks under activation checkpointing, one of which is called twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in [*self.blocks, self.blocks[0]]:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x * self.scale)
+
+
+def steps_in_backward(
+    run: Run, offload: bool, mode: str, mesh: tuple[int, int] | None = None, kind: type[nn.Module] = Net
+) -> None:
+    model = run.build(kind)
+    with offloaded(run, model, mesh) if offload else nullcontext():
+        if not offload:
+            for module in (*model.blocks, model):
+                run.shard(module)
+        heads, others = list(model.head.parameters()), [*model.parameters()]
+        groups = [{"params": heads, "lr": 0.5}, {"params": [p for p in others if all(p is not h for h in heads)]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, foreach=True)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        if run.sharded:
+            model.set_optimizer_in_backward(optimizer)
+            model.set_manual_backward_finalization(mode == "by hand")
+        for step in range(3):
+            if mode == "accumulation":
+                run.set_sync(model, False)
+                loss_of(model(run.batch(seed=step + 10))).backward()
+                run.set_sync(model, True)
+            loss = loss_of(model(run.batch(seed=step)))
+            loss.backward()
+            run.mean("loss", loss)
+            if not run.sharded:
+                optimizer.step()
+                optimizer.zero_grad()
+            elif mode == "by hand":
+                with torch.no_grad():
+                    model(run.batch(seed=7))  # in which no shard may be read while it is being stepped on
+                model.finalize_backward()
+            schedule.step()
+            show(run, f"step {step}", model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "modes"), [(1, ("", "by hand")), (2, ("", "accumulation", "by hand")), (3, ("",))]
+)
+def test_an_optimizer_that_steps_in_backward(world_size: int, modes: tuple[str, ...]) -> None:
+    """As exact as one that steps after it; parameter groups, schedules and accumulation work as ever."""
+    check(steps_in_backward, world_size, offload=(True, False), mode=modes)
+
+
+def test_an_optimizer_that_steps_in_backward_with_replicas_and_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group is gathered again only when none of its shards is being stepped on."""
+    monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 1)
+    check(steps_in_backward, 2, offload=(True, False), mode=("accumulation",), mesh=((2, 1),), kind=(Net, Recomputes))
+
+
+def test_a_step_after_an_error_amid_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had been stepped on stays so, on all ranks alike; the next pass is exact from there."""
+    monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 1)
+
+    def body(rank: int, world_size: int) -> tuple[int, list[str]]:
+        run = Run(rank, world_size, [])
+        model, plain = run.build(MayFail), run.build(MayFail)
+        names = [name for name, _ in model.named_parameters()]
+        with offloaded(run, model):
+            model.set_optimizer_in_backward(torch.optim.SGD(model.parameters(), lr=0.25))
+            model.middle[1].when = "backward"
+            before = [full(param) for param in model.parameters()]
+            with pytest.raises(ValueError, match="on purpose"):
+                loss_of(model(run.batch(seed=0))).backward()
+            model.middle[1].when = ""
+            for param, whole in zip(plain.parameters(), map(full, model.parameters()), strict=True):
+                param.data.copy_(whole)
+            stepped = sum(not torch.equal(p, old) for p, old in zip(plain.parameters(), before, strict=True))
+            loss_of(plain(Run().batch(seed=1))).backward()
+            torch.optim.SGD(plain.parameters(), lr=0.25).step()
+            loss_of(model(run.batch(seed=1))).backward()
+            after = [full(param) for param in model.parameters()]
+        wrong = [n for n, p, q in zip(names, plain.parameters(), after, strict=True) if not torch.allclose(p, q)]
+        return stepped, wrong
+
+    for stepped, wrong in run_ranks(2, body):
+        assert not wrong
+        assert 0 < stepped <= 4, "of the last module's parameters"

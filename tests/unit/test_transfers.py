@@ -1,0 +1,76 @@
+"""What the copies ask of streams and events, read off stand-ins for these: a GPU tells whether that is enough."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.transfers import Transfers
+
+
+class Stream:
+    """A torch.Stream that writes down how it is used; and the events that it records."""
+
+    def __init__(self, name: str, lines: list[str]) -> None:
+        self.name, self.lines = name, lines
+
+    def wait_stream(self, other: Any) -> None:
+        self.lines.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self.lines.append(f"enter {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.lines.append(f"leave {self.name}")
+
+    def record_event(self) -> Any:
+        self.lines.append(f"event on {self.name}")
+        return self
+
+    def wait(self) -> None:
+        self.lines.append(f"current waits for the event on {self.name}")
+
+    def synchronize(self) -> None:
+        self.lines.append(f"host waits for {self.name}")
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    seen: list[str] = []
+    streams = iter([Stream("in", seen), Stream("out", seen)])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "Stream", lambda device: next(streams))
+        patch.setattr(torch.accelerator, "current_stream", lambda device=None: Stream("current", seen))
+        yield seen
+
+
+def test_a_copy_in_and_what_is_launched_behind_it(lines: list[str]) -> None:
+    transfers = Transfers(torch.device("cpu"), pin=False)
+    target, source = torch.zeros(3), torch.arange(3.0)
+    copy = transfers.start_in(target, source, lambda: lines.append("launch") or "launched")  # type: ignore[func-returns-value]
+    assert lines == ["in waits for current", "enter in", "launch", "leave in", "event on in"]
+    lines.clear()
+    assert copy.wait() == "launched"
+    transfers.settle()
+    assert lines == ["current waits for the event on in", "host waits for in"]
+    assert torch.equal(target, source)
+
+
+def test_a_copy_out(lines: list[str]) -> None:
+    """To new memory, for which the host waits."""
+    source = torch.arange(3.0)
+    copy = Transfers(torch.device("cpu"), pin=False).start_out(source)
+    assert lines == ["out waits for current", "enter out", "leave out", "event on out"]
+    lines.clear()
+    result = copy.finish()
+    assert lines == ["host waits for out"]
+    assert torch.equal(result, source)
+    assert result.data_ptr() != source.data_ptr()
+
+
+def test_memory_is_the_cpus_whatever_the_default_device() -> None:
+    transfers = Transfers.__new__(Transfers)
+    transfers._pin = False
+    with torch.device("meta"):
+        assert transfers.allocate(4, torch.bfloat16).device.type == "cpu"
