@@ -1,28 +1,32 @@
-"""Measures fsdp2 beside torch's FSDP2, prints one table, and writes one dated report.
+"""Measures fsdp2 beside torch's FSDP2, FSDP1, DDP and a minimal SimpleFSDP; prints tables, writes one dated report.
 
-    python -m benchmarks                           everything, about 10 minutes (20 on busy cores)
+    python -m benchmarks                           everything, about 15 minutes (30 on busy cores)
     python -m benchmarks overlap init              some suites
     python -m benchmarks --quick                   a rougher look
+    python -m benchmarks --libraries fsdp2 torch           without the others
     python -m benchmarks --libraries torch-again torch     checks the benchmark: every ratio is 1
 
 Every job runs in fresh processes; inside each, the libraries take turns. Change no code while it runs. Pictures of a
-step (suites overlap and memory) are drawn where matplotlib is installed: the extra `viz`.
+step (suites overlap and memory) are drawn where matplotlib is installed: the extra `viz`. The suite gloo-1gbit needs
+root, `ip` and `tc`; it is left out elsewhere.
 """
 
 import argparse
 import datetime
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from . import jobs
 from .jobs import Job
-from .libraries import MODULES, load_library
+from .libraries import MODULES, NAMES, load_library
 from .pictures import can_draw
+from .places import UnavailableError
 from .report import Row, describe_machine, format_table
 from .suites import SUITES
 
@@ -31,13 +35,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 NOTES = """\
 Ratios of times are taken inside each round and shown as median (smallest to largest); values are medians over rounds.
 A step is forward, backward and zero_grad(set_to_none=True), without an optimizer; N is the world size.
-`limit` is the least that the same schedule needs, and what stands over it is the distance: 1 is perfect. `-`: no such
-number.
+`torch` is torch's FSDP2, `fsdp1` its FullyShardedDataParallel with use_orig_params, `ddp` its DistributedDataParallel
+(which shards nothing, and casts nothing on CPU), `simple` a minimal SimpleFSDP: a DTensor for each parameter, eager.
+`bare` is the model without any library. `limit` is the least that fsdp2's schedule needs, and what stands over it is
+the distance: 1 is perfect. `-`: no such number.
 """
 
 NOT_MEASURED = """\
-**Not measured:** anything on a GPU; NCCL; overlap of communication with compute on a real link; more than two real
-ranks; limited bandwidth (gloo ran over the loopback of one machine); optimizers; compiled models; fragmentation."""
+**Not measured:** anything on a GPU; NCCL; more than two real ranks, which share the cores of one machine; optimizers;
+compiled models; fragmentation; libraries that need a GPU (Megatron-FSDP, YaFSDP) or their own loop (DeepSpeed)."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,7 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--worlds", type=int, nargs="+", help="sizes of the fake process group (default: the suite's)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the dated report and its pictures")
     parser.add_argument("--name", default=None, help="report is YYYY-MM-DD-NAME.md (default: compare, compare-quick)")
-    parser.add_argument("--libraries", nargs="+", default=["fsdp2", "torch"], metavar="NAME", help=", ".join(MODULES))
+    parser.add_argument("--libraries", nargs="+", metavar="NAME", help=f"{', '.join(NAMES)} (default: the suite's)")
     parsed = parser.parse_args(arguments)
     unknown = [name for name in parsed.suites if name not in SUITES]
     if unknown:
@@ -59,58 +65,65 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def plan_jobs(arguments: argparse.Namespace, pictures: str | None) -> Iterator[Job]:
     for name in arguments.suites or SUITES:
-        if SUITES[name].is_left_out:
-            continue
-        for worlds in SUITES[name].choose_worlds(arguments.quick, arguments.worlds):
-            yield Job(name, worlds, tuple(arguments.libraries), arguments.quick, pictures)
+        suite = SUITES[name]
+        libraries = suite.choose_libraries(arguments.libraries)
+        for worlds in suite.choose_worlds(arguments.quick, arguments.worlds) if libraries else ():
+            yield Job(name, worlds, libraries, arguments.quick, pictures, suite.megabits)
 
 
-def measure(planned: Sequence[Job]) -> tuple[list[Row], list[str]]:
-    """All rows, and the jobs that failed: one failure must not throw away minutes of measurements."""
-    rows, failed = [], []
+def measure(planned: Sequence[Job]) -> tuple[list[Row], list[str], list[str]]:
+    """All rows, the jobs that failed (one failure must not throw away minutes of measurements), and those left out."""
+    rows, failed, left_out = [], [], []
     with tqdm(planned, unit="job") as bar:
         for job in bar:
             bar.set_postfix_str(job.label)
             try:
-                with tempfile.TemporaryDirectory() as folder:
-                    rows += jobs.run(job, SUITES[job.suite].num_ranks, Path(folder))
+                with tempfile.TemporaryDirectory() as folder, SUITES[job.suite].open_places() as places:
+                    rows += jobs.run(job, places, Path(folder))
+            except UnavailableError as reason:
+                left_out.append(f"{job.label} ({reason})")
             except RuntimeError as error:
                 failed.append(job.label)
                 bar.write(str(error), file=sys.stderr)
-    return rows, failed
+    return rows, failed, left_out
 
 
 def format_report(
-    rows: Sequence[Row], facts: Sequence[str], names: Sequence[str], suites: Sequence[str], pictures: Sequence[str]
+    rows: Sequence[Row], facts: Sequence[str], libraries: Mapping[str, Sequence[str]], pictures: Sequence[Path]
 ) -> str:
-    lines = [f"# {names[0]} beside {names[-1]}, {datetime.date.today().isoformat()}", ""]
+    """`libraries`: of each suite, in order. `pictures`: their names contain that of a suite."""
+    compared = " beside ".join(next(iter(libraries.values()))[:2])
+    lines = [f"# {compared}, {datetime.date.today().isoformat()}", ""]
     lines += [f"- {fact}" for fact in facts]
-    lines += ["", format_table(rows, names), "", *(f"![{name}]({name})" for name in pictures), ""]
-    lines += ["## How to read this", "", NOTES]
-    lines += [f"- **{name}**: {SUITES[name].notes}" for name in suites]
-    return "\n".join([*lines, "", NOT_MEASURED, ""])
+    lines += ["", NOTES]
+    for suite, names in libraries.items():
+        table = format_table([row for row in rows if row.suite == suite], names)
+        drawn = [f"![{path.name}]({path.name})" for path in pictures if f"-{suite}-" in path.name]
+        lines += [f"## {suite}", "", SUITES[suite].notes, "", table, "", *drawn, ""]
+    return "\n".join([*lines, NOT_MEASURED, ""])
 
 
 def main() -> None:
     arguments = parse_arguments()
-    for name in arguments.libraries:
+    for name in arguments.libraries or MODULES:
         load_library(name)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that whoever has to clean up, does
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = arguments.name or ("compare-quick" if arguments.quick else "compare")
     stem = f"{datetime.date.today().isoformat()}-{name}"
     facts, start = list(describe_machine()), time.monotonic()
     planned = list(plan_jobs(arguments, str(arguments.out.resolve() / stem) if can_draw() else None))
-    rows, failed = measure(planned)
+    if not planned:
+        raise SystemExit("these suites measure none of these libraries")
+    rows, failed, left_out = measure(planned)
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
     facts.append(f"command `{command}`, {time.monotonic() - start:.0f} s")
-    left_out = [name for name in arguments.suites or SUITES if SUITES[name].is_left_out]
-    if left_out:
-        facts.append(f"left out, as there is no CUDA device: {', '.join(left_out)}")
     if failed:
         facts.append(f"**failed, so missing below: {', '.join(failed)}**")
-    suites = list(dict.fromkeys(job.suite for job in planned))
-    pictures = [path.name for suite in suites for path in sorted(arguments.out.glob(f"{stem}-{suite}-*.png"))]
-    report = format_report(rows, facts, arguments.libraries, suites, pictures)
+    if left_out:
+        facts.append(f"left out: {', '.join(left_out)}")
+    pictures = sorted(arguments.out.glob(f"{stem}-*.png"))
+    report = format_report(rows, facts, {job.suite: job.libraries for job in planned}, pictures)
     (arguments.out / f"{stem}.md").write_text(report)
     print(report)
     raise SystemExit(1 if failed else 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .jobs import Job
 from .libraries import Library
@@ -50,7 +50,7 @@ def _alignment_row(job: Job, libraries: Sequence[Library]) -> Row:
     for world_size in job.worlds:
         start_fake_group(world_size)
         for library in libraries:
-            misaligned[library.name] += sum(_is_misaligned(shapes, library) for shapes in BLOCKS.values())
+            misaligned[library.name] += sum(is_misaligned(name, library) for name in BLOCKS)
         dist.destroy_process_group()
     pairs = len(job.worlds) * len(BLOCKS)
     values = {name: 100 * count / pairs for name, count in misaligned.items()}
@@ -66,12 +66,9 @@ def _padding_rows(libraries: Sequence[Library]) -> Iterator[Row]:
         for name, shapes in (BLOCKS | EXPERTS).items():
             ratios = {library.name: _padding_ratio(shapes, library, world_size) for library in libraries}
             yield Row("alignment", what, f"N={world_size} {name}", ratios, limit=1.0)
-        planners = [library for library in libraries if library.planner is not None]
+        planners = [library for library in libraries if library.has_more]
         for name, shapes in EXPERTS.items() if planners else ():
-            planned = {
-                library.name: _padding_ratio(shapes, library, world_size, shard_placement_fn=library.planner())
-                for library in planners
-            }
+            planned = {each.name: _padding_ratio(shapes, each, world_size, planned=True) for each in planners}
             yield Row("alignment", what, f"N={world_size} {name}, planned", planned, limit=1.0)
         dist.destroy_process_group()
 
@@ -81,22 +78,32 @@ class _Block(nn.Module):
         super().__init__()
         self.params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
-    def forward(self) -> None:
-        """Never called: the block is only gathered."""
+    def forward(self) -> list[Tensor]:
+        """Reads all parameters, so all are gathered."""
+        return [param.sum() for param in self.params]
+
+
+class _Model(nn.Module):
+    def __init__(self, block: _Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self) -> list[Tensor]:
+        return self.blocks[0]()
 
 
 def _gather(shapes: Sequence[Shape], library: Library, **options: Any) -> WireMeter:
-    block = _Block(shapes)
-    policy = library.mixed_precision_policy(param_dtype=torch.bfloat16)
-    library.fully_shard(block, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy, **options)
-    with WireMeter() as wire:
-        block.unshard()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = library.shard(_Model(_Block(shapes)), mesh, (torch.bfloat16, torch.float32), **options)
+    with torch.no_grad(), WireMeter() as wire:
+        model()
     return wire
 
 
-def _is_misaligned(shapes: Sequence[Shape], library: Library) -> bool:
+def is_misaligned(block_name: str, library: Library) -> bool:
     # Rows of these matrices are multiples of 16 bytes in bf16, so their number changes no remainder; 64 stand for all.
-    wire = _gather([shape if len(shape) == 1 else (64, *shape[1:]) for shape in shapes], library)
+    shapes = [shape if len(shape) == 1 else (64, *shape[1:]) for shape in BLOCKS[block_name]]
+    wire = _gather(shapes, library)
     return any(collective.payload_bytes % 16 for collective in wire.collectives)
 
 

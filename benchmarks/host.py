@@ -4,6 +4,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,43 +13,67 @@ import torch.distributed as dist
 
 from .jobs import Job
 from .libraries import Library
-from .models import PRECISIONS, Shape, build_plain, build_sharded, make_batch, run_step
+from .models import PRECISIONS, Shape, able, build_plain, build_sharded, make_batch, run_step
 from .quiet_group import start_fake_group, start_quiet_group
 from .report import Row, timed_row
 from .timing import Call, interleave, process_seconds, repeat, subtract
 
 # Tiny, so that compute and copies are negligible beside the host time.
 HOST_SHAPE = Shape(blocks=16, dim=8, hidden=16, tokens=4)
+ONE_MATRIX_SHAPE = replace(HOST_SHAPE, hidden=0)
+HOST_SHAPES = {"9 parameters": HOST_SHAPE, "1 parameter": ONE_MATRIX_SHAPE}
 
 
 def measure_host(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
+    cases = [(label, shape, precision, True) for label, shape in HOST_SHAPES.items() for precision in PRECISIONS]
+    cases += [("9 parameters", HOST_SHAPE, precision, False) for precision in PRECISIONS]
     start_fake_group(world_size)
-    rows = [_calls_row(precision, world_size, libraries) for precision in PRECISIONS]
+    rows = [_calls_row(*case, libraries) for case in cases]
     dist.destroy_process_group()
     start_quiet_group(world_size)
-    return rows + [_time_row(precision, world_size, libraries, job.quick) for precision in PRECISIONS]
+    rounds = 10 if job.quick else 40
+    return rows + [_time_row(*case, libraries, rounds) for case in cases]
 
 
-def _time_row(precision: str, world_size: int, libraries: Sequence[Library], quick: bool) -> Row:
+def _time_row(label: str, shape: Shape, precision: str, hooked: bool, libraries: Sequence[Library], rounds: int) -> Row:
     """Process time of a step above the plain model's, per group. Libraries, plain model and floor take turns."""
-    mesh = dist.init_device_mesh("cpu", (world_size,))
-    batch = make_batch(HOST_SHAPE, precision)
-    models = {library.name: build_sharded(HOST_SHAPE, precision, library, mesh) for library in libraries}
-    models["plain"] = build_plain(HOST_SHAPE, precision)
-    calls: dict[str, Call] = {name: partial(run_step, model, batch) for name, model in models.items()}
-    calls["floor"] = _build_floor(precision, world_size)
-    times = interleave(calls, rounds=10 if quick else 60, warmup=2, measure=partial(process_seconds, count=3))
-    per_group = 1e6 / HOST_SHAPE.groups
+    libraries = _choose(libraries, precision, hooked)
+    calls = build_steps(shape, precision, libraries, hooked)
+    times = interleave(calls, rounds=rounds, warmup=2, measure=process_seconds)
+    per_group = 1e6 / shape.groups
     above = {library.name: subtract(times[library.name], times["plain"], per_group) for library in libraries}
-    limit = statistics.median(times["floor"]) * per_group
-    return timed_row("host", "us per group and step", f"N={world_size} {precision}", above, limit)
+    bare, limit = (statistics.median(times[name]) * per_group for name in ("plain", "floor"))
+    return timed_row("host", "us per group and step", _setting(label, precision, hooked), above, bare, limit)
 
 
-def _build_floor(precision: str, world_size: int) -> Call:
+def _choose(libraries: Sequence[Library], precision: str, hooked: bool) -> list[Library]:
+    """Those that can; without saved-tensor hooks the one that has them, beside torch's FSDP2."""
+    return [each for each in able(libraries, precision) if hooked or each.has_more or each.name == "torch"]
+
+
+def build_steps(shape: Shape, precision: str, libraries: Sequence[Library], hooked: bool = True) -> dict[str, Call]:
+    """A step of each library, of the "plain" model, and the "floor"."""
+    steps = {library.name: build_step(library, shape, precision, hooked) for library in libraries}
+    return {**steps, "plain": build_step(None, shape, precision), "floor": _build_floor(shape, precision)}
+
+
+def build_step(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> Call:
+    """On all ranks. Without a library, the plain model's. `hooked`: with saved-tensor hooks, if the library has any."""
+    if library is None:
+        model = build_plain(shape, precision)
+    else:
+        model = build_sharded(shape, precision, library, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        if not hooked and library.has_more:
+            model.set_saved_tensor_hooks(False)
+    return partial(run_step, model, make_batch(shape, precision))
+
+
+def _build_floor(shape: Shape, precision: str) -> Call:
     """The least that a step can cost: per group two casts, two gathers and a reduction; no hooks, no parameters."""
     compute, reduce = PRECISIONS[precision]
-    shard_numel = HOST_SHAPE.block_numel // world_size + 1
+    world_size = dist.get_world_size()
+    shard_numel = shape.block_numel // world_size + 1
     shard, own = torch.zeros(shard_numel), torch.zeros(shard_numel, dtype=compute)
     full = torch.zeros(shard_numel * world_size, dtype=compute)
     gradient, reduced = torch.zeros_like(full, dtype=reduce), torch.zeros_like(shard, dtype=reduce)
@@ -63,23 +88,26 @@ def _build_floor(precision: str, world_size: int) -> Call:
             storage.resize_(0)
         dist.reduce_scatter_tensor(reduced, gradient, async_op=True).wait()
 
-    return partial(repeat, HOST_SHAPE.groups, floor_of_one_group)
+    return partial(repeat, shape.groups, floor_of_one_group)
 
 
-def _calls_row(precision: str, world_size: int, libraries: Sequence[Library]) -> Row:
-    plain = count_step_calls(None, HOST_SHAPE, precision)
-    above = {each.name: count_step_calls(each, HOST_SHAPE, precision) - plain for each in libraries}
-    values = {name: count / HOST_SHAPE.groups for name, count in above.items()}
-    return Row("host", "Python calls per group and step", f"N={world_size} {precision}", values)
+def _calls_row(label: str, shape: Shape, precision: str, hooked: bool, libraries: Sequence[Library]) -> Row:
+    plain = count_step_calls(None, shape, precision)
+    values = {
+        each.name: (count_step_calls(each, shape, precision, hooked) - plain) / shape.groups
+        for each in _choose(libraries, precision, hooked)
+    }
+    setting = _setting(label, precision, hooked)
+    return Row("host", "Python calls per group and step", setting, values, bare=plain / shape.groups)
 
 
-def count_step_calls(library: Library | None, shape: Shape, precision: str) -> int:
+def _setting(label: str, precision: str, hooked: bool) -> str:
+    return f"N={dist.get_world_size()} {precision}, {label}" + ("" if hooked else ", no saved-tensor hooks")
+
+
+def count_step_calls(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> int:
     """Python functions that one step in steady state calls; without a library, the plain model's."""
-    if library is None:
-        model = build_plain(shape, precision)
-    else:
-        model = build_sharded(shape, precision, library, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-    step = partial(run_step, model, make_batch(shape, precision))
+    step = build_step(library, shape, precision, hooked)
     repeat(3, step)
     return count_calls(step)
 

@@ -1,92 +1,123 @@
 """Counts the machine instructions of one training step: what times on a shared machine can't tell apart.
 
-    python -m benchmarks.instructions              needs valgrind; about 8 minutes a world size on two cores
+    python -m benchmarks.instructions              needs valgrind; about 4 minutes on two cores
 
-A step runs under valgrind's callgrind, with ATen's generic kernels (valgrind knows no AVX-512). What it costs is the
-difference of two runs that differ in their number of steps alone, so imports and set-up drop out. The number repeats
-to about 0.1 %, however busy the machine is. Instructions are not time: waiting for memory does not count.
+Steps run under valgrind's callgrind, with ATen's generic kernels (valgrind knows no AVX-512). What is counted, above
+the plain model, repeats to about 1 %, however busy the machine is. Instructions are not time: waiting for memory does
+not count. `bare` is the plain model, `limit` that of the host suite.
 """
 
 import argparse
 import datetime
 import gc
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from .libraries import load_library
-from .models import PRECISIONS, Shape, build_plain, build_sharded, make_batch, run_step
+from .host import HOST_SHAPES, build_steps
+from .libraries import NAMES, load_library
+from .models import PRECISIONS, able
 from .quiet_group import start_quiet_group
-from .report import describe_machine
+from .report import Row, describe_machine, format_table
+from .timing import repeat
 
 HERE = Path(__file__).resolve().parent
-SHAPE = Shape(blocks=8, dim=8, hidden=16, tokens=4)
-FEW, MANY, WARMUP = 2, 22, 4
-LIBRARIES = ("plain", "torch", "fsdp2")
+WARMUP, STEPS = 4, 4
+# Callgrind counts while this function of the interpreter runs: the operator `@=`, which nothing else uses.
+WATCHED = "PyNumber_InPlaceMatrixMultiply"
 
 
-def train(library: str, world_size: int, precision: str, steps: int) -> None:
-    """What valgrind watches."""
-    from torch.distributed.device_mesh import init_device_mesh
+class Watched:
+    """`watched @= call`: calls it."""
 
+    def __imatmul__(self, call: Callable[[], object]) -> "Watched":
+        call()
+        return self
+
+
+def train(precision: str, worlds: Sequence[int], names: Sequence[str]) -> None:
+    """What valgrind watches. Prints a label for each count, in order."""
+    watched = Watched()
     torch.set_num_threads(1)
-    start_quiet_group(world_size)
-    if library == "plain":
-        model = build_plain(SHAPE, precision)
-    else:
-        mesh = init_device_mesh("cpu", (world_size,))
-        model = build_sharded(SHAPE, precision, load_library(library), mesh)
-    batch = make_batch(SHAPE, precision)
     gc.disable()
-    for _ in range(WARMUP + steps):
-        run_step(model, batch)
-    os._exit(0)  # without the instructions of taking everything down
+    libraries = able([load_library(name) for name in names], precision)
+    for world_size in worlds:
+        start_quiet_group(world_size)
+        for label, shape in HOST_SHAPES.items():
+            for name, step in build_steps(shape, precision, libraries).items():
+                repeat(WARMUP, step)
+                gc.collect()
+                watched @= partial(repeat, STEPS, step)
+                print(json.dumps([f"N={world_size} {precision}, {label}", name, STEPS * shape.groups]), flush=True)
+        dist.destroy_process_group()
+    os._exit(0)  # taking everything down would take minutes
 
 
-def count(library: str, world_size: int, precision: str, steps: int) -> int:
-    script = [sys.executable, "-m", __spec__.name, "--train", library, str(world_size), precision, str(steps)]
-    command = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null", *script]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "ATEN_CPU_CAPABILITY": "default"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parent)
-    for line in finished.stderr.splitlines():
-        if "Collected :" in line:
-            return int(line.split()[-1])
-    raise SystemExit(f"{' '.join(command)} failed:\n{finished.stderr[-2000:]}")
+def count(precision: str, worlds: Sequence[int], names: Sequence[str]) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        job = json.dumps([precision, worlds, names])
+        toggle = [f"--toggle-collect={WATCHED}", f"--dump-after={WATCHED}", "--collect-atstart=no"]
+        valgrind = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/counts", *toggle]
+        command = [*valgrind, sys.executable, "-m", __spec__.name, "--train", job]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "ATEN_CPU_CAPABILITY": "default"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parent)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        counts: dict[str, dict[str, float]] = {}
+        for index, line in enumerate(done.stdout.splitlines(), start=1):
+            setting, name, per = json.loads(line)
+            counts.setdefault(setting, {})[name] = total(Path(folder, f"counts.{index}")) / per / 1e3
+    return (make_row(setting, values) for setting, values in counts.items())
 
 
-def per_group(library: str, world_size: int, precision: str) -> float:
-    many, few = (count(library, world_size, precision, steps) for steps in (MANY, FEW))
-    return (many - few) / (MANY - FEW) / SHAPE.groups
+def total(dump: Path) -> int:
+    """Instructions in one of callgrind's files."""
+    (line,) = (line for line in dump.read_text().splitlines() if line.startswith("totals:"))
+    return int(line.split()[1])
+
+
+def make_row(setting: str, values: Mapping[str, float]) -> Row:
+    above = {name: value - values["plain"] for name, value in values.items() if name not in ("plain", "floor")}
+    what = "thousand instructions per group and step"
+    return Row("instructions", what, setting, above, bare=values["plain"], limit=values["floor"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, nargs="+", default=[8, 64, 512], help="sizes of the fake process group")
-    parser.add_argument("--train", nargs=4, help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.instructions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--worlds", type=int, nargs="+", default=[64], help="sizes of the fake process group")
+    names = ["fsdp2", "torch", "fsdp1", "ddp"]
+    parser.add_argument("--libraries", nargs="+", default=names, metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the dated report")
+    parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        library, world_size, precision, steps = arguments.train
-        train(library, int(world_size), precision, int(steps))
-    cases = [
-        (library, world, precision) for world in arguments.world for precision in PRECISIONS for library in LIBRARIES
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        counted = dict(zip(cases, pool.map(lambda case: per_group(*case), cases), strict=True))
+        train(*arguments.train)
+    if not shutil.which("valgrind"):
+        raise SystemExit("needs valgrind")
+    with ThreadPoolExecutor(len(PRECISIONS)) as pool:
+        count_precision = partial(count, worlds=arguments.worlds, names=arguments.libraries)
+        rows = [row for of_precision in pool.map(count_precision, PRECISIONS) for row in of_precision]
+    command = " ".join(["python -m benchmarks.instructions", *sys.argv[1:]])
     lines = [f"# Instructions per group and step, {datetime.date.today().isoformat()}", ""]
-    lines += [f"- {fact}" for fact in describe_machine()]
-    lines += [f"- {SHAPE}, N ranks of which one runs, `python -m benchmarks.instructions`", ""]
-    lines += ["| N | thousands, above the plain model | fsdp2 | torch | fsdp2 / torch |", "|---|---|---|---|---|"]
-    for world in arguments.world:
-        for precision in PRECISIONS:
-            plain, theirs, ours = (counted[library, world, precision] / 1e3 for library in LIBRARIES)
-            row = (world, precision, f"{ours - plain:.0f}", f"{theirs - plain:.0f}")
-            lines.append(f"| {' | '.join(map(str, row))} | {(ours - plain) / (theirs - plain):.3f}x |")
-    report = "\n".join([*lines, "", *(__doc__ or "").strip().splitlines()[4:], ""])
-    (HERE / "results" / f"{datetime.date.today().isoformat()}-instructions.md").write_text(report)
+    lines += [*(f"- {fact}" for fact in describe_machine()), f"- command `{command}`", ""]
+    lines += [format_table(rows, arguments.libraries), "", *(__doc__ or "").splitlines()[4:], ""]
+    report = "\n".join(lines)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / f"{datetime.date.today().isoformat()}-instructions.md").write_text(report)
     print(report)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from .places import Place
 from .report import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +25,7 @@ class Job:
         worlds: sizes of process groups.
         libraries: names in `libraries.MODULES`.
         pictures: what the names of picture files begin with. None: draw none.
+        megabits: a second, of the link between ranks. 0: it is as fast as this machine.
         store: path of the file through which ranks meet.
     """
 
@@ -32,6 +34,7 @@ class Job:
     libraries: tuple[str, ...]
     quick: bool
     pictures: str | None = None
+    megabits: int = 0
     rank: int = 0
     store: str = ""
 
@@ -40,16 +43,18 @@ class Job:
         return f"{self.suite} {self.worlds[0]}" if len(self.worlds) == 1 else self.suite
 
 
-def run(job: Job, num_ranks: int, folder: Path) -> list[Row]:
-    """Start the job's processes, wait for all, and read what rank 0 measured.
+def run(job: Job, places: Sequence[Place], folder: Path) -> list[Row]:
+    """Start the job's processes, one in each place, wait for all, and read what rank 0 measured.
 
     Raises:
         RuntimeError: one failed, or was late; with what they printed.
     """
-    ranks = range(num_ranks)
-    logs = [folder / f"{rank}.log" for rank in ranks]
-    jobs = [replace(job, rank=rank, store=str(folder / "store")) for rank in ranks]
-    processes = [_start(each, folder / f"rows-{each.rank}.json", log) for each, log in zip(jobs, logs, strict=True)]
+    logs = [folder / f"{rank}.log" for rank in range(len(places))]
+    jobs = [replace(job, rank=rank, store=str(folder / "store")) for rank in range(len(places))]
+    processes = [
+        _start(each, place, folder / f"rows-{each.rank}.json", log)
+        for each, place, log in zip(jobs, places, logs, strict=True)
+    ]
     try:
         _wait(processes)
     except RuntimeError as error:
@@ -58,9 +63,9 @@ def run(job: Job, num_ranks: int, folder: Path) -> list[Row]:
     return [Row(**row) for row in json.loads((folder / "rows-0.json").read_text())]
 
 
-def _start(job: Job, rows: Path, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "benchmarks.worker", json.dumps(asdict(job)), str(rows)]
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
+def _start(job: Job, place: Place, rows: Path, log: Path) -> subprocess.Popen[bytes]:
+    command = [*place.prefix, sys.executable, "-m", "benchmarks.worker", json.dumps(asdict(job)), str(rows)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": place.interface, "OMP_NUM_THREADS": "1"}
     # The profiler writes notes to stderr; they are shown only when the job fails.
     with log.open("wb") as output:
         return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)

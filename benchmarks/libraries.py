@@ -1,15 +1,42 @@
-"""The libraries that are compared, by name: where each is imported from, and nothing else about them."""
+"""The libraries that are compared, by name: how each shards a model, and nothing else about them."""
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .peers import shard_by_ddp, shard_by_fsdp1
+from .simple_fsdp import Dtypes, shard_by_dtensors
+
 # Measure this checkout, not an fsdp2 that happens to be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+@dataclass(frozen=True)
+class Library:
+    """One way to train a model on all ranks of a mesh.
+
+    Args:
+        shard: takes a model that has `blocks`, a mesh of one axis, and the dtypes in which to compute and to reduce (or
+            none, for no casts); returns the model to call. By the standard recipe, if the library knows groups: one per
+            block, the rest in the root.
+        can_cast: whether it takes dtypes.
+        has_more: whether it has what torch's FSDP2 has not: a dtype in which gradients travel (`wire_dtype=`) and a
+            planner against padding (`planned=True`), which `shard` then takes, too.
+    """
+
+    name: str
+    shard: Callable[..., nn.Module]
+    can_cast: bool = True
+    has_more: bool = False
+
 
 # "torch-again" checks the benchmark itself: beside "torch", every ratio must come out as 1.
 MODULES = {
@@ -17,37 +44,44 @@ MODULES = {
     "torch": "torch.distributed.fsdp",
     "torch-again": "torch.distributed.fsdp",
 }
-
-
-@dataclass(frozen=True)
-class Library:
-    """What the benchmark needs from a library that has torch's FSDP2 surface.
-
-    `planner`: makes a `shard_placement_fn` that keeps padding small; torch has none.
-    """
-
-    name: str
-    fully_shard: Callable[..., Any]
-    mixed_precision_policy: Callable[..., Any]
-    planner: Callable[[], Any] | None
-
-    @property
-    def has_wire_dtype(self) -> bool:
-        """Whether gradients may travel in a narrower dtype than the one in which they are summed."""
-        return "wire_dtype" in inspect.signature(self.mixed_precision_policy).parameters
+PEERS = {
+    "fsdp1": Library("fsdp1", shard_by_fsdp1),
+    "ddp": Library("ddp", shard_by_ddp, can_cast=False),
+    "simple": Library("simple", shard_by_dtensors),
+}
+NAMES = (*MODULES, *PEERS)
 
 
 def load_library(name: str) -> Library:
     """Import one library; exits with a sentence that says what to do when it cannot be imported."""
+    if name in PEERS:
+        return PEERS[name]
     if name not in MODULES:
-        raise SystemExit(f"unknown library {name!r}: choose from {', '.join(MODULES)}")
+        raise SystemExit(f"unknown library {name!r}: choose from {', '.join(NAMES)}")
     try:
         module = importlib.import_module(MODULES[name])
-        planner = getattr(module, "cheapest_placement", None)
-        return Library(name, module.fully_shard, module.MixedPrecisionPolicy, planner)
+        return Library(name, partial(_shard_by_recipe, module), has_more=hasattr(module, "cheapest_placement"))
     except (ImportError, AttributeError) as error:
         raise SystemExit(
             f"cannot import fully_shard and MixedPrecisionPolicy from {MODULES[name]!r}: {error}. "
             f"Run in an environment with torch and a working checkout of this repository, "
             f"or check the benchmark alone with --libraries torch-again torch."
         ) from error
+
+
+def _shard_by_recipe(
+    library: Any,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    mixed: Dtypes | None = None,
+    wire_dtype: torch.dtype | None = None,
+    planned: bool = False,
+) -> nn.Module:
+    compute, reduce = mixed or (None, None)
+    more = {"wire_dtype": wire_dtype} if wire_dtype else {}
+    options = {"mesh": mesh, "mp_policy": library.MixedPrecisionPolicy(compute, reduce, **more)}
+    if planned:
+        options["shard_placement_fn"] = library.cheapest_placement(mesh)
+    for block in model.blocks:
+        library.fully_shard(block, **options)
+    return library.fully_shard(model, **options)

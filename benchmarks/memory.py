@@ -9,7 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from .jobs import Job
 from .libraries import Library
 from .meters import AllocationMeter
-from .models import BYTES_SHAPE, HEAVY_ROOT_SHAPE, PRECISIONS, Shape, build_sharded, compute_loss, make_batch, run_step
+from .models import (
+    BYTES_SHAPE,
+    HEAVY_ROOT_SHAPE,
+    PRECISIONS,
+    Shape,
+    able,
+    build_sharded,
+    compute_loss,
+    make_batch,
+    run_step,
+)
 from .pictures import draw_curves
 from .quiet_group import start_fake_group
 from .report import Row
@@ -20,7 +30,7 @@ def measure_memory(job: Job, libraries: Sequence[Library]) -> list[Row]:
     start_fake_group(world_size)
     mesh = dist.init_device_mesh("cpu", (world_size,))
     if job.pictures is not None:
-        curves = {each.name: _memory_curve("bf16/fp32", each, mesh) for each in libraries}
+        curves = {each.name: _memory_curve("bf16/fp32", each, mesh) for each in able(libraries, "bf16/fp32")}
         draw_curves(f"{job.pictures}-memory-{world_size}.png", curves, f"Memory of one step, bf16/fp32, N={world_size}")
     return [row for precision in PRECISIONS for row in _peak_rows(precision, world_size, libraries, mesh)]
 
@@ -35,9 +45,9 @@ def _memory_curve(precision: str, library: Library, mesh: DeviceMesh) -> list[tu
 def _peak_rows(precision: str, world_size: int, libraries: Sequence[Library], mesh: DeviceMesh) -> list[Row]:
     rows = []
     for label, shape in (("equal blocks", BYTES_SHAPE), ("heavy root", HEAVY_ROOT_SHAPE)):
-        peaks = {library.name: _measure_peaks(shape, precision, library, mesh) for library in libraries}
+        peaks = {each.name: _measure_peaks(shape, precision, each, mesh) for each in able(libraries, precision)}
         limits = _peak_limits(precision, world_size) if shape is BYTES_SHAPE else {}
-        for what in peaks[libraries[0].name]:
+        for what in next(iter(peaks.values()), {}):
             values = {name: peak[what] for name, peak in peaks.items()}
             setting = f"N={world_size} {precision}, {label}"
             rows.append(Row("memory", what, setting, values, limit=limits.get(what)))

@@ -1,7 +1,7 @@
 """One transformer-like model, the same for every library, plain or sharded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,10 @@ PRECISIONS = {"fp32": (torch.float32, torch.float32), "bf16/fp32": (torch.bfloat
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model and of its batch. `vocab=0`: no embedding and no head, so all groups but the root are equal."""
+    """Sizes of a model and of its batch.
+
+    `vocab=0`: no embedding and no head, so all groups but the root are equal. `hidden=0`: a block is one matrix.
+    """
 
     blocks: int
     dim: int
@@ -26,7 +29,7 @@ class Shape:
 
     @property
     def block_numel(self) -> int:
-        return 4 * self.dim**2 + 3 * self.dim * self.hidden + 2 * self.dim
+        return 4 * self.dim**2 + 3 * self.dim * self.hidden + 2 * self.dim if self.hidden else self.dim**2
 
     @property
     def root_numel(self) -> int:
@@ -71,11 +74,23 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
+class OneMatrix(nn.Module):
+    """The least block: one parameter."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.matrix = nn.Linear(shape.dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.matrix(x)
+
+
 class Stack(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.dim) if shape.vocab else None
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
+        make_block = Block if shape.hidden else OneMatrix
+        self.blocks = nn.ModuleList(make_block(shape) for _ in range(shape.blocks))
         self.norm = nn.RMSNorm(shape.dim)
         self.head = nn.Linear(shape.dim, shape.vocab, bias=False) if shape.vocab else None
 
@@ -94,23 +109,21 @@ def build_plain(shape: Shape, precision: str) -> nn.Module:
 
 
 def build_sharded(
-    shape: Shape, precision: str, library: Library, mesh: DeviceMesh, **more_of_policy: torch.dtype
+    shape: Shape, precision: str, library: Library, mesh: DeviceMesh, **options: torch.dtype
 ) -> nn.Module:
     torch.manual_seed(0)
-    param_dtype, reduce_dtype = PRECISIONS[precision]
-    mixed = param_dtype != reduce_dtype
-    policy = library.mixed_precision_policy(
-        param_dtype=param_dtype if mixed else None, reduce_dtype=reduce_dtype if mixed else None, **more_of_policy
-    )
-    return shard(Stack(shape), library, mesh=mesh, mp_policy=policy)
+    mixed = PRECISIONS[precision] if is_mixed(precision) else None
+    return library.shard(Stack(shape), mesh, mixed, **options)
 
 
-def shard(model: nn.Module, library: Library, **options: Any) -> nn.Module:
-    """The standard recipe: one group per block, the rest in the root."""
-    for block in model.blocks:
-        library.fully_shard(block, **options)
-    library.fully_shard(model, **options)
-    return model
+def is_mixed(precision: str) -> bool:
+    compute, reduce = PRECISIONS[precision]
+    return compute != reduce
+
+
+def able(libraries: Sequence[Library], precision: str) -> list[Library]:
+    """Those that can compute in this precision."""
+    return [library for library in libraries if library.can_cast or not is_mixed(precision)]
 
 
 def make_batch(shape: Shape, precision: str, seed: int = 1) -> Tensor:

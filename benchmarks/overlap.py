@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .jobs import Job
 from .libraries import Library
-from .models import make_vectors, run_step, shard
+from .models import make_vectors, run_step
 from .pictures import Lanes, draw_lanes
 from .report import Row, timed_row
 from .timed_group import Clock, Link, SimulatedClock, start_timed_group
@@ -105,7 +105,7 @@ class Stage:
         self._link, self._compute = Link(clock, LATENCY_SECONDS), Compute(clock)
         start_timed_group(world_size, self._link)
         mesh = dist.init_device_mesh("cpu", (world_size,))
-        models = {each.name: shard(SlowStack(self._compute), each, mesh=mesh) for each in libraries}
+        models = {each.name: each.shard(SlowStack(self._compute), mesh) for each in libraries}
         models["plain"] = SlowStack(self._compute)
         self.steps: dict[str, Call] = {
             name: partial(run_step, model, make_vectors(DIM)) for name, model in models.items()
@@ -148,7 +148,7 @@ def measure_overlap(job: Job, libraries: Sequence[Library]) -> list[Row]:
         rounds = 3 if job.quick else 9
         times = interleave(stage.steps, rounds=rounds, warmup=2, measure=stage.seconds_outside_compute)
         exposed = {each.name: subtract(times[each.name], times["plain"], 1e3) for each in libraries}
-        rows.append(timed_row("overlap", "exposed ms per step", setting, exposed, floor_of(transfer) * 1e3))
+        rows.append(timed_row("overlap", "exposed ms per step", setting, exposed, limit=floor_of(transfer) * 1e3))
         if job.pictures is not None:
             lanes = {name: stage.record(stage.steps[name]) for name in job.libraries}
             draw_lanes(f"{job.pictures}-overlap-{ratio}.png", lanes, f"One step, {setting}")

@@ -13,22 +13,33 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """One measured quantity in one setting, for each library; `rounds` only where time was measured."""
+    """One measured quantity in one setting, for each library; `rounds` only where time was measured.
+
+    Args:
+        bare: of the model without any library.
+        limit: the least that is possible.
+    """
 
     suite: str
     quantity: str
     setting: str
     values: dict[str, float]
     rounds: dict[str, list[float]] = field(default_factory=dict)
+    bare: float | None = None
     limit: float | None = None
 
 
 def timed_row(
-    suite: str, quantity: str, setting: str, rounds: dict[str, list[float]], limit: float | None = None
+    suite: str,
+    quantity: str,
+    setting: str,
+    rounds: dict[str, list[float]],
+    bare: float | None = None,
+    limit: float | None = None,
 ) -> Row:
     """A row of medians over rounds, which also keeps the rounds: a ratio is taken inside each."""
     medians = {name: statistics.median(times) for name, times in rounds.items()}
-    return Row(suite, quantity, setting, medians, rounds, limit)
+    return Row(suite, quantity, setting, medians, rounds, bare, limit)
 
 
 def _format(value: float | None) -> str:
@@ -40,7 +51,7 @@ def _format(value: float | None) -> str:
 
 
 def _format_ratio(row: Row, ours: str, theirs: str) -> str:
-    if row.rounds:
+    if ours in row.rounds and theirs in row.rounds:
         # Both met the same disturbance inside a round.
         ratios = [mine / other for mine, other in zip(row.rounds[ours], row.rounds[theirs], strict=True)]
         return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -57,19 +68,24 @@ def _format_distance(value: float | None, limit: float | None) -> str:
 
 
 def format_table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """One Markdown table, padded so that it also reads well in a terminal."""
-    distances = [f"{name} / limit" for name in names]
-    header = ["suite", "what", "setting", *names, f"{names[0]} / {names[-1]}", "limit", *distances]
+    """One Markdown table, padded so that it also reads well in a terminal: the first library beside each other one.
+
+    Columns of which no row has a number are left out.
+    """
+    ours, *others = names
+    ratios, distances = [f"{ours} / {name}" for name in others], [f"{name} / limit" for name in names]
+    header = ["what", "setting", *names, *ratios, "bare", "limit", *distances]
     cells = [header]
     for row in rows:
         values = [row.values.get(name) for name in names]
-        ratio = _format_ratio(row, names[0], names[-1])
+        ratios = [_format_ratio(row, ours, name) for name in others]
         distances = [_format_distance(value, row.limit) for value in values]
-        labels = [row.suite, row.quantity, row.setting]
-        cells.append([*labels, *map(_format, values), ratio, _format(row.limit), *distances])
-    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells]
-    lines = [f"| {' | '.join(line)} |" for line in padded]
+        numbers = [*map(_format, values), *ratios, _format(row.bare), _format(row.limit), *distances]
+        cells.append([row.quantity, row.setting, *numbers])
+    columns = [column for column in zip(*cells, strict=True) if any(cell != "-" for cell in column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    padded = [[cell.ljust(width) for cell in column] for column, width in zip(columns, widths, strict=True)]
+    lines = [f"| {' | '.join(line)} |" for line in zip(*padded, strict=True)]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 

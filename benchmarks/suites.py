@@ -1,7 +1,9 @@
 """The table of suites: what each measures, on which sizes of process groups, and what its limits are."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,9 +12,10 @@ from .cuda import measure_cuda
 from .gloo_group import measure_gloo
 from .host import measure_host
 from .jobs import Job
-from .libraries import Library
+from .libraries import MODULES, Library
 from .memory import measure_memory
 from .overlap import measure_overlap
+from .places import Place, UnavailableError, open_throttled_link
 from .report import Row
 from .traffic import measure_traffic
 from .wrapping import measure_init
@@ -30,7 +33,9 @@ class Suite:
         fixed: whether `--worlds` leaves these as they are.
         together: whether one job measures all sizes, rather than one each.
         num_ranks: processes of a job.
-        needs_gpu: left out where there is none.
+        megabits: a second, of the link between ranks. 0: it is as fast as this machine.
+        peers: further libraries that it can measure, and does unless told otherwise.
+        needs_gpu: it runs on one.
     """
 
     measure: Callable[[Job, Sequence[Library]], list[Row]]
@@ -40,11 +45,9 @@ class Suite:
     fixed: bool = False
     together: bool = False
     num_ranks: int = 1
+    megabits: int = 0
+    peers: tuple[str, ...] = ()
     needs_gpu: bool = False
-
-    @property
-    def is_left_out(self) -> bool:
-        return self.needs_gpu and not torch.cuda.is_available()
 
     def choose_worlds(self, quick: bool, asked: Sequence[int] | None) -> list[tuple[int, ...]]:
         """The sizes of each job."""
@@ -53,8 +56,30 @@ class Suite:
             worlds = tuple(sorted(asked))
         return [worlds] if self.together else [(world,) for world in worlds]
 
+    def choose_libraries(self, asked: Sequence[str] | None) -> tuple[str, ...]:
+        """The first is compared with each other one."""
+        names = asked or ("fsdp2", "torch", *self.peers)
+        return tuple(name for name in names if name in MODULES or name in self.peers)
+
+    def open_places(self) -> AbstractContextManager[Sequence[Place]]:
+        """One for each rank of a job.
+
+        Raises:
+            UnavailableError: now or on entry, if this machine lacks what they need.
+        """
+        if self.needs_gpu and not torch.cuda.is_available():
+            raise UnavailableError("no CUDA device")
+        return open_throttled_link(self.megabits) if self.megabits else nullcontext([Place()] * self.num_ranks)
+
 
 _ALIGNMENT_WORLDS = (2, 3, 4, 6, 7, 8, 12, 16, 24, 32, 48, 64)
+_TWO_RANKS: dict[str, Any] = {
+    "worlds": (2,),
+    "quick_worlds": (2,),
+    "fixed": True,
+    "num_ranks": 2,
+    "peers": ("fsdp1", "ddp", "simple"),
+}
 
 SUITES = {
     "host": Suite(
@@ -62,14 +87,17 @@ SUITES = {
         "CPU time of the process above the plain model's, on a process group that writes nothing (since 2.13, torch's "
         "own fake group writes every rank's slice, which costs more than the libraries do); Python functions called, "
         "an exact count. Limit: casts and collectives issued group by group, with no hooks and no parameters around "
-        "them, measured in the same rounds.",
+        "them, measured in the same rounds. Without saved-tensor hooks: `set_saved_tensor_hooks(False)`, by which "
+        "gradients must come in by outputs, as torch's FSDP2 expects them.",
         quick_worlds=(8, 64, 512),
+        peers=("fsdp1", "ddp", "simple"),
     ),
     "traffic": Suite(
         measure_traffic,
         "Copies and wire of one step on torch's fake process group, exact. Limit: gathers and reductions straight into "
         "place, one cast each way; two all-gathers and one reduce-scatter in the dtypes asked for (less, if the last "
-        "block is kept for backward).",
+        "block is kept for backward); DDP, which gathers nothing, and `simple`, which gathers once, send less.",
+        peers=("fsdp1", "ddp", "simple"),
     ),
     "alignment": Suite(
         measure_alignment,
@@ -79,6 +107,7 @@ SUITES = {
         quick_worlds=_ALIGNMENT_WORLDS,
         fixed=True,
         together=True,
+        peers=("fsdp1", "simple"),
     ),
     "memory": Suite(
         measure_memory,
@@ -86,6 +115,7 @@ SUITES = {
         "compute dtype. Limit: one group in use, one prefetched, in backward also a quarter of a group's gradients on "
         "their way and the sharded gradients of all groups that are done (a reference for four sub-buckets rather than "
         "a bound).",
+        peers=("fsdp1", "ddp", "simple"),
     ),
     "overlap": Suite(
         measure_overlap,
@@ -97,15 +127,22 @@ SUITES = {
         worlds=(8,),
         quick_worlds=(8,),
         fixed=True,
+        peers=("fsdp1", "simple"),
     ),
     "gloo": Suite(
         measure_gloo,
-        "Two real ranks: wall time of the slower one; wire in units of all compute-dtype parameters, where a "
-        "reduce-scatter counts twice, because gloo sends an all-reduce. Limit: the plain model on each rank.",
-        worlds=(2,),
-        quick_worlds=(2,),
-        fixed=True,
-        num_ranks=2,
+        "Two real ranks over this machine's loopback: wall time of the slower one; wire in units of all compute-dtype "
+        "parameters (P), where a reduce-scatter counts twice, because gloo sends an all-reduce. Limit and bare: the "
+        "plain model on each rank.",
+        **_TWO_RANKS,
+    ),
+    "gloo-1gbit": Suite(
+        measure_gloo,
+        "The same over a link of 1 Gbit/s each way, between two network namespaces; wire as the interface has counted "
+        "it, headers included. Bare: the plain model on each rank. Limit: that, or the wire's limit over the link's "
+        "bandwidth, whichever is longer.",
+        megabits=1000,
+        **_TWO_RANKS,
     ),
     "init": Suite(
         measure_init,
@@ -115,6 +152,7 @@ SUITES = {
         worlds=(8, 512, 4096),
         quick_worlds=(8, 64),
         together=True,
+        peers=("fsdp1", "ddp", "simple"),
     ),
     "cuda": Suite(
         measure_cuda,

@@ -88,6 +88,9 @@ class TimedGroup(dist.ProcessGroup):
     def _gather_all(self, outputs: list[Tensor], *_: Any, **__: Any) -> TimedWork:
         return self._send("gather", outputs)
 
+    def _gather_list(self, outputs: list[list[Tensor]], *_: Any, **__: Any) -> TimedWork:
+        return self._send("gather", [tensor for row in outputs for tensor in row])
+
     def _reduce_one(self, _output: Tensor, whole: Tensor, *_: Any, **__: Any) -> TimedWork:
         return self._send("reduce", [whole])
 
@@ -100,6 +103,7 @@ class TimedGroup(dist.ProcessGroup):
     # Old and new names of the same call; torch uses one or the other, by version.
     _allgather_base = all_gather_single = _gather_one
     _reduce_scatter_base = reduce_scatter_single = _reduce_one
+    allgather = _gather_list
     allgather_into_tensor_coalesced = all_gather_single_coalesced = _gather_all
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _reduce_all
 

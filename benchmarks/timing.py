@@ -43,8 +43,8 @@ def subtract(times: list[float], base: list[float], scale: float = 1.0) -> list[
     return [(mine - theirs) * scale for mine, theirs in zip(times, base, strict=True)]
 
 
-def process_seconds(call: Call, count: int) -> float:
-    """CPU time of all threads of this process, per call."""
+def process_seconds(call: Call) -> float:
+    """CPU time of all threads of this process."""
     start = time.process_time()
-    repeat(count, call)
-    return (time.process_time() - start) / count
+    call()
+    return time.process_time() - start

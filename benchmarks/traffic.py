@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .jobs import Job
 from .libraries import Library
 from .meters import CopyMeter, WireMeter
-from .models import BYTES_SHAPE, PRECISIONS, build_plain, build_sharded, make_batch, run_step
+from .models import BYTES_SHAPE, PRECISIONS, Shape, able, build_plain, build_sharded, make_batch, run_step
 from .quiet_group import start_fake_group
 from .report import Row
 from .timing import repeat
@@ -22,8 +22,8 @@ def measure_traffic(job: Job, libraries: Sequence[Library]) -> list[Row]:
     start_fake_group(world_size)
     mesh = dist.init_device_mesh("cpu", (world_size,))
     rows = [row for precision in PRECISIONS for row in _traffic_rows(precision, world_size, libraries, mesh)]
-    able = [library for library in libraries if library.has_wire_dtype]
-    return rows + _traffic_rows("bf16/fp32", world_size, able, mesh, torch.bfloat16)
+    with_more = [library for library in libraries if library.has_more]
+    return rows + _traffic_rows("bf16/fp32", world_size, with_more, mesh, torch.bfloat16)
 
 
 def _traffic_rows(
@@ -36,9 +36,10 @@ def _traffic_rows(
     """`wire_dtype`: gradients travel in it, as they come out of autograd."""
     counts: dict[str, dict[str, float]] = {}
     wire = {"wire_dtype": wire_dtype} if wire_dtype else {}
-    plain_copies, _ = _count_step(build_plain(BYTES_SHAPE, precision), precision)
-    for library in libraries:
-        copies, sent = _count_step(build_sharded(BYTES_SHAPE, precision, library, mesh, **wire), precision)
+    plain_copies, _ = count_step(build_plain(BYTES_SHAPE, precision), BYTES_SHAPE, precision)
+    for library in able(libraries, precision):
+        model = build_sharded(BYTES_SHAPE, precision, library, mesh, **wire)
+        copies, sent = count_step(model, BYTES_SHAPE, precision)
         counts[library.name] = {
             "copy bytes per parameter": (copies.copy_bytes - plain_copies.copy_bytes) / BYTES_SHAPE.numel,
             "arithmetic bytes per parameter": (copies.arithmetic_bytes - plain_copies.arithmetic_bytes)
@@ -50,27 +51,28 @@ def _traffic_rows(
         }
     compute, reduce = (dtype.itemsize for dtype in PRECISIONS[precision])
     limits = {
-        "copy bytes per parameter": _copy_limit(compute, compute if wire_dtype else reduce, world_size),
+        "copy bytes per parameter": copy_limit(compute, compute if wire_dtype else reduce, world_size),
         "wire bytes per parameter": _wire_limit(compute, wire_dtype.itemsize if wire_dtype else reduce, world_size),
         "payloads not multiple of 16 bytes": 0,
     }
     setting = f"N={world_size} {precision}" + (", bf16 wire" if wire_dtype else "")
-    quantities = counts[libraries[0].name] if libraries else ()
+    quantities = next(iter(counts.values()), {})
     return [
         Row("traffic", what, setting, {name: count[what] for name, count in counts.items()}, limit=limits.get(what))
         for what in quantities
     ]
 
 
-def _count_step(model: nn.Module, precision: str) -> tuple[CopyMeter, WireMeter]:
-    batch = make_batch(BYTES_SHAPE, precision)
+def count_step(model: nn.Module, shape: Shape, precision: str) -> tuple[CopyMeter, WireMeter]:
+    """Of one step in steady state."""
+    batch = make_batch(shape, precision)
     repeat(2, partial(run_step, model, batch))
     with CopyMeter() as copies, WireMeter() as wire:
         run_step(model, batch)
     return copies, wire
 
 
-def _copy_limit(compute: int, sent: int, world_size: int) -> float:
+def copy_limit(compute: int, sent: int, world_size: int) -> float:
     """Gathers and reductions straight into and out of the parameters; a cast where the bytes of an element change."""
     there = (4 + compute) / world_size if compute != 4 else 0.0
     return there + (compute + sent if compute != sent else 0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .jobs import Job
 from .libraries import Library
-from .models import make_vectors, shard
+from .models import make_vectors
 from .quiet_group import start_quiet_group
 from .report import Row, timed_row
 from .timing import Call, interleave
@@ -34,7 +34,7 @@ def measure_init(job: Job, libraries: Sequence[Library]) -> list[Row]:
     """CPU time of `fully_shard` on every block and the root, and of the first forward; the model is there before."""
     rows = []
     for label, dim in list(DIMS.items())[: 1 if job.quick else None]:
-        of_width = [_measure_world(world, label, dim, libraries, 3 if job.quick else 5) for world in job.worlds]
+        of_width = [_measure_world(world, label, dim, libraries, 2 if job.quick else 3) for world in job.worlds]
         rows += of_width
         if len(of_width) > 1:
             small, large = of_width[0].values, of_width[-1].values
@@ -56,6 +56,5 @@ def _measure_world(world_size: int, label: str, dim: int, libraries: Sequence[Li
 def _milliseconds(library: Library, dim: int, batch: Tensor, mesh: dist.DeviceMesh) -> float:
     model = _Chain(dim)
     start = time.process_time()
-    shard(model, library, mesh=mesh)
-    model(batch)
+    library.shard(model, mesh)(batch)
     return (time.process_time() - start) * 1e3

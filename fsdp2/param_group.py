@@ -216,7 +216,8 @@ class FSDPParamGroup:
         if isinstance(state, PendingGather):
             state.abandon()
         if free and self._buffers is not None:
-            self.versions.expire()
+            if self.versions.guards:
+                self.versions.expire()
             self._buffers.free()
             if self._extensions.members and not self.keeps_storage:
                 self._extensions.free()
@@ -227,7 +228,8 @@ class FSDPParamGroup:
         assert self.state is UNSHARDED, "a forward has just used them"
         assert self._buffers is not None
         self.state = SHARDED
-        self.versions.expire()
+        if self.versions.guards:
+            self.versions.expire()
         self._buffers.shrink()
 
     def shard_versions(self) -> tuple[int, ...]:

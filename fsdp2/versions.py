@@ -75,7 +75,7 @@ class GroupVersions:
 
     def expire(self) -> None:
         """The full parameters' data is given up: what autograd has saved of it is not valid, until `renew`."""
-        if self.guards and not self._is_expired:
+        if not self._is_expired:
             self._is_expired = True
             increment_version(self._full)
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,16 +14,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_session
-from benchmarks.__main__ import main
+from benchmarks import gpu_session, instructions
+from benchmarks.__main__ import main, measure, parse_arguments, plan_jobs
 from benchmarks.cuda import Setup, kind_of_call, measure_calls, measure_exposed, measure_memory, measure_time
 from benchmarks.cuda_batches import batch_rows, find_largest
 from benchmarks.cuda_group import start_wire_group
 from benchmarks.cuda_models import GPTShape, LlamaShape
+from benchmarks.gloo_group import largest_difference
+from benchmarks.host import build_step
+from benchmarks.libraries import PEERS
+from benchmarks.models import Shape, build_sharded
 from benchmarks.overlap import floor_seconds
+from benchmarks.places import UnavailableError, open_throttled_link
 from benchmarks.report import Row, format_table, timed_row
 from benchmarks.suites import SUITES
 from benchmarks.timed_group import Clock, Link, SimulatedClock, start_timed_group
+from benchmarks.timing import repeat
+from benchmarks.traffic import count_step
+from helpers import fake_world
+
+SHAPE = Shape(blocks=2, dim=8, hidden=16, tokens=3)
 
 
 @pytest.fixture
@@ -47,9 +60,10 @@ def test_a_collective_takes_latency_and_bytes_over_bandwidth(link: Link) -> None
 
 def test_a_coalesced_call_has_one_latency(link: Link) -> None:
     full, shard = torch.zeros(500), torch.zeros(125)
+    dist.group.WORLD.allgather([[*full.chunk(4), *full.chunk(4)]], [shard])
     dist.group.WORLD.allgather_into_tensor_coalesced([full, full], [shard, shard])
     dist.group.WORLD.reduce_scatter_tensor_coalesced([shard, shard], [full, full])
-    assert lengths(link) == pytest.approx([0.11, 0.11])
+    assert lengths(link) == pytest.approx([0.11, 0.11, 0.11])
 
 
 def test_collectives_pass_the_link_one_by_one(link: Link) -> None:
@@ -88,20 +102,25 @@ def test_floor_of_exposed_communication() -> None:
     assert floor_seconds(transfer=3, forward=2, backward=4, blocks=4) == 6 + 3 * 1 + 2 * 2
 
 
-def test_table_tells_ratio_and_distance_to_the_limit() -> None:
+def test_table_tells_ratios_and_the_distance_to_the_limit() -> None:
+    """Of the first library to each other one. DDP shards nothing, so it lacks a row."""
+    times = {"fsdp2": [1.0, 2.0, 6.0], "torch": [4.0, 4.0, 4.0], "ddp": [2.0, 1.0, 3.0]}
     rows = [
         Row("memory", "peak", "N=8", {"fsdp2": 3.0, "torch": 4.0}, limit=2.0),
-        Row("traffic", "copies", "N=8", {"fsdp2": 0.0, "torch": 24.0}, limit=0.0),
-        timed_row("host", "us", "N=8", {"fsdp2": [1.0, 2.0, 6.0], "torch": [4.0, 4.0, 4.0]}),
+        Row("traffic", "copies", "N=8", {"fsdp2": 0.0, "torch": 24.0, "ddp": 16.0}, limit=0.0),
+        timed_row("host", "us", "N=8", times, bare=0.5),
     ]
-    header, _, memory, traffic, host = (
-        [cell.strip() for cell in line.strip("| ").split("|")]
-        for line in format_table(rows, ["fsdp2", "torch"]).splitlines()
-    )
-    assert header[5:] == ["fsdp2 / torch", "limit", "fsdp2 / limit", "torch / limit"]
-    assert memory[3:] == ["3.00", "4.00", "0.75x", "2.00", "1.50", "2.00"]
-    assert traffic[3:] == ["0", "24.00", "0.00x", "0", "1.00", "-"]
-    assert host[3:] == ["2.00", "4.00", "0.50x (0.25 to 1.50)", "-", "-", "-"]
+    header, _, memory, traffic, host = table_of(rows, ["fsdp2", "torch", "ddp"])
+    assert header[2:9] == ["fsdp2", "torch", "ddp", "fsdp2 / torch", "fsdp2 / ddp", "bare", "limit"]
+    assert header[9:] == ["fsdp2 / limit", "torch / limit"]
+    assert memory[2:] == ["3.00", "4.00", "-", "0.75x", "-", "-", "2.00", "1.50", "2.00"]
+    assert traffic[2:] == ["0", "24.00", "16.00", "0.00x", "0.00x", "-", "0", "1.00", "-"]
+    ratios = ["0.50x (0.25 to 1.50)", "2.00x (0.50 to 2.00)"]
+    assert host[2:] == ["2.00", "4.00", "2.00", *ratios, "0.50", "-", "-", "-"]
+
+
+def table_of(rows: list[Row], names: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in format_table(rows, names).splitlines()]
 
 
 def test_worlds_of_jobs() -> None:
@@ -112,6 +131,113 @@ def test_worlds_of_jobs() -> None:
     assert SUITES["gloo"].choose_worlds(quick=False, asked=[16]) == [(2,)]
 
 
+def test_libraries_of_jobs() -> None:
+    """A suite measures the peers that it can; asked for others, it leaves them out."""
+    assert SUITES["overlap"].choose_libraries(None) == ("fsdp2", "torch", "fsdp1", "simple")
+    assert SUITES["overlap"].choose_libraries(["ddp", "torch", "simple"]) == ("torch", "simple")
+    assert set(SUITES["gloo"].peers) == set(PEERS)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about FSDP1 and about collectives of its own
+@pytest.mark.parametrize("name", SUITES["overlap"].peers)
+def test_what_peers_wait_for_takes_time(link: Link, name: str) -> None:
+    """A collective by another name than those which the timed group knows would be free."""
+    step = build_step(PEERS[name], SHAPE, "fp32")
+    repeat(2, step)
+    link.transfers.clear()
+    step()
+    gathers = {"fsdp1": 3 + 2, "simple": 2 * 9 + 1}[name]  # groups, of which the root stays; parameters
+    reduces = {"fsdp1": 3, "simple": 2 * 9 + 1}[name]
+    assert [kind for kind, _, _ in link.transfers] == ["gather"] * gathers + ["reduce"] * reduces
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "bytes_per_parameter"), [("ddp", 2 * 4), ("simple", 4 + 4), ("fsdp1", 3 * 4)])
+def test_what_peers_send_is_known(name: str, bytes_per_parameter: int) -> None:
+    """An all-reduce; a gather and a reduction; two gathers and a reduction, but one gather for the root's vector."""
+    with fake_world(4):
+        mesh = dist.init_device_mesh("cpu", (4,))
+        _, wire = count_step(build_sharded(SHAPE, "fp32", PEERS[name], mesh), SHAPE, "fp32")
+    kept = 4 * SHAPE.root_numel if name == "fsdp1" else 0
+    assert wire.sent_bytes == (bytes_per_parameter * SHAPE.numel - kept) * 3 / 4
+
+
+def test_gradients_that_differ_are_an_error() -> None:
+    """Libraries that disagree must not be timed."""
+    ours, theirs = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 2.5])}
+    assert largest_difference(ours, theirs, tolerance=0.3) == pytest.approx(0.2)
+    for other in (theirs, {"w": torch.tensor([1.0, torch.nan])}, {"w": torch.zeros(2)}):
+        with pytest.raises(RuntimeError, match="disagree"):
+            largest_difference(ours, other, tolerance=0.1)
+
+
+def test_a_throttled_link_is_slow_counts_its_bytes_and_goes_away() -> None:
+    """Two megabytes over 10 Mbit/s, of which one is the burst that passes at once."""
+    nbytes, megabits = 2_000_000, 10
+    try:
+        with open_throttled_link(megabits) as (receiver, sender):
+            receiving, sending = (
+                subprocess.Popen(
+                    [*place.prefix, sys.executable, "-c", EXCHANGE, role, str(nbytes)], stdout=subprocess.PIPE
+                )
+                for place, role in ((receiver, "receive"), (sender, "send"))
+            )
+            seconds = float(receiving.communicate(timeout=60)[0])
+            sent = int(sending.communicate(timeout=60)[0])
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    assert nbytes <= sent <= 1.1 * nbytes
+    assert seconds >= 0.9 * (nbytes - 2**20) * 8 / (megabits * 1e6)
+    listed = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
+    assert not [place for place in (receiver, sender) if place.prefix[-1] in listed.split()]
+
+
+EXCHANGE = """
+import socket, sys, time
+from benchmarks.places import sent_bytes
+role, nbytes = sys.argv[1], int(sys.argv[2])
+if role == "receive":
+    with socket.create_server(("10.0.0.1", 7000)) as server:
+        connection, _ = server.accept()
+        start = time.monotonic()
+        left = nbytes
+        while left:
+            left -= len(connection.recv(left))
+        connection.sendall(b"!")
+        print(time.monotonic() - start)
+else:
+    for attempt in range(200):
+        try:
+            connection = socket.create_connection(("10.0.0.1", 7000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    connection.sendall(bytes(nbytes))
+    connection.recv(1)
+    print(sent_bytes("wire"))
+"""
+
+
+def test_what_a_machine_cannot_do_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
+    rows, failed, left_out = measure(list(plan_jobs(parse_arguments(["gloo-1gbit", "--quick"]), None)))
+    assert (rows, failed) == ([], [])
+    assert left_out == ["gloo-1gbit 2 (needs root)"]
+
+
+def test_callgrind_counts_what_is_watched(tmp_path: Path) -> None:
+    """As it writes them; a row is above the plain model."""
+    (tmp_path / "counts.1").write_text("events: Ir\nfn=(1) main\n1 700\ntotals: 123456\n")
+    assert instructions.total(tmp_path / "counts.1") == 123456
+    watched, calls = instructions.Watched(), []
+    watched @= lambda: calls.append(1)
+    assert isinstance(watched, instructions.Watched)
+    assert calls == [1]
+    row = instructions.make_row("N=8", {"fsdp2": 5.0, "torch": 9.0, "plain": 1.0, "floor": 2.0})
+    assert (row.values, row.bare, row.limit) == ({"fsdp2": 4.0, "torch": 8.0}, 1.0, 2.0)
+
+
 def test_it_runs_and_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One library beside itself, in a process of its own, as for any job."""
     arguments = ["init", "--quick", "--worlds", "4", "8", "--libraries", "fsdp2", "--out", str(tmp_path), "--name", "x"]
@@ -120,7 +246,7 @@ def test_it_runs_and_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
         main()
     assert end.value.code == 0
     (report,) = tmp_path.glob("*-x.md")
-    rows = [line for line in report.read_text().splitlines() if line.startswith("| init ")]
+    rows = [line for line in report.read_text().splitlines() if line.startswith(("| ms to wrap", "| growth"))]
     assert len(rows) == 3, "two worlds, and the growth between them"
 
 
