@@ -21,7 +21,7 @@ from .reduction_queue import ReductionQueue
 from .stepper import Stepper
 from .unsynced_grad import SteppedGrad, UnsyncedGrad
 
-# A group's gradients are reduced in up to four parts, so that what has arrived can be sent and freed while the rest is
+# A group's gradients are reduced in about four parts, so that what has arrived can be sent and freed while the rest is
 # computed; parts below this size cost more in latency than they save.
 MAX_BUCKETS = 4
 MIN_BUCKET_BYTES = 1024 * 1024

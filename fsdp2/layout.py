@@ -314,7 +314,8 @@ def split_buckets(
 ) -> list[tuple[int, ...]]:
     """Cut the parameters `indices` of a group, in the order their gradients are expected, into buckets.
 
-    A bucket holds one (reduce dtype, storage dtype) and about 1 / max_buckets of the group, but at least `min_bytes`.
+    A bucket holds one (reduce dtype, storage dtype) and at least `min_bytes`. If its parameters allow that, it holds no
+    more than 1 / max_buckets of the group: there may be up to twice as many buckets.
     """
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for i in indices:
@@ -325,9 +326,9 @@ def split_buckets(
         target = max(sum(sizes.values()) / max_buckets, min_bytes)
         bucket: list[int] = []
         for i in members:
-            # Close a bucket before it would grow past the target by more than it falls short now.
+            # The largest bucket is what the peak of a step depends on.
             filled = sum(sizes[j] for j in bucket)
-            if filled >= max(min_bytes, 1) and filled + sizes[i] - target > target - filled:
+            if filled >= max(min_bytes, 1) and filled + sizes[i] > target:
                 buckets.append(tuple(bucket))
                 bucket = []
             bucket.append(i)
