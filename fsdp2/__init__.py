@@ -2,6 +2,7 @@
 
 from .clip import clip_grad_norm_
 from .forward_method import register_fsdp_forward_method
+from .full_params import full_params
 from .fully_shard import fully_shard, replicate
 from .handles import GradientReductionHandle, UnshardHandle
 from .mesh import DataParallelMeshDims, ShardPlacementResult
@@ -25,6 +26,7 @@ __all__ = [
     "UnshardHandle",
     "cheapest_placement",
     "clip_grad_norm_",
+    "full_params",
     "fully_shard",
     "padding_report",
     "patch_torch",

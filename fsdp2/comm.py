@@ -288,6 +288,16 @@ def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -
     dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
 
 
+def all_gather_now(own: bytes, comm: Comm, device: torch.device) -> list[bytes]:
+    """What each rank of `comm` has, of equal length on all, in rank order, on return. All of these must call it."""
+    if comm.size == 1:
+        return [own]
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    of_all = mine.new_empty(comm.size * mine.numel())
+    comm.all_gather([of_all], [mine]).wait()
+    return [bytes(each) for each in of_all.view(comm.size, -1).tolist()]
+
+
 @cache
 def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it.

@@ -131,6 +131,10 @@ class Context:
         """A forward of `state` begins."""
         if not in_backward and (not self.running or state is self.root):
             self._begin_pass()
+        self.join(state)
+
+    def join(self, state: FSDPState) -> None:
+        """Something of `state` runs from now on until `leave`, in the pass that runs, or between passes."""
         self.running.append(state)
         state.running += 1
         if len(self.running) == 1:
@@ -177,10 +181,16 @@ class Context:
         self._order_now = []
         self._drop_prefetched()
         self._reductions.max_running = max(state.max_reductions for state in self.states)
+        self.forget_stale(self.states)
+
+    def forget_stale(self, states: Iterable[FSDPState]) -> None:
+        """Between passes, before shards are read: let go of full copies that the passes before have left, unless they
+        may be used.
+        """
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
-        for state in self.states:
+        for state in states:
             if (state.kept or state.held) and not state.is_kept_for_next_pass():
                 state.release()
 

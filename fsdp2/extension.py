@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
-from .comm import Comm
+from .comm import Comm, all_gather_now
 from .mesh import DataMesh
 from .pack import leaf_over
 from .param import FSDPParam
@@ -183,10 +183,7 @@ def _check_agreement(names: Sequence[str], inputs: Sequence[Tensor], comm: Comm,
     """Raise ValueError on every rank if ranks are about to gather tensors of different sizes. All must call it."""
     sizes = [each.numel() for each in inputs]
     digest = hashlib.sha256(repr(sizes).encode()).digest()[:16]
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    of_all = own.new_empty(comm.size * own.numel())
-    comm.all_gather([of_all], [own]).wait()
-    if not (of_all.view(comm.size, -1) == own).all():
+    if len(set(all_gather_now(digest, comm, device))) > 1:
         raise ValueError(
             f"{', '.join(names)}: fsdp_pre_all_gather returned tensors of other sizes than on another rank (here, in "
             f"bytes: {sizes}). Ranks that hold fewer rows than the first must pad what they return to as many."

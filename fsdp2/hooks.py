@@ -169,7 +169,8 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
     use_in_forward(state, in_backward)
     if not in_backward:
         state.context.prefetch_forward(state)
-        if state.context.takes_inputs_to is not None and len(state.context.running) == 1:
+        is_outermost = state is state.context.root or len(state.context.running) == 1
+        if state.context.takes_inputs_to is not None and is_outermost:
             args, kwargs = to_device((args, kwargs), state.context.takes_inputs_to)
     dtype = state.input_dtype
     # In a module that calls itself, the outermost call is the last to be done with the parameters.

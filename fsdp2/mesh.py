@@ -94,6 +94,11 @@ class DataMesh:
         return rank
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all that share or replicate the parameters."""
+        return not any(self.mesh.get_local_rank(axis) for axis in self.replicate_axes + self.shard_axes)
+
+    @property
     def device(self) -> torch.device:
         """Where shards live: the mesh's device type, and its current device if there are several."""
         if self.mesh.device_type in ("cpu", "meta"):

@@ -102,8 +102,7 @@ class FSDPParam:
 
     def _shard(self, whole: Tensor) -> None:
         """Replace the whole parameter, in all its slots, by this rank's rows of it."""
-        spec, kind = self._spec_for(whole.dtype, whole.dtype), self._distribution
-        first, last = spec.rows(self._mesh.rank)
+        kind = self._distribution
         with torch.no_grad():
             gathered = whole.detach()
             if kind.full_mesh is not None:
@@ -114,8 +113,7 @@ class FSDPParam:
             if type(gathered) not in (Tensor, nn.Parameter):
                 rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
             else:
-                rows = gathered if self._is_scalar else gathered.narrow(kind.dim, first, last - first)
-                rows = rows.to(device, copy=True, memory_format=torch.contiguous_format)
+                rows = self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
 
@@ -159,14 +157,22 @@ class FSDPParam:
 
     def build_full(self, memory: Tensor) -> None:
         """Make the full face of `memory`, which has its dtype and the gathered shape."""
-        kind, value, differentiable = self._distribution, memory, memory.is_floating_point()
-        if self._is_scalar:
-            value = memory[0]
+        self.full = self.face_of(memory, memory.is_floating_point())
+
+    def face_of(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
+        """A full parameter, as modules have it, whose data is `memory`, of the gathered shape."""
+        kind, value = self._distribution, memory[0] if self._is_scalar else memory
         if kind.full_mesh is None:
-            self.full = nn.Parameter(value, differentiable)
-        else:
-            spec = self._mesh.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, memory.dtype)
-            self.full = torch_compat.distributed_parameter(value, spec, differentiable)
+            return nn.Parameter(value, requires_grad)
+        spec = self._mesh.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, value.dtype)
+        return torch_compat.distributed_parameter(value, spec, requires_grad)
+
+    def own_rows(self, gathered: Tensor) -> Tensor:
+        """This rank's rows of what the ranks of `mesh` share."""
+        if self._is_scalar:
+            return gathered
+        first, last = self._spec_for(gathered.dtype, gathered.dtype).rows(self._mesh.rank)
+        return gathered.narrow(self._distribution.dim, first, last - first)
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """A gradient of the full face as the ranks of the mesh share it."""

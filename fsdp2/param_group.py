@@ -75,6 +75,8 @@ class FSDPParamGroup:
         self.storage_ids: frozenset[int] = frozenset()
         self.has_frozen = False
         self.keeps_storage = False
+        # Whether copies are registered in place of parameters, which then are not to be gathered: see full_copies.py.
+        self.is_lent = False
         # Whether to note what `is_up_to_date` compares, at each gather.
         self.notes_changes = False
         self._gathered_at: tuple[int, ...] | None = None
@@ -238,6 +240,21 @@ class FSDPParamGroup:
             self.gradients.await_steps()
         return self.versions.sharded()
 
+    def copy_full(self, params: Sequence[FSDPParam], dtype: torch.dtype | None) -> list[Tensor]:
+        """What the ranks share of `params`, of this group, in other memory than the full parameters have, in the dtypes
+        in which they are stored, or, of floating-point ones, in `dtype`. Every rank must call it.
+        """
+        specs = []
+        for spec in (param.spec(self._policy) for param in params):
+            wanted = dtype if dtype is not None and spec.storage_dtype.is_floating_point else spec.storage_dtype
+            specs.append(replace(spec, compute_dtype=wanted))
+        with torch.inference_mode(False), torch.no_grad():
+            layout = gather_layout(specs, self.mesh.size, self._comm.direct_min_bytes)
+            buffers = GroupBuffers(layout, self.mesh.rank, self.mesh.device, self.transfers)
+            buffers.move_into_shards([param.local for param in params])
+            buffers.start_gather(self._comm).finish()
+            return [buffers.full_parameter(i) for i in range(len(specs))]
+
     def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
         assert self._buffers is not None, "a full parameter was saved"
@@ -256,10 +273,11 @@ class FSDPParamGroup:
 
     # ---- construction, and again whenever a user replaces a parameter or its local tensor
 
-    def adopt_replacements(self, accept_whole: bool = False) -> None:
+    def adopt_replacements(self, accept_whole: bool = False, may_be_meta: bool = True) -> None:
         """Take over what a user put in place of our parameters or their local tensors (`.to`, loading, assignment)."""
-        self.reshard()
-        self._notice_replacements(accept_whole, may_be_meta=True)
+        if not self.is_lent:
+            self.reshard()
+            self._notice_replacements(accept_whole, may_be_meta)
 
     def _notice_replacements(self, accept_whole: bool = False, may_be_meta: bool = False) -> None:
         if self._buffers is None or self._is_replaced() or self._is_newly_extended():
@@ -297,6 +315,11 @@ class FSDPParamGroup:
         )
 
     def _readopt(self, accept_whole: bool) -> None:
+        if self.is_lent:
+            raise RuntimeError(
+                f"{self.name}: its parameters are copies that full_params has lent, with which no sharded module runs. "
+                "Leave that block first."
+            )
         # All are checked before one is taken: after an error the user may put the old ones back.
         found = [param.find_replacement(accept_whole) for param in self.params]
         owners: dict[nn.Parameter, FSDPParam] = {}

@@ -70,8 +70,11 @@ class FSDPState(TorchState):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from. Prefetch lists name states of the whole model: they come with its root."""
-        if self.running or self.context.in_backward:
-            raise RuntimeError(f"{self}: a sharded module can't be copied or pickled while a forward or backward runs")
+        if self.running or self.group.is_lent or self.context.in_backward:
+            raise RuntimeError(
+                f"{self}: a sharded module can't be copied or pickled while a forward or backward runs, nor inside "
+                "full_params"
+            )
         runtime = ("context", "finished", "versions", "forward_prefetch", "backward_prefetch")
         kept = {name: value for name, value in vars(self).items() if name not in runtime}
         settings = self.context.settings() if self.context.root is self else None

@@ -33,6 +33,7 @@ __all__ = [
     "active_pack_hook",
     "backend_name",
     "chunk_cat",
+    "composable_states",
     "concatenate_meshes",
     "copy_all",
     "count_optimizer_steps",
@@ -317,6 +318,11 @@ def register_composable(module: nn.Module, state: ComposableState, name: str) ->
 
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
     _module_state_mapping[module] = weakref.ref(state)
+
+
+def composable_states() -> list[Any]:
+    """The states that torch's table has, of all modules that are alive: a parameter doesn't say who manages it."""
+    return [state for reference in list(_module_state_mapping.values()) if (state := reference()) is not None]
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:

@@ -61,14 +61,21 @@ class GroupVersions:
         with torch_compat.no_torch_function():
             return tuple(map(_version_of, self._sharded))
 
-    def check_written(self) -> None:
-        """Raise RuntimeError if a full parameter was written to since the last call: sharding again would undo it."""
+    def take_written(self) -> list[str]:
+        """Names of full parameters that were written to since the last call: sharding again would undo it."""
         expected, found = self._expired if self._is_expired else self._valid, tuple(map(_version_of, self._full))
-        if found != expected:
-            changed = [name for name, old, new in zip(self._names, expected, found, strict=True) if old != new]
-            self.accept()
+        if found == expected:
+            return []
+        changed = [name for name, old, new in zip(self._names, expected, found, strict=True) if old != new]
+        self.accept()
+        return list(dict.fromkeys(changed))
+
+    def check_written(self) -> None:
+        """Raise RuntimeError if a full parameter was written to since the last call."""
+        written = self.take_written()
+        if written:
             raise RuntimeError(
-                f"{', '.join(dict.fromkeys(changed))} was modified in place during forward. The change is lost when "
+                f"{', '.join(written)} was modified in place during forward. The change is lost when "
                 "the parameter is sharded again: modify the sharded parameter between steps, or keep such a value in "
                 "a buffer."
             )

@@ -7,6 +7,7 @@ Units and pieces are large; here the limits are lowered.
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, reduce, units
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard, reduce, units
 from helpers import full, run_ranks
 from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd
 
@@ -64,6 +65,14 @@ def hides(model: "Language", x: Tensor) -> Tensor:
     return KeepsWeight.apply(model.run_blocks(x), model.head.weight)
 
 
+def lends(model: "Language", x: Tensor) -> Tensor:
+    """What the model read before the block is still there behind it."""
+    hidden, weight = model.run_blocks(x), model.head.weight
+    with full_params(model.head) if isinstance(model, FSDPModule) else nullcontext():
+        hidden = hidden * model.head.weight.cos().mean()
+    return F.linear(hidden, weight)
+
+
 def skips(model: "Language", x: Tensor) -> Tensor:
     return model.run_blocks(x)
 
@@ -77,6 +86,7 @@ USES: tuple[Callable[..., Tensor], ...] = (
     reads_in_checkpoint,
     calls_in_checkpoint,
     hides,
+    lends,
     skips,
 )
 

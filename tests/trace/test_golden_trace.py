@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard, units
+from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, units
 from helpers import fake_world
 
 
@@ -44,6 +44,35 @@ class Root(Marked):
             else:
                 x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
         return self.end(self.head(x))
+
+
+class WithLoss(Root):
+    """Its head is a group of its own, with whose weight a loss is computed: inside forward, or behind it."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        x = self.end(self.b1(self.b0(x)) * self.scale)
+        return self.loss(x) if self.inside else x
+
+    def loss(self, x: Tensor) -> Tensor:
+        with full_params(self.head) as named:
+            self.lines.append("loss")
+            return torch.nn.functional.linear(x, **named).sum()
+
+    def trace_of_second_iteration(self) -> str:
+        for module in (self.b0, self.b1, self.head, self):
+            fully_shard(module)
+        lines = record(self)
+        for _ in range(2):
+            lines.clear()
+            output = self(torch.ones(2, 4))
+            (output if self.inside else self.loss(output)).backward()
+        return "\n".join(lines)
 
 
 def trace_of_second_iteration(model: Root, **kwargs: object) -> str:
@@ -352,3 +381,63 @@ reduce b0    128
 free   b0
 free   root""",
             )
+
+    def test_full_params_in_forward(self) -> None:
+        """Like a module that runs: gathered ahead, and as the last of the pass there for backward."""
+        self.assertExpectedInline(
+            WithLoss(inside=True).trace_of_second_iteration(),
+            """\
+gather root  64
+gather b0    128
+run    root
+gather b1    128
+run    b0
+free   b0
+gather head  128
+run    b1
+free   b1
+loss
+gather b1    128
+reduce head  128
+free   head
+back   root
+reduce root  64
+free   root
+gather b0    128
+back   b1
+reduce b1    128
+free   b1
+back   b0
+reduce b0    128
+free   b0""",
+        )
+
+    def test_full_params_after_forward(self) -> None:
+        """The forward before it keeps its order; what the block gave up is gathered again when backward needs it."""
+        self.assertExpectedInline(
+            WithLoss(inside=False).trace_of_second_iteration(),
+            """\
+gather root  64
+gather b0    128
+run    root
+gather b1    128
+run    b0
+free   b0
+run    b1
+gather head  128
+loss
+free   head
+gather head  128
+gather b0    128
+reduce head  128
+free   head
+back   root
+reduce root  64
+free   root
+back   b1
+reduce b1    128
+free   b1
+back   b0
+reduce b0    128
+free   b0""",
+        )

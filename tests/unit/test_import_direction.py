@@ -19,6 +19,8 @@ ORDER = (
     "__init__",
     "patch",
     "clip",
+    "full_params",
+    "full_copies",
     "fully_shard",
     "padding",
     "checks",
