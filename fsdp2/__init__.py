@@ -1,6 +1,10 @@
 """Fully sharded data parallel training for PyTorch, with the API of torch's FSDP2."""
 
+from .audit import check
 from .clip import clip_grad_norm_
+from .compare import compare
+from .difference import Comparison, Difference
+from .finding import Finding
 from .forward_method import register_fsdp_forward_method
 from .full_params import full_params
 from .fully_shard import fully_shard, replicate
@@ -15,8 +19,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",
+    "Comparison",
     "DataParallelMeshDims",
+    "Difference",
     "FSDPModule",
+    "Finding",
     "GradientReductionHandle",
     "GroupPadding",
     "MixedPrecisionPolicy",
@@ -25,7 +32,9 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "cheapest_placement",
+    "check",
     "clip_grad_norm_",
+    "compare",
     "full_params",
     "fully_shard",
     "padding_report",

@@ -7,6 +7,7 @@ the same sizes. Tensors are flat and contiguous, and must live until `wait` has 
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -288,14 +289,36 @@ def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -
     dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
 
 
-def all_gather_now(own: bytes, comm: Comm, device: torch.device) -> list[bytes]:
+def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> list[bytes]:
     """What each rank of `comm` has, of equal length on all, in rank order, on return. All of these must call it."""
     if comm.size == 1:
-        return [own]
+        return [bytes(own)]
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
-    of_all = mine.new_empty(comm.size * mine.numel())
-    comm.all_gather([of_all], [mine]).wait()
-    return [bytes(each) for each in of_all.view(comm.size, -1).tolist()]
+    of_all = mine.new_empty(comm.size, mine.numel())
+    comm.all_gather([of_all.view(-1)], [mine]).wait()
+    return [_bytes(each) for each in of_all]
+
+
+def _bytes(row: Tensor) -> bytes:
+    data = bytearray(row.numel())  # numpy, which could do that, need not be there
+    torch.frombuffer(data, dtype=torch.uint8).copy_(row)
+    return bytes(data)
+
+
+def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Any]:
+    """`value` of every rank of a mesh that has these groups, one for each of its axes; in one order on all ranks.
+
+    All of these ranks must call it. What can be pickled crosses as bytes on `device`; torch's own function needs numpy.
+    """
+    found = [value]
+    for group in groups:
+        data = pickle.dumps(found)
+        nbytes = torch.tensor([len(data)], device=device)
+        all_reduce_now(nbytes, group, largest=True)
+        # What follows a pickle is not read.
+        of_all = all_gather_now(data.ljust(int(nbytes), b"\0"), make_comm(group, device), device)
+        found = [each for theirs in of_all for each in pickle.loads(theirs)]
+    return found
 
 
 @cache

@@ -99,6 +99,17 @@ class DataMesh:
         return not any(self.mesh.get_local_rank(axis) for axis in self.replicate_axes + self.shard_axes)
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks share or replicate the parameters."""
+        return math.prod(group.size() for group in self.axis_groups)
+
+    @property
+    def axis_groups(self) -> list[dist.ProcessGroup]:
+        """This rank's process group along each axis on which other ranks share or replicate the parameters."""
+        axes = sorted((*self.shard_axes, *self.replicate_axes))
+        return [self.mesh.get_group(axis) for axis in axes if self.mesh.size(axis) > 1]
+
+    @property
     def device(self) -> torch.device:
         """Where shards live: the mesh's device type, and its current device if there are several."""
         if self.mesh.device_type in ("cpu", "meta"):

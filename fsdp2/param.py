@@ -104,11 +104,7 @@ class FSDPParam:
         """Replace the whole parameter, in all its slots, by this rank's rows of it."""
         kind = self._distribution
         with torch.no_grad():
-            gathered = whole.detach()
-            if kind.full_mesh is not None:
-                if not isinstance(gathered, DTensor):
-                    gathered = distribute_tensor(gathered, kind.full_mesh, kind.full_placements, src_data_rank=None)
-                gathered = torch_compat.local_of(gathered)
+            gathered = self._gathered(whole.detach())
             device = gathered.device if gathered.is_meta else self.rest
             if type(gathered) not in (Tensor, nn.Parameter):
                 rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
@@ -116,6 +112,20 @@ class FSDPParam:
                 rows = self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
+
+    def _gathered(self, whole: Tensor) -> Tensor:
+        """What the ranks of the mesh share of it: less than all under tensor parallelism."""
+        kind = self._distribution
+        if kind.full_mesh is None:
+            return whole
+        if not isinstance(whole, DTensor):
+            whole = distribute_tensor(whole, kind.full_mesh, kind.full_placements, src_data_rank=None)
+        return torch_compat.local_of(whole)
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """What a plain tensor of the whole parameter's shape has where `local` lies: a view, or a copy."""
+        gathered, (first, last) = self._gathered(whole), self._spec_for(whole.dtype, whole.dtype).rows(self._mesh.rank)
+        return gathered if self._is_scalar else gathered.narrow(self.dim, first, last - first)
 
     def _prepare_gradients(self, local: Tensor) -> None:
         """What all gradients have in common: they lie like `local`, the sharded face's local tensor, if contiguous."""

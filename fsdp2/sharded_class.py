@@ -34,9 +34,11 @@ def sharded_class(cls: Any) -> Any:
         groups = [state.group for state in hooks.states_of(self)]
         for group in groups:
             group.reshard()
+        empty = [[param for param in group.params if param.local.is_meta] for group in groups]
         cls._apply(self, fn, recurse)
-        for group in groups:
+        for group, params in zip(groups, empty, strict=True):
             group.adopt_replacements()
+            group.versions.note_unwritten(params)
         return self
 
     def reduce(self: nn.Module, protocol: int) -> Any:

@@ -6,6 +6,7 @@ of what it saves, and refuses to use it for a gradient when the count is another
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -40,6 +41,8 @@ class GroupVersions:
         self._is_expired = False
         # The counts of the sharded ones when the full ones were last made of them.
         self._made_of: tuple[int, ...] = ()
+        # Parameters that were given memory with nothing in it: their local tensors of then, and the counts.
+        self._unwritten: list[tuple[FSDPParam, weakref.ref[Tensor], tuple[int, int]]] = []
 
     def watch(self, params: Sequence[FSDPParam]) -> None:
         """Follow the faces that these have now."""
@@ -60,6 +63,19 @@ class GroupVersions:
         """Two per sharded parameter, one of which grows with each in-place operation on it, or an optimizer's step."""
         with torch_compat.no_torch_function():
             return tuple(map(_version_of, self._sharded))
+
+    def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
+        """What was done to these, which were on the meta device, has left them without values."""
+        self._unwritten += [(param, weakref.ref(param.local), _counts(param)) for param in params]
+
+    def unwritten(self) -> list[FSDPParam]:
+        """Those of them that no in-place operation has written to since, and nobody has replaced, as far as counts
+        tell: collectives, foreach operations and what goes through `.data` don't count.
+        """
+        with torch_compat.no_torch_function():
+            left = [each for each in self._unwritten if each[1]() is each[0].local and _counts(each[0]) == each[2]]
+        self._unwritten = left
+        return [param for param, *_ in left]
 
     def take_written(self) -> list[str]:
         """Names of full parameters that were written to since the last call: sharding again would undo it."""
@@ -103,6 +119,10 @@ class GroupVersions:
 
     def _set_valid(self, counts: tuple[int, ...]) -> None:
         self._valid, self._expired = counts, tuple(count + 1 for count in counts)
+
+
+def _counts(param: FSDPParam) -> tuple[int, int]:
+    return param.sharded._version, param.local._version
 
 
 def _with_local(full: Tensor) -> tuple[Tensor, ...]:

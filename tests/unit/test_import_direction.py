@@ -21,6 +21,12 @@ ORDER = (
     "clip",
     "full_params",
     "full_copies",
+    "compare",
+    "side_by_side",
+    "difference",
+    "audit",
+    "finding",
+    "checksum",
     "fully_shard",
     "padding",
     "checks",
@@ -66,7 +72,7 @@ CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.
 STARTUP = "startup/sitecustomize.py"
 # Plain descriptions: they, and what they import at run time, know nothing of torch.distributed.
-PURE = ("layout", "order", "policy")
+PURE = ("layout", "order", "policy", "difference", "finding")
 COLLECTIVES = re.compile(
     r"_?(all_?gather|all_?reduce|all_?to_?all|reduce_scatter|monitored_barrier|batch_isend_irecv)\w*"
     # Words with other meanings too: a collective only when they are torch.distributed's or a process group's.

@@ -1,0 +1,248 @@
+"""The sharded model beside a plain one: where do their numbers part?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from . import comm, torch_compat
+from .audit import Held, data_mesh_of, sharded_states, tensors_of
+from .checksum import checksum, read
+from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
+from .side_by_side import Sides, mean_loss, named_tensors, restored, ties
+from .tree import tensors_in
+from .unsynced_grad import UnsyncedGrad
+
+
+def compare(
+    reference: nn.Module,
+    model: nn.Module,
+    batch: Tensor | tuple[Any, ...],
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    rtol: float | None = None,
+) -> Comparison:
+    """Find the first weight, output and gradient in which `model` differs from `reference`. Every rank of the model's
+    mesh must call it, between steps.
+
+    Both run forward and backward once: the reference on the whole batch, the model on this rank's rows. Compared are,
+    in this order, weights and buffers; the full weights that modules compute with; what sharded modules return; the
+    loss; and gradients, from the last to the first. What differs is tried against the usual causes, for which the
+    reference may run once or twice more. Gradients, buffers and random states are as before, afterwards. Hooks on
+    parameters run: have none that step an optimizer.
+
+    Args:
+        reference: a plain module of the same FQNs, mode and weights, on every rank.
+        model: sharded.
+        batch: what both are called with, a tensor or a tuple of arguments, the same on every rank. Tensors are cut into
+            equal parts along dim 0, one for each rank.
+        loss_fn: `loss_fn(module, *batch)` calls the module and returns its loss, a mean over rows. None: the mean of
+            the scalars that the module returns; if there are none, the mean square of each tensor, summed.
+        rtol: how large an error may be beside the largest magnitude in its tensor. None: the square root of the
+            precision of `Comparison.dtype`, half of its digits. Weights must be equal.
+
+    Returns:
+        The same on every rank, but for `num_compared`.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; other names or modes in the two models; a reference or a batch that
+            isn't the same on every rank. On all ranks, if on one.
+        RuntimeError: gradients wait to be synchronised.
+    """
+    mesh, states = data_mesh_of(model), sharded_states(model)
+    share: Callable[[Any], list[Any]] = partial(comm.gather_objects, groups=mesh.axis_groups, device=mesh.device)
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    tensors = list(tensors_of(model, states))
+    problem = _problem(reference, model, tensors, batch, mesh.num_ranks)
+    whole = [] if problem else [*named_tensors(reference).values(), *tensors_in(batch)]
+    answers = share((dist.get_rank(), problem, read([checksum(tensor) for tensor in whole])))
+    for error in [problem for _, problem, _ in answers if problem] or _unequal(answers):
+        raise error
+    ranks = [rank for rank, _, _ in answers]
+    sides = Sides(reference, model, states, tensors, batch, loss_fn or mean_loss, ranks, rtol)
+    with restored(reference, tensors, states):
+        found = _Found(sides)
+        shown = share((_compare_weights(found), float(sides.ours.loss)))
+        _compare_gathered(found, {name for names, _ in shown for name in names})
+        _compare_outputs(found)
+        _compare_loss(found, sum(loss for _, loss in shown) / len(shown))
+        _compare_gradients(found)
+    return Comparison(first_of_each(share(found.firsts)), sides.dtype, sides.rtol, found.counts)
+
+
+# ---- before anything runs
+
+
+def _problem(reference: Any, model: nn.Module, tensors: Sequence[Held], batch: Any, num_ranks: int) -> Exception | None:
+    """What makes a comparison impossible, on this rank."""
+    if not isinstance(reference, nn.Module):
+        return TypeError(f"reference: expected an nn.Module, got a {type(reference).__name__}")
+    ours, theirs = (named_tensors(each, duplicates=True) for each in (model, reference))
+    if ours.keys() != theirs.keys():
+        return ValueError(f"reference: expected the names of the model, but one lacks {sorted({*ours} ^ {*theirs})}")
+    for name, shape, other in ((held.name, held.tensor.shape, theirs[held.name].shape) for held in tensors):
+        if shape != other:
+            return ValueError(f"reference: expected {name} of the model's shape, {tuple(shape)}, got {tuple(other)}")
+    modes = {name: module.training for name, module in reference.named_modules()}
+    for name, module in model.named_modules():
+        if module.training != modes.get(name, module.training):
+            return ValueError(f"reference: expected the mode (training or not) of the model, not so {name or 'root'}")
+    rows = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()}
+    if len(rows) != 1 or not min(rows) or min(rows) % num_ranks:
+        return ValueError(f"batch: expected tensors of equally many rows, a multiple of {num_ranks} ranks, got {rows}")
+    for held in tensors:
+        if isinstance(held.tensor.grad, UnsyncedGrad):
+            return RuntimeError(f"{held.name}: gradients wait to be synchronised. End the accumulation, or zero_grad.")
+    return None
+
+
+def _unequal(answers: Sequence[tuple[int, Any, list[int]]]) -> list[Exception]:
+    return [
+        ValueError(
+            f"reference, batch: expected the same on every rank, but ranks {answers[0][0]} and {rank} have different "
+            "ones. Build the reference from one seed, and pass the whole batch everywhere."
+        )
+        for rank, _, sums in answers
+        if sums != answers[0][2]
+    ]
+
+
+# ---- phase by phase
+
+
+class _Found:
+    """The first difference of each phase on this rank, with its place in the order of comparison."""
+
+    def __init__(self, sides: Sides) -> None:
+        self.sides = sides
+        self.firsts: list[tuple[int, Difference]] = []
+        self.counts: dict[str, int] = {}
+
+    def is_open(self, phase: str) -> bool:
+        """Whether nothing has differed in `phase`; counts one more that is compared."""
+        self.counts[phase] = self.counts.get(phase, 0) + 1
+        return all(each.phase != phase for _, each in self.firsts)
+
+    def add(self, phase: str, group: str, name: str, distance: Distance, hints: Sequence[str]) -> None:
+        ulps = distance.relative / torch.finfo(self.sides.dtype).eps
+        if phase in ("outputs", "loss", "gradients") and self.sides.whole.is_random:
+            hints = [*hints, "random"]
+        difference = Difference(
+            phase, group, name, distance.relative, ulps, distance.got, distance.expected, tuple(hints), dist.get_rank()
+        )
+        self.firsts.append((self.counts[phase], difference))
+
+
+_NOTHING = Distance(math.inf, 0, math.nan, math.nan)
+
+
+def _compare_weights(found: _Found) -> set[str]:
+    """Names of all that differ on this rank."""
+    sides, names = found.sides, set()
+    for held in sides.tensors:
+        if held.param is not None and held.param.is_extended:
+            continue
+        is_open, whole = found.is_open("weights"), sides.whole_tensors[held.name]
+        own, part = _local(held.tensor), _part(held, whole)
+        distance = measure(own, part, magnitude(whole))
+        if distance.relative:
+            names.add(held.name)
+            if is_open:
+                found.add("weights", _group_of(sides, held), held.name, distance, _explain_rounding(own, part))
+    return names
+
+
+def _explain_rounding(got: Tensor, expected: Tensor) -> list[str]:
+    narrow = min(got.dtype, expected.dtype, key=lambda dtype: dtype.itemsize)
+    is_rounded = got.dtype != expected.dtype and not measure(got.to(narrow), expected.to(narrow)).relative
+    return ["rounding"] if is_rounded else []
+
+
+def _compare_gathered(found: _Found, known: set[str]) -> None:
+    """`known`: what differs already between shards, on whichever rank."""
+    for held, distance in found.sides.gathered:
+        if held.name not in known and found.is_open("gathered weights"):
+            found.add("gathered weights", _group_of(found.sides, held), held.name, distance, ["stale"])
+
+
+def _group_of(sides: Sides, held: Held) -> str:
+    return sides.groups[held.param] if held.param else "none"
+
+
+def _compare_outputs(found: _Found) -> None:
+    sides = found.sides
+    ours, whole = sides.ours.outputs, sides.whole.outputs
+    for i, (name, outputs) in enumerate(ours):
+        if not found.is_open("outputs"):
+            continue
+        if i >= len(whole) or whole[i][0] != name or len(whole[i][1]) != len(outputs):
+            found.add("outputs", str(sides.sharded[name]), name, _NOTHING, ["order"])
+            continue
+        for j, got in enumerate(outputs):
+            expected = sides.rows_like(whole[i][1][j], got)
+            distance = measure(got, expected, magnitude(whole[i][1][j])) if expected is not None else None
+            if expected is not None and distance is not None and distance.relative > sides.rtol:
+                rounded = sides.rows_like(sides.rounded.outputs[i][1][j], got) if sides.rounded else None
+                hints = explain(got, expected, {"cast input": rounded}, sides.rtol)
+                found.add("outputs", str(sides.sharded[name]), f"{name or 'root'}, output {j}", distance, hints)
+                break
+
+
+def _compare_loss(found: _Found, mean: float) -> None:
+    sides, expected = found.sides, found.sides.whole.loss.double()
+    got = torch.tensor(mean, dtype=torch.float64)
+    distance = measure(got, expected.cpu())
+    if found.is_open("loss") and distance.relative > sides.rtol:
+        hints = explain_scale(got, expected.cpu(), sides.num_ranks, sides.rtol)
+        rounded = sides.rounded.loss.double().cpu() if sides.rounded else None
+        hints += explain(got, expected.cpu(), {"cast input": rounded}, sides.rtol)
+        found.add("loss", "root", "loss", distance, hints)
+
+
+def _compare_gradients(found: _Found) -> None:
+    """A gradient that is zero but for rounding errors is as exact as the others are."""
+    sides, gradients = found.sides, found.sides.whole.gradients
+    largest = max((magnitude(gradient) for gradient in gradients.values() if gradient is not None), default=0.0)
+    slack = min(sides.rtol, 4 * torch.finfo(sides.dtype).eps) * largest
+    ours, theirs = ties(sides.model), ties(sides.reference)
+    helds = [held for held in sides.tensors if held.kind != "buffer"]
+    places = {name: i for i, name in enumerate(gradients)}
+    for held in sorted(helds, key=lambda held: places.get(theirs[held.name][0], len(places))):
+        if found.is_open("gradients"):
+            tied = ["tied"] if ours[held.name] != theirs[held.name] else []
+            _compare_gradient(found, held, theirs[held.name][0], slack, tied)
+
+
+def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints: list[str]) -> None:
+    sides, got = found.sides, found.sides.ours.gradients[held.name]
+    whole, group = sides.whole.gradients.get(name), _group_of(found.sides, held)
+    if isinstance(got, UnsyncedGrad):
+        return found.add("gradients", group, held.name, _NOTHING, ["unsynced"])
+    if got is None or whole is None:
+        return None if got is whole else found.add("gradients", group, held.name, _NOTHING, [*hints, "missing"])
+    own = _local(got)
+    expected = _part(held, whole)
+    distance, scale = measure(own, expected, magnitude(whole)), magnitude(whole)
+    if distance.relative and not abs(distance.got - distance.expected) <= sides.rtol * scale + slack:
+        hints += explain_scale(own, expected, sides.num_ranks, sides.rtol)
+        others = {"unsynced": sides.own_rows, "cast input": sides.rounded}
+        parts = {hint: run.gradients[name] if run else None for hint, run in others.items()}
+        candidates = {hint: None if part is None else _part(held, part) for hint, part in parts.items()}
+        found.add("gradients", group, held.name, distance, hints + explain(own, expected, candidates, sides.rtol))
+    return None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return torch_compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _part(held: Held, whole: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return whole.detach() if held.param is None else held.param.rows_of(whole.detach())

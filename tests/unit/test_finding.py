@@ -1,0 +1,39 @@
+"""Findings are the same whatever rank computes them, and name those that differ."""
+
+from fsdp2.finding import KINDS, Finding, compare_layouts, compare_sums, merge
+
+
+def test_one_finding_for_each_kind() -> None:
+    found = merge({2: {"unsynced": ["a", "b"], "on meta": []}, 0: {"unsynced": ["b", "c"], "unmanaged": ["d"]}})
+    assert found == [Finding("unsynced", ("b", "c", "a"), "", (0, 2)), Finding("unmanaged", ("d",), "", (0,))]
+    assert merge({0: {}, 1: {}}) == []
+
+
+def test_equal_parts_are_compared() -> None:
+    """Ranks 0 and 2, and 1 and 3, hold the same rows of the first; all hold the second; each its own of the third."""
+    names = [("rows", "parameter"), ("scale", "buffer"), ("own", "parameter"), ("left", "unmanaged")]
+    sums = {rank: [(rank % 2, rank % 2), (0, 7), (rank, rank), (0, 1)] for rank in range(4)}
+    assert compare_sums(names, sums) == []
+    sums[3][0] = (1, 5)
+    sums[2][1] = (0, 8)
+    sums[1][3] = (0, 2)
+    assert compare_sums(names, sums) == [
+        Finding("replicas differ", ("rows",), "", (1, 3)),
+        Finding("unmanaged differ", ("left",), "", (0, 1)),
+        Finding("buffers differ", ("scale",), "", (0, 2)),
+    ]
+
+
+def test_layouts() -> None:
+    layouts = {0: {"a": "x", "b": "y"}, 1: {"b": "y", "a": "x"}, 2: {"a": "z"}, 3: {"a": "z"}}
+    assert compare_layouts({0: layouts[0], 1: layouts[1]}) == []
+    assert compare_layouts(layouts) == [
+        Finding("layouts differ", ("a",), "rank 0 has x; rank 2 has z", (0, 2)),
+        Finding("layouts differ", ("b",), "rank 0 has y; rank 2 has nothing", (0, 2)),
+    ]
+
+
+def test_text_is_bounded() -> None:
+    finding = Finding("unsynced", tuple("abcdefg"), "why", tuple(range(9)))
+    assert str(finding) == f"unsynced: a, b, c, d and 3 more (rank 0, 1, 2, 3, ...); why. {KINDS['unsynced']}"
+    assert [Finding(kind, ("a",)).is_note for kind in KINDS].count(True) == 1
