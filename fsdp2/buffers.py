@@ -88,8 +88,8 @@ class GroupBuffers:
     ) -> PendingGather:
         """Begin to fill the full parameters, and `more_outputs`. Every rank of `comm` must call it, in one order."""
         if not self._is_allocated:
-            self._is_allocated = True
             self._full_storage.resize_(self._full_nbytes)
+            self._is_allocated = True
         if self._kept is not None and self._kept.is_filled:
             return self._kept.start_gather()
         if self._stage is not None:

@@ -340,7 +340,12 @@ class GroupGradients:
             self.queue.make_room()
             plan = self._plan(tuple(gradients))
             carried = self._carry(gradients)
-            self.queue.add(self, reduce.start(gradients, plan, self.reduction, carried))
+            try:
+                self.queue.add(self, reduce.start(gradients, plan, self.reduction, carried))
+            except RuntimeError as error:  # out of memory, say: allocators don't know for whom
+                names = [self._params[i].name for i in gradients]
+                error.args = (f"{error} (while reducing the gradients of {', '.join(names)})",)
+                raise
         else:
             for i, gradient in gradients.items():
                 self._waiting[i] = torch_compat.owned(gradient.to(self._reduce_dtypes[i]))  # later ones are added to it

@@ -189,6 +189,9 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
 def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward: bool) -> Any:
     if not in_backward:
         output = _finish_forward(state, module, output)
+    elif not state.context.notices_saved_tensors and torch.is_grad_enabled():
+        # Checkpointing runs it again: another forward of the group may free it before backward comes to this one.
+        _hook_outputs(state, tensors_in(output))
     state.context.leave()
     if not in_backward:
         state.group.versions.check_written()

@@ -180,21 +180,34 @@ class FSDPParamGroup:
             self._notice_replacements()
         assert self._buffers is not None
         self._gathered_at = self.shard_versions() if self.notes_changes else None
-        if self._extensions.members:
-            self.state = self._buffers.start_gather(self._comm, *self._extensions.start(self._comm))
-        else:
-            self.state = self._buffers.start_gather(self._comm)
+        try:
+            if self._extensions.members:
+                self.state = self._buffers.start_gather(self._comm, *self._extensions.start(self._comm))
+            else:
+                self.state = self._buffers.start_gather(self._comm)
+        except RuntimeError as error:  # out of memory, say
+            self._name_error(error)
+            raise
 
     def unshard(self, notice_replacements: bool = True) -> None:
         """Have the full parameters' data: gather, or finish the gather under way."""
         self.start_unshard(notice_replacements)
         if isinstance(self.state, PendingGather):
-            self.state.finish()
+            pending, self.state = self.state, SHARDED  # so it is if that fails
+            try:
+                pending.finish()
+            except RuntimeError as error:  # a peer is gone, say
+                self._name_error(error)
+                raise
             self.state = UNSHARDED
             if self._extensions.members:
                 self._finish_extensions()
         if self.versions.guards:
             self.versions.renew(self.shard_versions())
+
+    def _name_error(self, error: RuntimeError) -> None:
+        """Say in the message which group it was: neither allocators nor process groups know."""
+        error.args = (f"{error} (while gathering {self.name}, {self.nbytes} bytes)",)
 
     def install(self) -> None:
         """Register the full parameters in the modules."""

@@ -27,12 +27,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 import fsdp2  # noqa: F401  imported before the fork, so that no rank pays for it
+from hostile import hostile
 
+NIGHTLY = bool(os.environ.get("FSDP2_NIGHTLY"))
+"""Run many more of what is drawn at random, and for longer."""
 GRACE_S = 1.0
 """After one rank failed, how long the others may take to report their own errors before they are killed."""
 
@@ -181,7 +184,8 @@ def _run_in_group(rank: int, world_size: int, fn: Callable[..., Any], args: tupl
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    return fn(rank, world_size, *args)
+    with hostile(seed=rank) if os.environ.get("FSDP2_HOSTILE") else contextlib.nullcontext():
+        return fn(rank, world_size, *args)
 
 
 def _portable(result: Any) -> Any:
@@ -298,14 +302,18 @@ def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def assert_shard_of(actual: Tensor | None, expected: Tensor | None, rtol: float, atol: float, name: str) -> None:
-    """`actual` is a DTensor, Shard(0) over all ranks, and this rank's part of `expected`. Communicates nothing."""
+    """`actual` is a DTensor, Shard(0) over the last axis of its mesh and replicated over others, and what this rank has
+    to hold of `expected`. Communicates nothing.
+    """
     if actual is None or expected is None:
         return assert_same(actual, expected, rtol, atol, name)
-    if not isinstance(actual, DTensor) or actual.placements != (Shard(0),) or actual.shape != expected.shape:
-        got = f"{actual.placements} of {_describe(actual)}" if isinstance(actual, DTensor) else _describe(actual)
-        raise AssertionError(f"{name}: expected (Shard(0),) of {_describe(expected)}, got {got}")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    assert_same(actual.to_local(), own_rows(expected, rank, world_size), rtol, atol, f"{name} on rank {rank}")
+    placements = actual.placements if isinstance(actual, DTensor) else ()
+    if placements != (Replicate(),) * (len(placements) - 1) + (Shard(0),) or actual.shape != expected.shape:
+        raise AssertionError(
+            f"{name}: expected (Shard(0),) of {_describe(expected)}, got {placements} of {_describe(actual)}"
+        )
+    rank, size = actual.device_mesh.get_coordinate()[-1], actual.device_mesh.size(-1)
+    assert_same(actual.to_local(), own_rows(expected, rank, size), rtol, atol, f"{name} on rank {dist.get_rank()}")
 
 
 class Differences:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule
 from scenarios import WIDTH, WRAPS, Block, Run, Wrap, blocks, check, leaves, loss_of, sgd
@@ -71,6 +72,34 @@ def test_a_module_that_runs_twice_and_one_that_is_frozen() -> None:
             run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
     check(scenario, wrap=(blocks, leaves))
+
+
+def test_a_group_that_runs_twice_in_what_is_checkpointed() -> None:
+    """It is freed behind the second forward's backward, and needed again by the first one's."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, use_reentrant: bool) -> None:
+            super().__init__()
+            self.first, self.second, self.twice = Block(), Block(), Block()
+            self.use_reentrant = use_reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.run, x, use_reentrant=self.use_reentrant)
+
+        def run(self, x: Tensor) -> Tensor:
+            return self.twice(self.second(self.first(self.twice(x))))
+
+    def scenario(run: Run, use_reentrant: bool) -> None:
+        model = run.build(Checkpointed, use_reentrant)
+        run.shard([model.first, model.second])
+        run.shard(model.twice)
+        run.shard(model)
+        watch(run, model, False)
+        optimizer = sgd(model)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step).requires_grad_())))
+
+    check(scenario, use_reentrant=(True, False))
 
 
 def test_other_gradients_are_refused_until_hooks_are_on_again() -> None:

@@ -1,0 +1,192 @@
+"""A hostile scheduler: every collective completes as late as it may, and memory that nobody may read holds NaN.
+
+What a collective is to fill is poisoned when it is issued, and filled in `wait`; what it reads and fills must be alive
+and untouched until then. Freed storages are poisoned before, new memory after it is allocated. All with random pauses.
+A process group would be allowed to do each of these; the ranks still issue their collectives in the same order.
+
+All that runs on forked ranks can run so, but for two files: tests of the collectives themselves, some of which drop
+their memory at once, and counts of compiled graphs, among which these functions would be.
+
+    FSDP2_HOSTILE=1 python -m pytest tests/ranks --ignore tests/ranks/test_comm.py --ignore tests/ranks/test_compile.py
+
+Events, for who wants to interfere: "issue all_gather", "wait all_gather", ..., "allocate", "free".
+"""
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp2.comm import PairwiseComm
+from fsdp2.work import Work
+
+POISON = 0xFF
+"""As every byte it is NaN in each floating-point dtype."""
+LONGEST_S = 0.002
+PAUSED = 0.05
+"""Which part of the events comes after a pause."""
+
+
+class _Memory:
+    """The bytes of a tensor that must stay what they are. Does not keep them alive: that is their owner's duty."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        storage, self._name = tensor.untyped_storage(), name
+        self._storage, self._offset = StorageWeakRef(storage), tensor.storage_offset() * tensor.element_size()
+        self._nbytes = tensor.numel() * tensor.element_size()
+        self.expected = _bytes(storage, self._offset, self._nbytes).clone()
+
+    def find(self) -> Tensor:
+        """The bytes themselves.
+
+        Raises:
+            AssertionError: they are gone, or not what they were.
+        """
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        assert storage is not None, f"{self._name} was dropped while the collective was under way"
+        assert not self.is_freed(), f"{self._name} was freed while the collective was under way"
+        found = _bytes(storage, self._offset, self._nbytes)
+        assert torch.equal(found, self.expected), f"{self._name} was written to while the collective was under way"
+        return found
+
+    def is_freed(self) -> bool:
+        """Whether it is gone though its storage is there."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return storage is not None and storage.nbytes() < self._offset + self._nbytes
+
+
+def _bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Tensor:
+    """A tensor of its own, so that writing to it is no change of the caller's that autograd would count."""
+    assert storage.nbytes() >= offset + nbytes, "there is no memory"  # `set_` would allocate it
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (nbytes,), (1,))
+
+
+class HostileWork:
+    """Delivers in `wait` what another work has brought into private memory."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Work,
+        memory: Sequence[_Memory],
+        private: Sequence[Tensor],
+        copies: Sequence[Tensor],
+        enemy: "Enemy",
+    ) -> None:
+        self._name, self._work, self._memory, self._private, self._enemy = name, work, memory, private, enemy
+        self._copies_kept_alive = copies
+
+    def wait(self) -> None:
+        memory, self._memory = self._memory, ()
+        if not memory:
+            return
+        self._enemy.event(f"wait {self._name}")
+        self._work.wait()
+        try:
+            found = [each.find() for each in memory]
+        except AssertionError as error:
+            self._enemy.complaints.append(f"{self._name}: {error}")  # lest it is lost, in a destructor say
+            raise
+        for target, source in zip(found, self._private):  # noqa: B905  the inputs come last
+            target.copy_(source.view(torch.uint8))
+
+    def __del__(self) -> None:
+        """Given up without a wait: memory may go with it, but not before it."""
+        if any(each.is_freed() for each in self._memory):
+            self._enemy.complaints.append(f"{self._name}: memory was freed, and nobody has waited")
+
+
+class Enemy:
+    """What happens at each event, and what was found to be wrong."""
+
+    def __init__(self, seed: int, on_event: Callable[[str], None] | None) -> None:
+        self._chance, self._on_event = random.Random(seed), on_event
+        self.complaints: list[str] = []
+
+    def event(self, name: str) -> None:
+        if self._chance.random() < PAUSED:
+            time.sleep(self._chance.random() * LONGEST_S)
+        if self._on_event is not None:
+            self._on_event(name)
+
+    def issue(self, name: str, start: Callable[..., Work], outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        """Run `start(private outputs, private inputs)`; poison the outputs, but for an input that is part of one."""
+        self.event(f"issue {name}")
+        private = [torch.empty_like(output) for output in outputs]
+        copies = [each.clone() for each in inputs]
+        for output in outputs:
+            _bytes(*_place(output)).fill_(POISON)
+        for own, copy in zip(inputs, copies, strict=True):
+            _bytes(*_place(own)).copy_(copy.view(torch.uint8))
+        memory = [_Memory(output, f"output {i}") for i, output in enumerate(outputs)]
+        memory += [_Memory(own, f"input {i}") for i, own in enumerate(inputs)]
+        return HostileWork(name, start(private, copies), memory, private, copies, self)
+
+
+def _place(tensor: Tensor) -> tuple[torch.UntypedStorage, int, int]:
+    itemsize = tensor.element_size()
+    return tensor.untyped_storage(), tensor.storage_offset() * itemsize, tensor.numel() * itemsize
+
+
+def _changes(enemy: Enemy) -> dict[str, Callable[..., Any]]:
+    """The collectives, each replaced by a hostile one that uses it."""
+    gather, scatter, sum_all = PairwiseComm.all_gather, PairwiseComm.reduce_scatter, PairwiseComm.all_reduce
+
+    def all_gather(comm: PairwiseComm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        return enemy.issue("all_gather", lambda *private: gather(comm, *private), outputs, inputs)
+
+    def reduce_scatter(comm: PairwiseComm, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        return enemy.issue("reduce_scatter", lambda *private: scatter(comm, *private, divisor), outputs, inputs)
+
+    def all_reduce(comm: PairwiseComm, tensor: Tensor, divisor: float) -> Work:
+        def start(outputs: Sequence[Tensor], _: Sequence[Tensor]) -> Work:
+            outputs[0].copy_(own)
+            return sum_all(comm, outputs[0], divisor)
+
+        own = tensor.clone()
+        return enemy.issue("all_reduce", start, [tensor], [])
+
+    return {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+
+
+def _poisoning_resize(enemy: Enemy) -> Callable[[torch.UntypedStorage, int], Any]:
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        before = storage.nbytes()
+        enemy.event("allocate" if nbytes > before else "free")
+        if nbytes < before:
+            _bytes(storage, nbytes, before - nbytes).fill_(POISON)
+        result = resize(storage, nbytes)
+        if nbytes > before:
+            _bytes(storage, before, nbytes - before).fill_(POISON)
+        return result
+
+    return resize_
+
+
+@contextlib.contextmanager
+def hostile(seed: int, on_event: Callable[[str], None] | None = None) -> Iterator[Enemy]:
+    """Be hostile to all that this process does, until the block ends.
+
+    Raises:
+        AssertionError: at the end, if memory of a collective was not left alone while it was under way.
+    """
+    enemy = Enemy(seed, on_event)
+    mode = torch.get_deterministic_debug_mode()
+    with contextlib.ExitStack() as stack:
+        for name, change in _changes(enemy).items():
+            stack.enter_context(mock.patch.object(PairwiseComm, name, change))
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _poisoning_resize(enemy)))
+        stack.callback(torch.set_deterministic_debug_mode, mode)
+        # New tensors hold NaN, see torch.utils.deterministic. (use_deterministic_algorithms imports inductor.)
+        torch.set_deterministic_debug_mode("error")
+        yield enemy
+    assert not enemy.complaints, "\n".join(enemy.complaints)
