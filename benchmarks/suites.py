@@ -114,7 +114,7 @@ SUITES = {
         "Every allocation of the CPU allocator on torch's fake process group, exact, in unsharded blocks of the "
         "compute dtype. Limit: one group in use, one prefetched, in backward also a quarter of a group's gradients on "
         "their way and the sharded gradients of all groups that are done (a reference for four sub-buckets rather than "
-        "a bound).",
+        "a bound). FSDP1 rests with more than its shards; what it takes above that says less.",
         peers=("fsdp1", "ddp", "simple"),
     ),
     "overlap": Suite(
@@ -147,8 +147,8 @@ SUITES = {
     "init": Suite(
         measure_init,
         "CPU time of the process for `fully_shard` on 48 blocks of 16 parameters and on the root, and for the first "
-        "forward, on a process group that writes nothing; the model is built before. Growth from the smallest world to "
-        "the largest has the limit 1.",
+        "forward, on a process group that writes nothing, without garbage collection; the model is built before. "
+        "Growth from the smallest world to the largest has the limit 1.",
         worlds=(8, 512, 4096),
         quick_worlds=(8, 64),
         together=True,

@@ -263,7 +263,12 @@ class Context:
 
     def finalize(self) -> None:
         """Finish the reductions in flight, and let `.grad` show what there is."""
-        self._reductions.finish_all()
+        try:
+            self._reductions.finish_all()
+        except BaseException:  # the others must not be delivered later as if they were all
+            self._reductions.abandon(None)
+            self.recover()
+            raise
         for state in self.states:
             state.group.gradients.mark_waiting()
 

@@ -785,6 +785,32 @@ def test_manual_finalisation_and_a_backward_that_fails() -> None:
     check(scenario, wrap=(whole, blocks))
 
 
+def test_a_finalisation_that_fails() -> None:
+    """The next one delivers nothing of what this one has left: an optimizer would step on a part of the gradients."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Model)
+        blocks(run, model)
+        in_flight(run, model)
+        optimizer = sgd(model)
+        loss_of(model(run.batch(seed=1))).backward()
+        if run.sharded:
+            model.twice.set_all_reduce_hook(Fails().fail)
+            with pytest.raises(ValueError, match="on purpose"):
+                model.finalize_backward()
+            model.twice.set_all_reduce_hook(None)
+            delivered = {name for name, param in model.named_parameters() if param.grad is not None}
+            model.finalize_backward()
+            assert {name for name, param in model.named_parameters() if param.grad is not None} == delivered
+            assert 0 < len(delivered) < 5, "of the head"
+        optimizer.zero_grad()
+        loss_of(model(run.batch(seed=2))).backward()
+        finalize(run, model)
+        run.step("after", model, optimizer)
+
+    check(scenario)
+
+
 def test_manual_finalisation_is_the_roots() -> None:
     """Refused on a child and during backward; a handle from before reset_iter_state is refused, too."""
 
