@@ -147,7 +147,7 @@ SUITES = {
     "init": Suite(
         measure_init,
         "CPU time of the process for `fully_shard` on 48 blocks of 16 parameters and on the root, and for the first "
-        "forward, on a process group that writes nothing, without garbage collection; the model is built before. "
+        "forward, on a process group that writes nothing; the model is built before. "
         "Growth from the smallest world to the largest has the limit 1.",
         worlds=(8, 512, 4096),
         quick_worlds=(8, 64),

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ LINE_NBYTES = 128
 MIN_LOGGED_NBYTES = 16 * 1024 * 1024
 MIN_LOGGED_SHARE = 0.25
 _WIDEST = torch.float64.itemsize
+# Kinds of groups that were judged.
+_looked_at: set[tuple[object, ...]] = set()
 
 
 # ---- the cheapest dim
@@ -239,16 +241,24 @@ def _parameter_padding(name: str, spec: ParamSpec) -> ParameterPadding:
 
 
 def log_waste(states: Iterable[FSDPState]) -> None:
-    """Have the first rank of each mesh say, once, which gathers bring much padding, and what to do.
+    """Have the first rank of each mesh say, of equal groups once, which gathers bring much padding, and what to do.
 
     Logged, not warned: turned into an error, a warning would end one rank, or be heard from every rank.
     """
     for state in states:
         is_first = not any(state.group.mesh.mesh.get_coordinate() or ())
-        if is_first and _padding_numel(state) * _WIDEST >= MIN_LOGGED_NBYTES:
+        if is_first and _padding_numel(state) * _WIDEST >= MIN_LOGGED_NBYTES and not _was_looked_at(state):
             report = _group_padding(state)
             if report.gather.waste >= max(MIN_LOGGED_NBYTES, MIN_LOGGED_SHARE * report.gather.nbytes):
-                _log(f"fully_shard({type(state.modules[0]).__name__}): {_advise(report)}")
+                logging.getLogger("fsdp2").warning(f"fully_shard({type(state.modules[0]).__name__}): {_advise(report)}")
+
+
+def _was_looked_at(state: FSDPState) -> bool:
+    shapes = tuple((param.gathered_shape, param.dim, param.local.dtype) for param in state.group.params)
+    kind = (type(state.modules[0]).__name__, state.group.mesh.size, state.policy.param_dtype, shapes)
+    before = kind in _looked_at
+    _looked_at.add(kind)
+    return before
 
 
 def _padding_numel(state: FSDPState) -> int:
@@ -270,9 +280,3 @@ def _advise(report: GroupPadding) -> str:
         f"padding makes each gather over {report.num_ranks} ranks {report.gather}, most of it by "
         f"{'; '.join(map(str, worst))}. {advice}. fsdp2.padding_report tells more."
     )
-
-
-@cache
-def _log(text: str) -> None:
-    """Equal blocks give equal texts."""
-    logging.getLogger("fsdp2").warning(text)
