@@ -240,7 +240,7 @@ class Context:
         self._drop_prefetched()
         self.settle_transfers()
         if self.finalizes_by_itself:
-            self.finalize()
+            self._deliver()
         if self.is_last_backward and not self.graph_reads_weights:
             self._ran.clear()
         self.in_backward = False
@@ -262,13 +262,16 @@ class Context:
             self._ran.clear()
 
     def finalize(self) -> None:
-        """Finish the reductions in flight, and let `.grad` show what there is."""
+        """Between backward passes: finish the reductions in flight, and let `.grad` show what there is."""
         try:
-            self._reductions.finish_all()
+            self._deliver()
         except BaseException:  # the others must not be delivered later as if they were all
             self._reductions.abandon(None)
             self.recover()
             raise
+
+    def _deliver(self) -> None:
+        self._reductions.finish_all()
         for state in self.states:
             state.group.gradients.mark_waiting()
 
