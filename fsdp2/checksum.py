@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import torch_compat
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # wider elements count as several of 8 bytes
 _PIECE_NUMEL = 1 << 20  # 8 bytes of each element are computed with, so not of all at once
 _FACTOR = 0x1E3779B97F4A7C15  # odd: nothing is lost
 
@@ -20,12 +20,17 @@ def values_of(tensor: Tensor) -> list[Tensor]:
     return [part for part in parts if part.layout == torch.strided and not part.is_meta]
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """The memory of a plain tensor as flat integers: NaN equals itself."""
+    return tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """Of the bits that this rank holds: an int64 without dims. Another value in one place, or two exchanged, show."""
     parts = values_of(tensor)
     total = torch.zeros((), dtype=torch.int64, device=parts[0].device if parts else None)
     for part in parts:
-        for piece in part.reshape(-1).view(_INTEGERS.get(part.element_size(), torch.int64)).split(_PIECE_NUMEL):
+        for piece in bits_of(part).split(_PIECE_NUMEL):
             mixed = piece.to(torch.int64) * _FACTOR
             mixed ^= mixed >> 29
             total = total * _FACTOR + (mixed * (2 * torch.arange(len(piece), device=piece.device) + 1)).sum()

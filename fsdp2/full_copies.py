@@ -11,13 +11,11 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
+from .checksum import bits_of, checksum
 from .comm import all_gather_now
 from .param import FSDPParam
 from .param_group import FSDPParamGroup
 
-# Memory is compared as integers: NaN equals itself.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DIGEST_COLUMNS = 1024
 _DIGEST_NBYTES = 16
 
 
@@ -102,7 +100,7 @@ class _Copy:
     def digest(self, is_current: bool) -> bytes:
         """Of the value to write back, or of what forbids that. `is_current`: the sharded parameters are as before."""
         self.problem = self._find_problem() if is_current else "the sharded parameters were changed inside the block"
-        content = self.problem or _sums_of(self._value())
+        content = self.problem or int(checksum(self._value()))
         return hashlib.sha256(repr(content).encode()).digest()[:_DIGEST_NBYTES]
 
     def _find_problem(self) -> str | None:
@@ -128,7 +126,7 @@ class _Copy:
             return False
         local = self.param.local
         rows = self.param.own_rows(self._value()).to(local.device)
-        return not torch.equal(_words_of(rows), _words_of(local))
+        return not torch.equal(bits_of(rows), bits_of(local))
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -148,19 +146,6 @@ def _trace_of(face: Tensor) -> tuple[int, int, int]:
     """What is another one after an in-place operation, or when `.data` was set."""
     local = _local_of(face)
     return face._version, local._version, local.data_ptr()
-
-
-def _words_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().flatten().view(_WORDS[tensor.element_size()])
-
-
-def _sums_of(tensor: Tensor) -> list[list[int]]:
-    """Checksums of all bytes: exchanged or moved elements show, too."""
-    words = _words_of(tensor)
-    num_rows = words.numel() // _DIGEST_COLUMNS
-    rows = words[: num_rows * _DIGEST_COLUMNS].view(num_rows, _DIGEST_COLUMNS)
-    rest = words[num_rows * _DIGEST_COLUMNS :]
-    return [rows.sum(0, dtype=torch.int64).tolist(), rows.sum(1, dtype=torch.int64).tolist(), rest.tolist()]
 
 
 def _from_all_ranks(own: bytes, group: FSDPParamGroup) -> list[bytes]:
