@@ -47,7 +47,8 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
         TypeError: not an nn.Module, or an optimizer without param_groups.
         ValueError: nothing in `model` is sharded.
     """
-    states, mesh = sharded_states(model), data_mesh_of(model)
+    states = sharded_states(model)
+    mesh = data_mesh_of(states)
     tensors = list(tensors_of(model, states))
     layout = _layout(model, states, tensors)
     digest = hashlib.blake2b(repr(sorted(layout.items())).encode()).hexdigest()
@@ -79,9 +80,9 @@ def sharded_states(model: Any) -> list[FSDPState]:
     return states
 
 
-def data_mesh_of(model: nn.Module) -> DataMesh:
-    """The mesh of most ranks in `model`: those that train on one batch."""
-    return max((state.group.mesh for state in sharded_states(model)), key=lambda mesh: mesh.num_ranks)
+def data_mesh_of(states: Iterable[FSDPState]) -> DataMesh:
+    """The mesh of most ranks: those that train on one batch."""
+    return max((state.group.mesh for state in states), key=lambda mesh: mesh.num_ranks)
 
 
 # ---- what a rank holds

@@ -56,7 +56,8 @@ def compare(
             isn't the same on every rank. On all ranks, if on one.
         RuntimeError: gradients wait to be synchronised.
     """
-    mesh, states = data_mesh_of(model), sharded_states(model)
+    states = sharded_states(model)
+    mesh = data_mesh_of(states)
     share: Callable[[Any], list[Any]] = partial(comm.gather_objects, groups=mesh.axis_groups, device=mesh.device)
     batch = batch if isinstance(batch, tuple) else (batch,)
     tensors = list(tensors_of(model, states))
