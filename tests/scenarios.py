@@ -296,6 +296,19 @@ def leaves(run: Run, model: nn.Module) -> None:
 WRAPS = (whole, blocks, kept, leaves)
 
 
+def train_and_evaluate(run: Run, model: nn.Module, steps: int) -> None:
+    """Steps of SGD, an evaluation before each; the second accumulates over two batches, of which one is not reduced."""
+    optimizer = sgd(model)
+    for step in range(steps):
+        if step == 1:
+            run.set_sync(model, False)
+            loss_of(model(run.batch(seed=10))).backward()
+            run.set_sync(model, True)
+        with torch.no_grad():
+            run.rows(f"evaluated {step}", model(run.batch(seed=step + 20)))
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+
 # ---- a sharded model beside a plain one, on every rank ------------------------------------------------------------
 
 

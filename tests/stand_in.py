@@ -158,3 +158,29 @@ def apart() -> Iterator[StandIn]:
     ):
         yield stand_in
         stand_in.check_end()
+
+
+class Stream:
+    """A torch.Stream that writes down how it is used; and the events that it records."""
+
+    def __init__(self, name: str, lines: list[str]) -> None:
+        self.name, self.lines = name, lines
+
+    def wait_stream(self, other: Any) -> None:
+        self.lines.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self.lines.append(f"enter {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.lines.append(f"leave {self.name}")
+
+    def record_event(self) -> Any:
+        self.lines.append(f"event on {self.name}")
+        return self
+
+    def wait(self) -> None:
+        self.lines.append(f"current waits for the event on {self.name}")
+
+    def synchronize(self) -> None:
+        self.lines.append(f"host waits for {self.name}")

@@ -25,7 +25,7 @@ from fsdp2.hooks import states_below
 from fsdp2.param import FSDPParam
 from fsdp2.param_group import SHARDED, FSDPParamGroup
 from helpers import assert_same, full, run_checks, shard_batch
-from scenarios import WIDTH, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
+from scenarios import WIDTH, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, train_and_evaluate, whole
 
 # ---- differentiable use, beside plain training -----------------------------------------------------------------------
 
@@ -103,15 +103,7 @@ def test_in_forward(world_size: int, uses: list[Any], wraps: list[Wrap]) -> None
     def scenario(run: Run, use: Callable[..., Tensor], wrap: Wrap) -> None:
         model = run.build(Probe, run, use)
         wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            if step == 1:
-                run.set_sync(model, False)
-                loss_of(model(run.batch(seed=10))).backward()
-                run.set_sync(model, True)
-            with torch.no_grad():
-                run.rows(f"evaluated {step}", model(run.batch(seed=step + 20)))
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+        train_and_evaluate(run, model, steps=2)
 
     check(scenario, world_size, use=uses, wrap=wraps)
 

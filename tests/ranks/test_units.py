@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard, reduce, units
 from helpers import full, run_ranks
-from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd
+from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd, train_and_evaluate
 
 VOCAB = 11
 
@@ -128,15 +128,7 @@ def test_any_use(world_size: int) -> None:
             return
         model = run.build(Language, use)
         recipe(run, model, reshard_after_forward=reshard)
-        optimizer = sgd(model)
-        for step in range(3):
-            if step == 1:
-                run.set_sync(model, False)
-                loss_of(model(run.batch(seed=10))).backward()
-                run.set_sync(model, True)
-            with torch.no_grad():
-                run.rows(f"evaluated {step}", model(run.batch(seed=step + 20)))
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+        train_and_evaluate(run, model, steps=3)
 
     check(scenario, world_size, use=USES, reshard=(None, True, False) if world_size == 2 else (None,))
 

@@ -29,7 +29,7 @@ from fsdp2 import (
 )
 from fsdp2.hooks import states_below
 from helpers import fake_world
-from stand_in import apart
+from stand_in import Stream, apart
 
 RANKS = 4
 
@@ -704,22 +704,6 @@ def test_values_that_are_refused() -> None:
     assert look(model) == look(build())
     exchanging.set_custom_reduce_scatter(None)
     assert "reduce b1    128" in trace(exchanging)
-
-
-class Stream:
-    """A torch.Stream that writes down how it is used."""
-
-    def __init__(self, name: str, lines: list[str]) -> None:
-        self.name, self.lines = name, lines
-
-    def wait_stream(self, other: Any) -> None:
-        self.lines.append(f"{self.name} waits for {other.name}")
-
-    def __enter__(self) -> None:
-        self.lines.append(f"enter {self.name}")
-
-    def __exit__(self, *_: object) -> None:
-        self.lines.append(f"leave {self.name}")
 
 
 def test_the_hooks_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,38 +1,12 @@
 """What the copies ask of streams and events, read off stand-ins for these: a GPU tells whether that is enough."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from fsdp2.transfers import Transfers
-
-
-class Stream:
-    """A torch.Stream that writes down how it is used; and the events that it records."""
-
-    def __init__(self, name: str, lines: list[str]) -> None:
-        self.name, self.lines = name, lines
-
-    def wait_stream(self, other: Any) -> None:
-        self.lines.append(f"{self.name} waits for {other.name}")
-
-    def __enter__(self) -> None:
-        self.lines.append(f"enter {self.name}")
-
-    def __exit__(self, *_: object) -> None:
-        self.lines.append(f"leave {self.name}")
-
-    def record_event(self) -> Any:
-        self.lines.append(f"event on {self.name}")
-        return self
-
-    def wait(self) -> None:
-        self.lines.append(f"current waits for the event on {self.name}")
-
-    def synchronize(self) -> None:
-        self.lines.append(f"host waits for {self.name}")
+from stand_in import Stream
 
 
 @pytest.fixture
