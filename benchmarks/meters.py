@@ -205,7 +205,8 @@ class AllocationMeter:
     """Every allocation and release of the CPU allocator between `with` and its end, storage resizes included.
 
     Marks name regions in time. Memory that was allocated before the meter started is unknown to it, unless an earlier
-    meter saw it: then its release counts, so garbage is collected first.
+    meter saw it: then its release counts, so garbage is collected first. oneDNN is off meanwhile: on CPUs without bf16
+    arithmetic its products take scratch memory.
     """
 
     _profile: profile = field(default_factory=lambda: profile(activities=[ProfilerActivity.CPU], profile_memory=True))
@@ -214,11 +215,13 @@ class AllocationMeter:
 
     def __enter__(self) -> "AllocationMeter":
         gc.collect()
+        self._had_onednn, *_ = torch.backends.mkldnn.set_flags(_enabled=False)
         self._profile.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
+        torch.backends.mkldnn.set_flags(_enabled=self._had_onednn)
         self._read_events()
 
     def region(self, name: str) -> record_function:
