@@ -45,9 +45,11 @@ def check_modules(module: Any) -> list[nn.Module]:
 
 
 def check_arguments(
-    reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any, ignored_params: Any
+    reshard_after_forward: Any, shard_placement_fn: Any, offload_policy: Any, ignored_params: Any, conditional: Any
 ) -> None:
     """Types only; values are checked where their meaning is known."""
+    if not isinstance(conditional, bool):
+        raise TypeError(f"conditional: expected a bool, got {conditional!r}")
     if not isinstance(reshard_after_forward, (int, type(None))):
         raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {reshard_after_forward!r}")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -81,6 +83,32 @@ def check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
         raise ValueError(
             f"reshard_after_forward={choice}: expected a divisor of {mesh.size}, the number of ranks that share the "
             "parameters: each of so many ranks keeps a part after forward."
+        )
+
+
+def check_conditional(roots: list[nn.Module], conditional: bool, choice: bool | int | None, mesh: DataMesh) -> None:
+    """Of `roots`, and of what is sharded inside them."""
+    names = {module: name for root in roots for name, module in root.named_modules()}
+    inside = {names[state.modules[0]]: state for root in roots for state in hooks.states_below(root)}
+    keeping = [name for name, state in inside.items() if state.keeps_part]
+    if conditional and not isinstance(choice, (bool, type(None))):
+        keeping.append("this module")
+    if conditional and keeping:
+        raise NotImplementedError(
+            f"conditional=True with an int for reshard_after_forward, of {', '.join(keeping)}, is not supported: ranks "
+            "that leave it out have no part to keep. Pass a bool, or None."
+        )
+    for name, state in inside.items():
+        if conditional or state.gate is not None:
+            check_one_mesh(name, state.group.mesh, mesh)
+
+
+def check_one_mesh(name: str, mesh: DataMesh, outer: DataMesh) -> None:
+    """Ranks meet over the mesh of the outermost module."""
+    if mesh.mesh != outer.mesh:
+        raise NotImplementedError(
+            f"{name} is conditional, or inside a conditional module: expected it on the mesh of the module around it, "
+            f"{outer.mesh}, got {mesh.mesh}"
         )
 
 

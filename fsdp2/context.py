@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from statistics import median_low
 from typing import Any
 
 import torch
 
 from . import torch_compat
+from .agreement import Agreement, Turn
 from .order import Cursor, within_budget
 from .param_group import SHARDED, UNSHARDED
 from .reduction_queue import ReductionQueue
@@ -56,9 +58,10 @@ class Context:
         self._typical_nbytes = 0
         self._order: list[FSDPState] = []
         self._order_now: list[FSDPState] = []
-        self._forward = Cursor[FSDPState](())
+        # One for the groups that all ranks run, under None, and one for those in each conditional module.
+        self._forward: dict[FSDPState | None, Cursor[FSDPState]] = {}
         self._ran: deque[FSDPState] = deque(maxlen=_MAX_HISTORY)
-        self._backward = Cursor[FSDPState](())
+        self._backward: dict[FSDPState | None, Cursor[FSDPState]] = {}
         self._prefetched: set[FSDPState] = set()
         # Lists of modules of which not all have run yet in this pass, and whether backward may come back to them.
         self.unfinished: dict[FSDPState, bool] = {}
@@ -79,6 +82,24 @@ class Context:
             state.context = self
             state.group.gradients.queue = self._reductions
             state.group.rename(names)
+        self.agreement = self._find_agreement()
+
+    def _find_agreement(self) -> Agreement | None:
+        """How ranks stay in one order, if some of them may leave modules out."""
+        mesh = self.root.group.mesh
+        if not mesh.axis_groups:
+            return None
+        for gate in (state for state in self.states if state.conditional):  # outer ones come first
+            inside = {module for outer in gate.modules for module in outer.modules()}
+            for state in self.states:
+                if inside.issuperset(state.modules):
+                    state.gate = gate
+        if all(state.gate is None for state in self.states):
+            return None
+        agreement = Agreement(self.states, mesh.axis_groups, mesh.device)
+        for i, state in enumerate(self.states):
+            state.group.turn = state.group.gradients.turn = Turn(agreement, i, state.gate is not None)
+        return agreement
 
     def settings(self) -> dict[str, Any]:
         """What a user has set for all states: flags, and prefetch lists as places in the list of states."""
@@ -161,6 +182,12 @@ class Context:
         for transfers in self._transfers:
             transfers.settle()
 
+    def meet_at_end(self, state: FSDPState) -> None:
+        """The forward of `state` is about to end: if it is the outermost, serve what others still run in theirs."""
+        assert self.agreement is not None
+        if len(self.running) == 1 and state.gate is None:
+            self.agreement.meet_at_forward_end()
+
     def ran(self, state: FSDPState) -> None:
         """A forward of `state` has ended that backward will come back to."""
         self._ran.append(state)
@@ -168,16 +195,22 @@ class Context:
     def prefetch_forward(self, state: FSDPState) -> None:
         """`state` is about to compute: begin to gather what followed it in the pass before, or what the user chose."""
         self._order_now.append(state)
-        state.last_in_pass = self._forward.visit(state) and self._forward.is_at_end
+        cursor = self._forward[state.gate]
+        state.last_in_pass = cursor.visit(state) and cursor.is_at_end and state.gate is None
         if state.forward_prefetch is None:
-            self._prefetch(self._within_budget(self._forward.ahead()))
+            self._prefetch(self._within_budget(cursor.ahead() if self.agreement is None else _until_optional(cursor)))
         else:
             self._prefetch(state.forward_prefetch)
 
     def _begin_pass(self) -> None:
+        if self.root.conditional and self.agreement is not None:
+            raise RuntimeError(
+                f"{self.root}: conditional=True needs a module around it that all ranks run, at which they meet. Apply "
+                "fully_shard to that, too."
+            )
         self.pass_has_grad = torch.is_grad_enabled()
         self._typical_nbytes = median_low(state.group.nbytes for state in self.states)
-        self._forward = Cursor(self._order)
+        self._forward = self._cursors(self._order)
         self._order_now = []
         self._drop_prefetched()
         self._reductions.max_running = max(state.max_reductions for state in self.states)
@@ -213,7 +246,7 @@ class Context:
         self._builds_graph = False
         self._task = torch_compat.graph_task()
         torch_compat.on_backward_end(_BackwardEnd(self).run)
-        self._backward = Cursor(list(reversed(self._ran)))
+        self._backward = self._cursors(list(reversed(self._ran)))
         self._reductions.finish_partial()
         self._backward_pass = object()
         for state in self.states:
@@ -221,9 +254,11 @@ class Context:
 
     def prefetch_backward(self, state: FSDPState) -> None:
         """`state` is about to compute gradients: begin to gather what ran before it in forward, or what was chosen."""
-        self._backward.visit(state)
+        cursor = self._backward[state.gate]
+        cursor.visit(state)
         if state.backward_prefetch is None:
-            expected = (other for other in self._backward.ahead() if other.unshard_in_backward)
+            ahead = cursor.ahead() if self.agreement is None else _until_optional(cursor)
+            expected = (other for other in ahead if other.unshard_in_backward)
             self._prefetch(self._within_budget(expected))
         else:
             self._prefetch(state.backward_prefetch)
@@ -232,6 +267,7 @@ class Context:
         """All gradients are computed: reduce what is left, free what is left, deliver everything."""
         for state in reversed(self.states):
             state.group.gradients.end_backward()
+        self._resume_reductions(reversed(self.states))
         self.graph_reads_weights &= self._builds_graph
         for state in self.states:
             if state.backward_ready:
@@ -245,6 +281,12 @@ class Context:
             self._ran.clear()
         self.in_backward = False
 
+    def _resume_reductions(self, states: Iterable[FSDPState]) -> None:
+        if self.agreement is not None:
+            self.agreement.meet_at_backward_end()
+        for state in states:
+            state.group.gradients.resume()
+
     def synchronise_waiting(self, states: Iterable[FSDPState] | None = None) -> None:
         """Between backward passes: begin to reduce what waits to be synchronised, of all states or of some, and free
         what a backward pass would have freed at its end. `finalize` delivers.
@@ -255,9 +297,11 @@ class Context:
         if self.in_backward:
             raise RuntimeError("gradients that wait are reduced by the backward pass that runs: ask for it afterwards")
         self._reductions.finish_partial()
-        for state in reversed(self.states) if states is None else states:
+        chosen = list(reversed(self.states) if states is None else states)
+        for state in chosen:
             state.group.gradients.reduce_waiting()
             state.release_after_backward()
+        self._resume_reductions(chosen)
         if self.is_last_backward:
             self._ran.clear()
 
@@ -319,6 +363,13 @@ class Context:
             for storage in state.group.storage_ids:
                 self._saved_tensors.owners[storage] = state
 
+    def _cursors(self, recorded: Sequence[FSDPState]) -> dict[FSDPState | None, Cursor[FSDPState]]:
+        """What is in a conditional module must not be expected beside what all ranks run: their orders would differ."""
+        if self.agreement is None:
+            return {None: Cursor(recorded)}
+        gates = {state.gate for state in self.states}
+        return {gate: Cursor([state for state in recorded if state.gate is gate]) for gate in gates}
+
     def _within_budget(self, expected: Iterable[FSDPState]) -> Iterator[FSDPState]:
         if self.prefetch_budget is None:
             return within_budget(expected, _bytes_to_gather, self._typical_nbytes)
@@ -334,6 +385,11 @@ class Context:
         for state in self._prefetched:
             state.release()
         self._prefetched.clear()
+
+
+def _until_optional(cursor: Cursor[FSDPState]) -> Iterator[FSDPState]:
+    """What follows, up to where a conditional module begins, which may be left out this time."""
+    return takewhile(lambda state: not state.conditional, cursor.ahead())
 
 
 def _bytes_to_gather(state: FSDPState) -> int:

@@ -41,6 +41,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
 ) -> Modules:
     """Shard the parameters of `module` over the ranks of `mesh`, in place, and return `module`.
 
@@ -72,6 +73,12 @@ def fully_shard(
         ignored_params: parameters to leave as they are: not sharded, moved or reduced.
         dp_mesh_dims: `mesh` is a larger mesh, of which these axes shard and replicate; every parameter must be a
             DTensor on it, with Replicate() on these axes.
+        conditional: whether ranks may leave `module` out, each for itself, in any forward: the image tower of a batch
+            of text, an expert, a dropped layer. It trains as if ranks without it had run it to a gradient of zero;
+            parameters that no rank has used keep `.grad` None, and nothing is gathered or reduced for them. What other
+            sharded modules hold inside it is conditional with it. Some module around it must be sharded, and run on
+            all ranks. Under that one ranks then meet, before each gather and each group's reduction, in an all-reduce
+            of three numbers, which the host waits for: on the CPU, if their process group has a backend for it.
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
@@ -92,6 +99,7 @@ def fully_shard(
         mp_policy,
         offload_policy,
         ignored_params,
+        conditional,
     )
 
 
@@ -102,6 +110,7 @@ def replicate(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
+    conditional: bool = False,
 ) -> Modules:
     """Keep a whole copy of the parameters of `module` on each rank of `mesh`, and average their gradients: DDP.
 
@@ -112,7 +121,9 @@ def replicate(
     Args:
         mesh: a DeviceMesh of one axis.
     """
-    return _apply(module, mesh, None, replicated_data_mesh, None, None, mp_policy, offload_policy, ignored_params)
+    return _apply(
+        module, mesh, None, replicated_data_mesh, None, None, mp_policy, offload_policy, ignored_params, conditional
+    )
 
 
 def _apply(
@@ -125,10 +136,11 @@ def _apply(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     ignored_params: set[nn.Parameter] | None,
+    conditional: bool,
 ) -> Modules:
     roots = checks.check_modules(module)
     checks.check_mesh(mesh, dp_mesh_dims)
-    checks.check_arguments(reshard_after_forward, shard_placement_fn, offload_policy, ignored_params)
+    checks.check_arguments(reshard_after_forward, shard_placement_fn, offload_policy, ignored_params, conditional)
     policy = checks.check_policy(mp_policy)
     managed = dict(_managed_modules(roots))
     slots = _collect_slots(managed, ignored_params or frozenset())
@@ -139,10 +151,13 @@ def _apply(
         checks.check_names(root)
     shared = choose_axes(mesh if mesh is not None else default_mesh())
     checks.check_reshard(reshard_after_forward, shared)
+    checks.check_conditional(roots, conditional, reshard_after_forward, shared)
     plans = [
         _plan(name, parameter_slots, shared, policy, reshard_after_forward, shard_placement_fn)
         for name, parameter_slots in slots.items()
     ]
+    for plan in plans if conditional else ():
+        checks.check_one_mesh(plan.name, plan.mesh, shared)
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     # From here on nothing is refused.
@@ -152,7 +167,7 @@ def _apply(
     states = []
     for share, members in shares.items():
         params = [plan.shard(rest, type(roots[0]).__name__) for plan in members]
-        states.append(_make_state(roots, share, params, policy, reshard_after_forward, pin))
+        states.append(_make_state(roots, share, params, policy, reshard_after_forward, pin, conditional))
     for state, share in zip(states, shares, strict=True):
         state.outer = states[0] if share.unit is not None else None
     hooks.install(states)
@@ -277,12 +292,13 @@ def _make_state(
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
     pin: bool,
+    conditional: bool,
 ) -> FSDPState:
     modules = roots
     if share.unit is not None:  # inputs and outputs are those of the outer module: what is inside stays as it is
         modules, policy = [share.unit], replace(policy, cast_forward_inputs=False, output_dtype=None)
     group = FSDPParamGroup(modules, params, share.mesh, policy, pin)
-    state = FSDPState(modules, group, policy, *_reshard_choice(reshard_after_forward, share.mesh))
+    state = FSDPState(modules, group, policy, *_reshard_choice(reshard_after_forward, share.mesh), conditional)
     # The backward of an embedding reads no weight.
     state.unshard_in_backward = not isinstance(share.unit, nn.Embedding)
     return state

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import reduce, torch_compat
+from .agreement import Turn
 from .layout import ParamSpec, bucket_layout, split_buckets
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
@@ -76,6 +77,9 @@ class GroupGradients:
         self.reduces_unused = False
         self.on_first: Callable[[], None] = _do_nothing
         self.on_last: Callable[[], None] = _do_nothing
+        # What to ask before a reduction, if some group under the same root is conditional. All of a group's gradients
+        # are reduced together then: ranks meet once for each group, and need not get them in one order.
+        self.turn: Turn | None = None
         self._specs: tuple[ParamSpec, ...] = ()
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
         self._wire_dtypes: tuple[torch.dtype, ...] = ()
@@ -139,24 +143,48 @@ class GroupGradients:
             if self.reduces_unused:
                 return  # other ranks' buckets may be complete at other times: all reduce at the module's boundary
             bucket.missing, bucket.complete = bucket.size, True  # reentrant checkpointing may bring them once more
-            self._process(self._take(bucket.indices))
+            if self.turn is None:
+                self._process(self._take(bucket.indices))
             if all(each.complete for each in self._buckets):
+                if self.turn is not None:
+                    self.flush()
                 self.on_last()
 
     def flush(self) -> None:
         """Reduce what has arrived, also if the rest of its bucket has not."""
-        self._flush(self._find_arrived(self._buckets if self.reduces_unused and self.synchronise else []))
+        self._flush(self._find_arrived(self._buckets if self.reduces_unused and self._reduces_all() else []))
+
+    def _reduces_all(self) -> bool:
+        """Whether all ranks reduce now, whatever they have. Conditional groups are reduced when any rank has some."""
+        return self.synchronise and (self.turn is None or not self.turn.is_conditional)
 
     def _find_arrived(self, filled: Iterable[_Bucket]) -> set[int]:
         """Indices of full gradients that are there; in buckets to be `filled`, zeros stand for missing ones."""
         for bucket in filled:
             bucket.missing, bucket.complete = bucket.size, True
-            for full in (self._params[i].full for i in bucket.indices):
-                if full.grad is None:
-                    full.grad = torch.zeros_like(full)
+            self._fill(bucket)
         return {i for i, param in enumerate(self._params) if param.full.grad is not None}
 
+    def _fill(self, bucket: _Bucket) -> None:
+        for full in (self._params[i].full for i in bucket.indices):
+            if full.grad is None:
+                full.grad = torch.zeros_like(full)
+
+    def serve(self) -> None:
+        """Take part in a reduction that other ranks need, with what this one has by now, and zeros for the rest.
+
+        Every rank must call it, or `flush` a conditional group.
+        """
+        for bucket in self._buckets:
+            self._fill(bucket)
+            self._process(self._take(bucket.indices))
+
     def _flush(self, left: set[int]) -> None:
+        if self.turn is not None and self.synchronise and left:
+            self.turn.reduce()
+            if self.turn.is_conditional:
+                self.serve()
+                left = left.difference(*(bucket.indices for bucket in self._buckets))
         for bucket in self._buckets:
             self._process(self._take(i for i in bucket.indices if i in left))
             left.difference_update(bucket.indices)
@@ -182,17 +210,14 @@ class GroupGradients:
         self._marked.clear()
 
     def end_backward(self) -> None:
-        """Reduce what is left; then let `.grad` show what must wait."""
+        """Reduce what is left. `resume` follows, when no rank reduces any more."""
         self.owes = not (self.synchronise and self.reduction.all_reduce)
-        unused = (
-            [each for each in self._buckets if not each.complete] if self.reduces_unused and self.synchronise else []
-        )
-        if unused or any(bucket.missing < bucket.size for bucket in self._buckets):
+        fills = self.reduces_unused and self._reduces_all()
+        unused = [each for each in self._buckets if not each.complete] if fills else []
+        if unused or self.turn is not None or any(bucket.missing < bucket.size for bucket in self._buckets):
             self._flush(self._find_arrived(unused))
         if self.synchronise:
             self._flush(set(self._waiting))
-            if self.reduction.all_reduce:
-                self._resume()
         for bucket in self._buckets:
             bucket.restart()
 
@@ -206,9 +231,9 @@ class GroupGradients:
             self.flush()
             self.end_backward()
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         """Sum between replicas what no gradient of this backward pass has taken along."""
-        while self._partial:
+        while self._partial and self.synchronise and self.reduction.all_reduce:
             carried = self._carry([next(iter(self._partial))])
             layout = self._plan(tuple(carried)).layout
             self.queue.add(self, reduce.resume(carried, layout, self.reduction, self._params[0].full.device))

@@ -138,6 +138,8 @@ def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any
     try:
         args, kwargs = before_forward(state, args, kwargs, in_backward)
         output = forward(*args, **kwargs)
+        if state.context.agreement is not None and not in_backward:
+            state.context.meet_at_end(state)
     except BaseException:
         after_forward(state, module, None, in_backward)
         raise
@@ -237,8 +239,26 @@ def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     # next module's input, whose group is to be freed before this one's is gathered.
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     for node in nodes:
-        node.register_prehook(gradient_of_output)
+        if state.context.agreement is None:
+            node.register_prehook(gradient_of_output)
+        else:
+            _hook_outermost_first(node, gradient_of_output)
     return bool(nodes)
+
+
+def _hook_outermost_first(node: Any, hook: Callable[[Any], None]) -> None:
+    """Like `node.register_prehook(hook)`, but what comes later runs first: if all that follows a module has been left
+    out on this rank, its output is also that of the module around it, for which other ranks gather first.
+    """
+    hooks = node.metadata.setdefault(_STATE, [])
+    hooks.insert(0, hook)
+    if len(hooks) == 1:
+        node.register_prehook(lambda gradients: _call_all(hooks, gradients))
+
+
+def _call_all(hooks: list[Callable[[Any], None]], gradients: Any) -> None:
+    for hook in hooks:
+        hook(gradients)
 
 
 def _settle(state: FSDPState, module: nn.Module, backward_follows: bool) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
+from .agreement import Turn
 from .buffers import GroupBuffers
 from .comm import Comm, CommChoice, make_comm, subgroup
 from .extension import GroupExtensions, refuse_part
@@ -77,6 +78,8 @@ class FSDPParamGroup:
         self.keeps_storage = False
         # Whether copies are registered in place of parameters, which then are not to be gathered: see full_copies.py.
         self.is_lent = False
+        # What to ask before a gather, if some group under the same root is conditional.
+        self.turn: Turn | None = None
         # Whether to note what `is_up_to_date` compares, at each gather.
         self.notes_changes = False
         self._gathered_at: tuple[int, ...] | None = None
@@ -174,10 +177,12 @@ class FSDPParamGroup:
         """
         if self.state is not SHARDED:
             return
-        if self.gradients.steps:
-            self.gradients.await_steps()
         if notice_replacements:
             self._notice_replacements()
+        if self.gradients.steps:
+            self.gradients.await_steps()
+        if self.turn is not None and self.params and self._comm.size > 1:
+            self.turn.gather()
         assert self._buffers is not None
         self._gathered_at = self.shard_versions() if self.notes_changes else None
         try:
@@ -204,6 +209,12 @@ class FSDPParamGroup:
                 self._finish_extensions()
         if self.versions.guards:
             self.versions.renew(self.shard_versions())
+
+    def unshard_again(self) -> None:
+        """Gather what is in use: it gets the values that it has. Every rank must call it, or `unshard`."""
+        self.unshard(notice_replacements=False)
+        self.state = SHARDED
+        self.unshard(notice_replacements=False)
 
     def _name_error(self, error: RuntimeError) -> None:
         """Say in the message which group it was: neither allocators nor process groups know."""

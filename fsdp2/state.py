@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .param_group import FSDPParamGroup
+from .param_group import SHARDED, FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .torch_interface import TorchState
 
@@ -27,6 +27,7 @@ class FSDPState(TorchState):
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         few: int | None = None,
+        conditional: bool = False,
     ) -> None:
         self.modules, self.group, self.policy = modules, group, policy
         # Of the same call: its parameters on another mesh. Their forward is run inside this one's.
@@ -35,6 +36,9 @@ class FSDPState(TorchState):
         # whose unit this one is. Units come last in the chain of inner states.
         self.units: list[FSDPState] = []
         self.outer: FSDPState | None = None
+        # Whether some ranks may leave `modules` out; and the innermost such state that this one is, or lies in, if any.
+        self.conditional = conditional
+        self.gate: FSDPState | None = None
         # Whether, in the pass that runs, the outer module has read parameters without calling the unit.
         self.read_outside = False
         # What a user may set: see the methods of FSDPModule.
@@ -75,7 +79,7 @@ class FSDPState(TorchState):
                 f"{self}: a sharded module can't be copied or pickled while a forward or backward runs, nor inside "
                 "full_params"
             )
-        runtime = ("context", "finished", "versions", "forward_prefetch", "backward_prefetch")
+        runtime = ("context", "finished", "versions", "forward_prefetch", "backward_prefetch", "gate")
         kept = {name: value for name, value in vars(self).items() if name not in runtime}
         settings = self.context.settings() if self.context.root is self else None
         return {**kept, "kept": False, "held": False, "backward_ready": False, "completes": False, "settings": settings}
@@ -84,6 +88,7 @@ class FSDPState(TorchState):
         """Become usable, in a copy of which all modules are there. Return the settings that the context is to take."""
         self.group.wake()
         self.finished, self.versions, self.forward_prefetch, self.backward_prefetch = set(), (), None, None
+        self.gate = None
         settings: dict[str, Any] | None = vars(self).pop("settings")
         return settings
 
@@ -111,6 +116,14 @@ class FSDPState(TorchState):
         """The full parameters are about to be saved for backward, or read by it."""
         if self.context.notices_saved_tensors:
             self.versions = self.group.shard_versions()
+
+    def serve(self) -> None:
+        """Take part in a gather that other ranks need. Every rank must call it, or gather by itself."""
+        if self.group.state is not SHARDED:
+            self.group.unshard_again()
+        else:
+            self.group.unshard()
+            self._reshard()
 
     def hold(self) -> None:
         """The user is about to gather the group: passes that do not free it shall not gather it again."""

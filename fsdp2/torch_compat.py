@@ -43,6 +43,7 @@ __all__ = [
     "gradient_hooks",
     "graph_task",
     "group_over",
+    "has_backend",
     "inner_tensors",
     "keep_out_of_graphs",
     "local_of",
@@ -144,6 +145,15 @@ def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | N
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """'gloo', 'nccl', 'fake', ...: `get_backend` names the default device's backend only, a group may have several."""
     return group._get_backend(device).name().lower()
+
+
+def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `group` can communicate tensors on `device`."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)

@@ -122,8 +122,15 @@ class Branch(nn.Module):
         part, reentrant = self.parts[index], self.checkpoints.get(index)
         if reentrant is None or not torch.is_grad_enabled():
             return part(x, tokens)
+        skipped = [(branch, branch.skipped) for branch in branches(part)]
+
+        def run(x: Tensor, tokens: Tensor) -> Tensor:
+            for branch, skips in skipped:  # in backward: other forwards have come since
+                branch.skipped = skips
+            return part(x, tokens)
+
         # Reentrant checkpointing refuses an output without gradient, which a frozen table's is.
-        return checkpoint(part, x, tokens, use_reentrant=reentrant and not isinstance(part, Lookup))
+        return checkpoint(run, x, tokens, use_reentrant=reentrant and not isinstance(part, Lookup))
 
 
 class Root(nn.Module):
@@ -211,6 +218,8 @@ class Group:
 
     name: str
     modules: list[nn.Module]
+    # Whether ranks may leave its modules out, each for itself.
+    conditional: bool = False
 
 
 def choose_groups(model: Root, recipe: Recipe) -> list[Group]:
@@ -232,7 +241,27 @@ def choose_groups(model: Root, recipe: Recipe) -> list[Group]:
     for module, owners in owners_of(model, groups).items():
         if len(owners) > 1 and module not in wrapped:
             groups.append(Group(names[module], [module]))
+    if recipe.pick("conditional groups", False, (True,), 0.5):
+        for group in groups:
+            group.conditional = group.modules != [model] and recipe.pick(
+                f"conditional {group.name}", False, (True,), 0.6
+            )
     return sorted(groups, key=lambda g: len({inner for m in g.modules for inner in m.modules()}))
+
+
+def optional_modules(groups: list[Group]) -> set[nn.Module]:
+    """All that lies in a conditional group's modules, these included."""
+    return {inner for group in groups if group.conditional for m in group.modules for inner in m.modules()}
+
+
+def reduced_together(model: nn.Module, groups: list[Group]) -> list[list[nn.Parameter]]:
+    """The parameters of each group that some ranks may leave out. If any has a gradient, others have zeros."""
+    optional, owners = optional_modules(groups), owners_of(model, groups)
+    return [
+        list({p for m, of in owners.items() if of == {g} for p in m._parameters.values() if p is not None})
+        for g in groups
+        if optional.issuperset(g.modules)
+    ]
 
 
 def paths_to(model: nn.Module) -> Counter[nn.Module]:
@@ -297,9 +326,12 @@ def shard(model: Root, groups: list[Group], recipe: Recipe, world_size: int) -> 
     if replicas is not None:
         names = ("replicate", "shard")
         mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=names)
+    optional = optional_modules(groups)
     for group in groups:
         modules = group.modules if len(group.modules) > 1 else group.modules[0]
-        fully_shard(modules, mesh=mesh, **options_of(group.name, recipe, world_size // (replicas or 1)))
+        keeps_part = not optional.issuperset(group.modules)
+        options = options_of(group.name, recipe, world_size // (replicas or 1) if keeps_part else 1)
+        fully_shard(modules, mesh=mesh, conditional=group.conditional, **options)
     apply_settings(model, recipe)
 
 

@@ -24,10 +24,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Module
 
 from fsdp2 import FSDPModule
 from helpers import NIGHTLY, RankError, alone, assert_same, assert_same_names, run_ranks, shard_batch
-from random_models import DIM, VOCAB, Recipe, Root, branches, is_rounded, make_model, shard
+from random_models import (
+    DIM,
+    VOCAB,
+    Group,
+    Recipe,
+    Root,
+    branches,
+    is_rounded,
+    make_model,
+    optional_modules,
+    reduced_together,
+    shard,
+)
 
 ROWS = 12  # divides by 1 to 4 ranks
 STEPS = 3
@@ -49,9 +62,11 @@ SHRINK_S = 100
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One optimizer step. `skips` has one entry per micro-batch: for each branch, the parts it leaves out."""
+    """One optimizer step. For each micro-batch and branch, `skips` has the parts it leaves out, and the ranks
+    on which it does (None: on all).
+    """
 
-    skips: tuple[tuple[frozenset[int], ...], ...]
+    skips: tuple[tuple[dict[int, Sequence[int] | None], ...], ...]
     mode: str  # "sync each": reduce every backward; "sync last": only the last; "one backward" for all forwards; ...
     evaluates: str | None
     gathers_by_hand: bool
@@ -59,12 +74,22 @@ class StepPlan:
     zeroes: str  # when gradients are zeroed, beside or instead of after the step
 
 
-def make_plan(model: Root, recipe: Recipe) -> list[StepPlan]:
-    def skips(name: str) -> tuple[frozenset[int], ...]:
-        return tuple(
-            frozenset(i for i in range(len(b.parts)) if recipe.pick(f"{name} skips {j}.{i}", False, (True,), 0.15))
-            for j, b in enumerate(branches(model))
-        )
+SOME_RANKS = ((0,), (1,), (2, 3), (0, 2), (1, 2, 3))
+
+
+def make_plan(model: Root, groups: list[Group], recipe: Recipe) -> list[StepPlan]:
+    optional = optional_modules(groups)
+
+    def skipped_on(name: str, part: Module) -> tuple[bool, Sequence[int] | None]:
+        some = recipe.pick(f"{name} on", None, SOME_RANKS if part in optional else (), 0.5)
+        return some is not None or recipe.pick(name, False, (True,), 0.15), some
+
+    def skips(name: str) -> tuple[dict[int, Sequence[int] | None], ...]:
+        drawn = [
+            {i: skipped_on(f"{name} skips {j}.{i}", part) for i, part in enumerate(branch.parts)}
+            for j, branch in enumerate(branches(model))
+        ]
+        return tuple({i: ranks for i, (skips, ranks) in of_branch.items() if skips} for of_branch in drawn)
 
     def step(name: str) -> StepPlan:
         micros = recipe.pick(f"{name} micro-batches", 1, (2, 3), 0.5)
@@ -91,30 +116,44 @@ class Observed:
 
 
 class Trainer:
-    """Trains the plain model and the sharded one by the same lines; the plain one is rank 0 of 1."""
+    """Trains the plain model and the sharded one by the same lines; the plain one does what all `ranks` do."""
 
-    def __init__(self, model: Root, recipe: Recipe, rank: int = 0, world_size: int = 1) -> None:
-        self.model, self.seed, self.rank, self.world_size = model, recipe.seed, rank, world_size
-        self.plan = make_plan(model, recipe)
+    def __init__(self, model: Root, groups: list[Group], recipe: Recipe, ranks: Sequence[int], world_size: int) -> None:
+        self.model, self.seed, self.ranks, self.world_size = model, recipe.seed, ranks, world_size
+        self.plan, self.together = make_plan(model, groups, recipe), reduced_together(model, groups)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, foreach=True)
 
     def steps(self) -> Iterator[Observed]:
         for number, step in enumerate(self.plan):
             evaluation = self.evaluate(number, step)
             self.backward(number, step)
+            if not isinstance(self.model, FSDPModule) and self.world_size > 1:
+                self.fill_with_zeros()
             grads = {name: p.grad for name, p in self.model.named_parameters()}
             self.optimizer.step()
             yield Observed(evaluation, grads, dict(self.model.named_parameters()))
             if step.zeroes != "never":
                 self.optimizer.zero_grad(set_to_none=step.set_to_none)
 
+    def fill_with_zeros(self) -> None:
+        """A conditional group that is used at all is reduced in full."""
+        for params in self.together:
+            if any(param.grad is not None for param in params):
+                for param in params:
+                    if param.grad is None and param.requires_grad:
+                        param.grad = torch.zeros_like(param)
+
     def forward(self, number: int, step: StepPlan, micro: int) -> Tensor:
+        """The rows of all of `ranks`."""
+        return torch.cat([self.forward_on(rank, number, step, micro) for rank in self.ranks])
+
+    def forward_on(self, rank: int, number: int, step: StepPlan, micro: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 100 + number * 10 + micro)
         x = torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
         tokens = torch.randint(VOCAB, (ROWS,), generator=generator)
-        for branch, skipped in zip(branches(self.model), step.skips[micro], strict=True):
-            branch.skipped = skipped
-        return self.model(*(shard_batch(t, self.rank, self.world_size) for t in (x, tokens)))
+        for branch, skips in zip(branches(self.model), step.skips[micro], strict=True):
+            branch.skipped = frozenset(i for i, ranks in skips.items() if ranks is None or rank in ranks)
+        return self.model(*(shard_batch(t, rank, self.world_size) for t in (x, tokens)))
 
     def evaluate(self, number: int, step: StepPlan) -> Tensor | None:
         if isinstance(self.model, FSDPModule) and step.gathers_by_hand:
@@ -147,15 +186,15 @@ class Trainer:
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-def train_plain(recipe: Recipe) -> list[Observed]:
-    model, _ = make_model(recipe)
+def train_plain(recipe: Recipe, world_size: int) -> list[Observed]:
+    model, groups = make_model(recipe)
     return [
         Observed(
             seen.evaluation,
             {name: None if g is None else g.clone() for name, g in seen.grads.items()},
             {name: p.detach().clone() for name, p in seen.params.items()},
         )
-        for seen in Trainer(model, recipe).steps()
+        for seen in Trainer(model, groups, recipe, range(world_size), world_size).steps()
     ]
 
 
@@ -200,7 +239,7 @@ def first_difference(recipe: Recipe, rank: int, world_size: int, expected: list[
     model, groups = make_model(recipe)
     shard(model, groups, recipe, world_size)
     different = None
-    for number, actual in enumerate(Trainer(model, recipe, rank, world_size).steps()):
+    for number, actual in enumerate(Trainer(model, groups, recipe, [rank], world_size).steps()):
         try:
             check(actual, expected[number], rank, world_size, tolerance(recipe))
         except AssertionError as error:
@@ -213,7 +252,7 @@ def first_difference(recipe: Recipe, rank: int, world_size: int, expected: list[
 
 def failures(recipes: Sequence[Recipe], world_size: int) -> list[tuple[Recipe, str]]:
     """Those recipes whose sharded training differs from the plain one, or fails, with all that they chose, and how."""
-    expected = alone(lambda: [train_plain(recipe) for recipe in recipes])
+    expected = alone(lambda: [train_plain(recipe, world_size) for recipe in recipes])
 
     def body(rank: int, _: int) -> list[tuple[int, dict[str, Any], str]]:
         different = []

@@ -504,6 +504,32 @@ def reshard_after_forward() -> None:
         build(reshard_after_forward="yes")
 
 
+class Skipping(Root):
+    """May leave `b0` out."""
+
+    runs_b0 = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Add.forward(self, self.b1(self.b0(x) if self.runs_b0 else x))
+
+
+@checks("fully_shard(conditional)")
+def conditional() -> None:
+    """What may be left out is not gathered ahead though the pass before had it."""
+
+    def gathered(conditional: bool) -> tuple[list[str], list[str]]:
+        model = Skipping()
+        fully_shard(model.b0, conditional=conditional)
+        fully_shard(model.b1)
+        fully_shard(model)
+        runs = gathers(trace(model))
+        model.runs_b0 = False
+        return runs, gathers(trace(model, steps=1))
+
+    assert ["b0" in names for names in gathered(conditional=False)] == [True, True]
+    assert ["b0" in names for names in gathered(conditional=True)] == [True, False]
+
+
 @checks("fully_shard(mp_policy)")
 def policy() -> None:
     lines = trace(build(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -205,6 +205,35 @@ CASES = {
     "reshard: 8": option("reshard_after_forward", lambda: 8, ValueError, "reshard_after_forward=8.*divisor of 4"),
     "reshard: text": option("reshard_after_forward", lambda: "yes", TypeError, "reshard_after_forward.*'yes'"),
     "reshard: float": option("reshard_after_forward", lambda: 1.0, TypeError, r"reshard_after_forward.*1\.0"),
+    # conditional
+    "conditional: text": option("conditional", lambda: "yes", TypeError, "conditional: expected a bool, got 'yes'"),
+    "conditional: keeps a part": Case(
+        NotImplementedError,
+        "conditional=True with an int for reshard_after_forward, of this module, .* Pass a bool",
+        Block,
+        {"conditional": lambda: True, "reshard_after_forward": lambda: 2},
+    ),
+    "conditional: another mesh for a parameter": Case(
+        NotImplementedError,
+        "inner.weight is conditional, .*the mesh of the module around it",
+        Block,
+        {
+            "conditional": lambda: True,
+            "shard_placement_fn": lambda: lambda _: ShardPlacementResult(None, two_by_two()["shard"]),
+        },
+    ),
+    "conditional: inside, on another mesh": Case(
+        NotImplementedError,
+        "^0 is conditional, .*the mesh of the module around it",
+        lambda: nn.Sequential(fully_shard(Block(), conditional=True)),
+        {"mesh": lambda: two_by_two()},
+    ),
+    "conditional: around what keeps a part": Case(
+        NotImplementedError,
+        "conditional=True with an int for reshard_after_forward, of 0, .* Pass a bool",
+        lambda: nn.Sequential(fully_shard(Block(), reshard_after_forward=2)),
+        {"conditional": lambda: True},
+    ),
     # policies
     "mp_policy: None": option("mp_policy", lambda: None, TypeError),
     "mp_policy: a dtype": option("mp_policy", lambda: torch.bfloat16, TypeError, "mp_policy.*torch.bfloat16"),
@@ -240,6 +269,10 @@ CASES = {
     "dp_mesh_dims: a tuple": option("dp_mesh_dims", lambda: ("replicate", "shard"), TypeError),
     "dp_mesh_dims: no mesh": option("dp_mesh_dims", lambda: DataParallelMeshDims(shard="dp"), ValueError, "mesh"),
 }
+
+
+def two_by_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def replicas_of(param: nn.Parameter) -> ShardPlacementResult:

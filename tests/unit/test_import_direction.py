@@ -44,6 +44,7 @@ ORDER = (
     "order",
     "param_group",
     "gradients",
+    "agreement",
     "stepper",
     "reduction_queue",
     "unsynced_grad",

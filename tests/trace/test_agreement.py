@@ -1,0 +1,117 @@
+"""What ranks say to each other where some modules are conditional, and what they do for others that run more.
+
+On one of four ranks, whose peers are played by a script: what the least request of all ranks is, meeting by meeting.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from recorder import record
+from torch import Tensor, nn
+
+from fsdp2 import agreement, fully_shard
+from fsdp2.agreement import _COMMON, GATHER, REDUCE
+from helpers import fake_world
+
+
+class Model(nn.Module):
+    """A tower of one block, which `runs_tower` may leave out, and a layer that always runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.layer = nn.Linear(8, 8)
+        self.runs_tower = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.tower(x) + x if self.runs_tower else x)
+
+
+NAMES = ["root", "tower", "tower.0", "layer"]
+"""Of the groups, in their order below the root: what events are numbered by."""
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    with fake_world(4):
+        yield
+
+
+def build() -> Any:
+    model = Model()
+    fully_shard(model.tower[0])
+    fully_shard(model.tower, conditional=True)
+    fully_shard(model.layer)
+    return fully_shard(model)
+
+
+def event(name: str, kind: int) -> int:
+    return 2 * NAMES.index(name) + kind
+
+
+def step(model: Any, others_ask: dict[int, list[int]] | None = None) -> list[str]:
+    """Events of a step, "meet" among them; `others_ask`: number of a meeting -> what other ranks ask for before it."""
+    lines = record(model)
+    others = dict(others_ask or {})
+    meetings = 0
+
+    def all_reduce(tensor: Tensor, group: Any, *, largest: bool) -> None:
+        nonlocal meetings
+        lines.append("meet")
+        asked = others.get(meetings)
+        if asked:
+            tensor[0] = max(int(tensor[0]), -asked.pop(0))
+        else:
+            meetings += 1
+
+    with mock.patch.object(agreement, "all_reduce_now", all_reduce):
+        model(torch.ones(2, 8)).sum().backward()
+    return lines
+
+
+def test_meetings_of_a_step_without_the_tower() -> None:
+    """One before each gather and each reduction, one at each end; nothing of the tower."""
+    assert step(build()) == [
+        "meet",
+        "gather layer 320",
+        "free   layer",
+        "meet",  # the end of the forward
+        "meet",
+        "gather layer 320",
+        "meet",
+        "reduce layer 320",
+        "free   layer",
+        "meet",  # the end of the backward
+        "free   root",
+    ]
+
+
+def test_others_that_run_the_tower_are_served() -> None:
+    """In the order in which they ask, before what all ranks do: gathers are freed at once, zeros are reduced."""
+    forward = [event("tower", GATHER), event("tower.0", GATHER)]
+    backward = [event("tower", GATHER), event("tower", REDUCE), event("tower.0", GATHER), event("tower.0", REDUCE)]
+    lines = [line for line in step(build(), {0: forward, 4: backward}) if line != "meet"]
+    assert lines == [
+        *("gather tower 320", "free   tower", "gather tower.0 320", "free   tower.0"),
+        *("gather layer 320", "free   layer", "gather layer 320", "reduce layer 320", "free   layer"),
+        *("gather tower 320", "free   tower", "reduce tower 320"),
+        *("gather tower.0 320", "free   tower.0", "reduce tower.0 320"),
+        "free   root",
+    ]
+
+
+def test_ranks_at_different_places_raise() -> None:
+    def all_reduce(tensor: Tensor, group: Any, *, largest: bool) -> None:
+        tensor[1] = max(int(tensor[1]), -event("tower.0", REDUCE))
+        tensor[2] = max(int(tensor[2]), event("root", GATHER))
+        assert -int(tensor[0]) == _COMMON
+
+    model = build()
+    with (
+        mock.patch.object(agreement, "all_reduce_now", all_reduce),
+        pytest.raises(RuntimeError, match=r"this one is gathering layer, one is reducing the gradients of tower\.0"),
+    ):
+        model(torch.ones(2, 8))
