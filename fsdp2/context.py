@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import takewhile
-from statistics import median_low
 from typing import Any
 
 import torch
 
 from . import torch_compat
 from .agreement import Agreement, Turn
-from .order import Cursor, within_budget
-from .param_group import SHARDED, UNSHARDED
+from .prefetch import Prefetcher
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
 from .state import FSDPState
-
-# Forwards without a backward (evaluation with grad enabled) must not make the record grow for ever.
-_MAX_HISTORY = 4096
 
 
 class Context:
@@ -53,16 +46,6 @@ class Context:
         self.post_optim_event: Any = None
         # How often a user dropped what was under way.
         self.resets = 0
-        # Bytes that may be gathered ahead. None: one group of any size, or several that are small beside a typical one.
-        self.prefetch_budget: int | None = None
-        self._typical_nbytes = 0
-        self._order: list[FSDPState] = []
-        self._order_now: list[FSDPState] = []
-        # One for the groups that all ranks run, under None, and one for those in each conditional module.
-        self._forward: dict[FSDPState | None, Cursor[FSDPState]] = {}
-        self._ran: deque[FSDPState] = deque(maxlen=_MAX_HISTORY)
-        self._backward: dict[FSDPState | None, Cursor[FSDPState]] = {}
-        self._prefetched: set[FSDPState] = set()
         # Lists of modules of which not all have run yet in this pass, and whether backward may come back to them.
         self.unfinished: dict[FSDPState, bool] = {}
         self.in_backward = False
@@ -83,6 +66,7 @@ class Context:
             state.group.gradients.queue = self._reductions
             state.group.rename(names)
         self.agreement = self._find_agreement()
+        self.prefetcher = Prefetcher(self.states)
 
     def _find_agreement(self) -> Agreement | None:
         """How ranks stay in one order, if some of them may leave modules out."""
@@ -109,8 +93,8 @@ class Context:
             return None if chosen is None else [place[state] for state in chosen if state in place]
 
         lists = [(places(state.forward_prefetch), places(state.backward_prefetch)) for state in self.states]
-        chosen = ("finalizes_by_itself", "prefetch_budget", "notices_saved_tensors")
-        return {**{name: getattr(self, name) for name in chosen}, "prefetch": lists}
+        chosen = {name: getattr(self, name) for name in ("finalizes_by_itself", "notices_saved_tensors")}
+        return {**chosen, "prefetch_budget": self.prefetcher.budget, "prefetch": lists}
 
     def take_settings(
         self,
@@ -120,7 +104,7 @@ class Context:
         prefetch: list[tuple[list[int] | None, list[int] | None]],
     ) -> None:
         """Take over the settings of the context that this one is a copy of."""
-        self.finalizes_by_itself, self.prefetch_budget = finalizes_by_itself, prefetch_budget
+        self.finalizes_by_itself, self.prefetcher.budget = finalizes_by_itself, prefetch_budget
         self.notice_saved_tensors(notices_saved_tensors)
         for state, lists in zip(self.states, prefetch, strict=True):
             state.forward_prefetch, state.backward_prefetch = (
@@ -169,12 +153,12 @@ class Context:
         self.running.pop().running -= 1
         if not self.running:
             self._saved_tensors.deactivate()
-            self._order = self._order_now
+            self.prefetcher.end_pass()
             for state, backward_follows in self.unfinished.items():
                 state.settle(backward_follows)
             self.unfinished.clear()
             if not self.in_backward:
-                self._drop_prefetched()
+                self.prefetcher.drop()
                 self.settle_transfers()
 
     def settle_transfers(self) -> None:
@@ -188,20 +172,6 @@ class Context:
         if len(self.running) == 1 and state.gate is None:
             self.agreement.meet_at_forward_end()
 
-    def ran(self, state: FSDPState) -> None:
-        """A forward of `state` has ended that backward will come back to."""
-        self._ran.append(state)
-
-    def prefetch_forward(self, state: FSDPState) -> None:
-        """`state` is about to compute: begin to gather what followed it in the pass before, or what the user chose."""
-        self._order_now.append(state)
-        cursor = self._forward[state.gate]
-        state.last_in_pass = cursor.visit(state) and cursor.is_at_end and state.gate is None
-        if state.forward_prefetch is None:
-            self._prefetch(self._within_budget(cursor.ahead() if self.agreement is None else _until_optional(cursor)))
-        else:
-            self._prefetch(state.forward_prefetch)
-
     def _begin_pass(self) -> None:
         if self.root.conditional and self.agreement is not None:
             raise RuntimeError(
@@ -209,10 +179,7 @@ class Context:
                 "fully_shard to that, too."
             )
         self.pass_has_grad = torch.is_grad_enabled()
-        self._typical_nbytes = median_low(state.group.nbytes for state in self.states)
-        self._forward = self._cursors(self._order)
-        self._order_now = []
-        self._drop_prefetched()
+        self.prefetcher.begin_pass()
         self._reductions.max_running = max(state.max_reductions for state in self.states)
         self.forget_stale(self.states)
 
@@ -246,22 +213,11 @@ class Context:
         self._builds_graph = False
         self._task = torch_compat.graph_task()
         torch_compat.on_backward_end(_BackwardEnd(self).run)
-        self._backward = self._cursors(list(reversed(self._ran)))
+        self.prefetcher.begin_backward()
         self._reductions.finish_partial()
         self._backward_pass = object()
         for state in self.states:
             state.group.gradients.begin_backward(self._backward_pass)
-
-    def prefetch_backward(self, state: FSDPState) -> None:
-        """`state` is about to compute gradients: begin to gather what ran before it in forward, or what was chosen."""
-        cursor = self._backward[state.gate]
-        cursor.visit(state)
-        if state.backward_prefetch is None:
-            ahead = cursor.ahead() if self.agreement is None else _until_optional(cursor)
-            expected = (other for other in ahead if other.unshard_in_backward)
-            self._prefetch(self._within_budget(expected))
-        else:
-            self._prefetch(state.backward_prefetch)
 
     def end_backward(self) -> None:
         """All gradients are computed: reduce what is left, free what is left, deliver everything."""
@@ -273,12 +229,12 @@ class Context:
             if state.backward_ready:
                 state.completes = False
             state.release_after_backward()
-        self._drop_prefetched()
+        self.prefetcher.drop()
         self.settle_transfers()
         if self.finalizes_by_itself:
             self._deliver()
         if self.is_last_backward and not self.graph_reads_weights:
-            self._ran.clear()
+            self.prefetcher.forget_forwards()
         self.in_backward = False
 
     def _resume_reductions(self, states: Iterable[FSDPState]) -> None:
@@ -303,7 +259,7 @@ class Context:
             state.release_after_backward()
         self._resume_reductions(chosen)
         if self.is_last_backward:
-            self._ran.clear()
+            self.prefetcher.forget_forwards()
 
     def finalize(self) -> None:
         """Between backward passes: finish the reductions in flight, and let `.grad` show what there is."""
@@ -342,8 +298,8 @@ class Context:
             state.group.gradients.discard()
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the parameters any more
                 state.release()
-        self._prefetched.clear()
-        self._ran.clear()
+        self.prefetcher.drop()
+        self.prefetcher.forget_forwards()
         self.settle_transfers()
 
     def sees_saved_tensors(self) -> bool:
@@ -354,46 +310,12 @@ class Context:
         """Whether a backward runs inside the one that began: reentrant checkpointing, of one of several regions."""
         return torch_compat.graph_task() != self._task
 
-    # ---- prefetch
-
     def used(self, state: FSDPState) -> None:
         """`state` is unsharded on purpose now, not only in advance: what is saved of its weights is known as such."""
-        self._prefetched.discard(state)
+        self.prefetcher.prefetched.discard(state)
         if self.notices_saved_tensors:
             for storage in state.group.storage_ids:
                 self._saved_tensors.owners[storage] = state
-
-    def _cursors(self, recorded: Sequence[FSDPState]) -> dict[FSDPState | None, Cursor[FSDPState]]:
-        """What is in a conditional module must not be expected beside what all ranks run: their orders would differ."""
-        if self.agreement is None:
-            return {None: Cursor(recorded)}
-        gates = {state.gate for state in self.states}
-        return {gate: Cursor([state for state in recorded if state.gate is gate]) for gate in gates}
-
-    def _within_budget(self, expected: Iterable[FSDPState]) -> Iterator[FSDPState]:
-        if self.prefetch_budget is None:
-            return within_budget(expected, _bytes_to_gather, self._typical_nbytes)
-        return within_budget(expected, _bytes_to_gather, self.prefetch_budget, at_least_one=False)
-
-    def _prefetch(self, chosen: Iterable[FSDPState]) -> None:
-        for state in chosen:
-            if state.group.state is SHARDED:
-                state.group.start_unshard(notice_replacements=not self.in_backward)
-                self._prefetched.add(state)
-
-    def _drop_prefetched(self) -> None:
-        for state in self._prefetched:
-            state.release()
-        self._prefetched.clear()
-
-
-def _until_optional(cursor: Cursor[FSDPState]) -> Iterator[FSDPState]:
-    """What follows, up to where a conditional module begins, which may be left out this time."""
-    return takewhile(lambda state: not state.conditional, cursor.ahead())
-
-
-def _bytes_to_gather(state: FSDPState) -> int:
-    return 0 if state.group.state is UNSHARDED else state.group.nbytes
 
 
 class _BackwardEnd:

@@ -203,7 +203,7 @@ def _in_use(given: _Given) -> Iterator[Any]:
         for state in states:
             hooks.use_in_forward(state, in_backward)
             if not in_backward and state.context in inside:
-                state.context.prefetch_forward(state)
+                state.context.prefetcher.in_forward(state)
         yield given.show(lambda param: param.full)
     finally:
         for handle in handles:

@@ -170,7 +170,7 @@ def read_parameters(unit: FSDPState) -> None:
 def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
     use_in_forward(state, in_backward)
     if not in_backward:
-        state.context.prefetch_forward(state)
+        state.context.prefetcher.in_forward(state)
         is_outermost = state is state.context.root or len(state.context.running) == 1
         if state.context.takes_inputs_to is not None and is_outermost:
             args, kwargs = to_device((args, kwargs), state.context.takes_inputs_to)
@@ -211,7 +211,7 @@ def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     differentiable = _hook_outputs(state, outputs)
     # Reentrant checkpointing runs the forward without grad, and once more in backward.
     if differentiable or (state.context.pass_has_grad and not torch.is_grad_enabled()):
-        state.context.ran(state)
+        state.context.prefetcher.ran(state)
     _settle(state, module, backward_follows=differentiable)
     return output
 
@@ -307,7 +307,7 @@ def before_backward(state: FSDPState, recomputes: bool = False) -> None:
         state.backward_ready = True
         state.note_versions()
         unshard(state)
-        state.context.prefetch_backward(state)
+        state.context.prefetcher.in_backward(state)
 
 
 def on_first_gradient(state: FSDPState) -> None:

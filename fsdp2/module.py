@@ -244,7 +244,7 @@ class FSDPModule:
             raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
-        _root(self, "set_prefetch_budget").context.prefetch_budget = nbytes
+        _root(self, "set_prefetch_budget").context.prefetcher.budget = nbytes
 
     def set_saved_tensor_hooks(self, enabled: bool) -> None:
         """Choose how backward finds out that it needs a group's full parameters. On the root only.

@@ -111,7 +111,7 @@ def settings_stay(way: Callable[[Any], Any]) -> None:
     assert states[0].forward_prefetch == [states[1]]
     assert states[1].backward_prefetch == [states[0]]
     assert not twin._get_fsdp_state().context.finalizes_by_itself
-    assert twin._get_fsdp_state().context.prefetch_budget == 1000
+    assert twin._get_fsdp_state().context.prefetcher.budget == 1000
 
 
 def describe(state: Any) -> dict[str, Any]:

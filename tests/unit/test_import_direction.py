@@ -38,6 +38,7 @@ ORDER = (
     "units",
     "hooks",
     "context",
+    "prefetch",
     "state",
     "torch_interface",
     "saved_tensors",

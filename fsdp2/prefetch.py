@@ -1,0 +1,112 @@
+"""Gathers ahead of use: in forward what ran next in the pass before, in backward what ran before, within bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+from statistics import median_low
+
+from .order import Cursor, within_budget
+from .param_group import SHARDED, UNSHARDED
+from .state import FSDPState
+
+# Forwards without a backward (evaluation with grad enabled) must not make the record grow for ever.
+_MAX_HISTORY = 4096
+
+
+class Prefetcher:
+    """The order in which the groups under one root run, and those of them that are being gathered ahead.
+
+    What lies in a conditional module has an order of its own, and is gathered ahead inside that module only: ranks that
+    run it, and ranks that don't, must expect the same of what they all run.
+    """
+
+    def __init__(self, states: Sequence[FSDPState]) -> None:
+        self._states = states
+        # Bytes that may be gathered ahead. None: one group of any size, or several that are small beside a typical one.
+        self.budget: int | None = None
+        self._typical_nbytes = 0
+        self._gates = {state.gate for state in states}
+        self._has_optional = self._gates != {None}
+        self._order: list[FSDPState] = []
+        self._order_now: list[FSDPState] = []
+        # By the conditional module that states lie in; None: in none.
+        self._forward: dict[FSDPState | None, Cursor[FSDPState]] = {}
+        self._ran: deque[FSDPState] = deque(maxlen=_MAX_HISTORY)
+        self._backward: dict[FSDPState | None, Cursor[FSDPState]] = {}
+        # Those that are unsharded, or about to be, in advance only.
+        self.prefetched: set[FSDPState] = set()
+
+    def begin_pass(self) -> None:
+        self._typical_nbytes = median_low(state.group.nbytes for state in self._states)
+        self._forward = self._cursors(self._order)
+        self._order_now = []
+        self.drop()
+
+    def in_forward(self, state: FSDPState) -> None:
+        """`state` is about to compute: begin to gather what followed it in the pass before, or what the user chose."""
+        self._order_now.append(state)
+        cursor = self._forward[state.gate]
+        state.last_in_pass = cursor.visit(state) and cursor.is_at_end and state.gate is None
+        if state.forward_prefetch is None:
+            ahead = _until_optional(cursor) if self._has_optional else cursor.ahead()
+            self._start(self._within_budget(ahead), notice_replacements=True)
+        else:
+            self._start(state.forward_prefetch, notice_replacements=True)
+
+    def ran(self, state: FSDPState) -> None:
+        """A forward of `state` has ended that backward will come back to."""
+        self._ran.append(state)
+
+    def end_pass(self) -> None:
+        self._order = self._order_now
+
+    def begin_backward(self) -> None:
+        self._backward = self._cursors(list(reversed(self._ran)))
+
+    def in_backward(self, state: FSDPState) -> None:
+        """`state` is about to compute gradients: begin to gather what ran before it in forward, or what was chosen."""
+        cursor = self._backward[state.gate]
+        cursor.visit(state)
+        if state.backward_prefetch is None:
+            ahead = _until_optional(cursor) if self._has_optional else cursor.ahead()
+            expected = (other for other in ahead if other.unshard_in_backward)
+            self._start(self._within_budget(expected), notice_replacements=False)
+        else:
+            self._start(state.backward_prefetch, notice_replacements=False)
+
+    def forget_forwards(self) -> None:
+        """No backward comes back to what has run so far."""
+        self._ran.clear()
+
+    def drop(self) -> None:
+        """Free what was gathered in vain."""
+        for state in self.prefetched:
+            state.release()
+        self.prefetched.clear()
+
+    def _cursors(self, recorded: Sequence[FSDPState]) -> dict[FSDPState | None, Cursor[FSDPState]]:
+        if not self._has_optional:
+            return {None: Cursor(recorded)}
+        return {gate: Cursor([state for state in recorded if state.gate is gate]) for gate in self._gates}
+
+    def _within_budget(self, expected: Iterable[FSDPState]) -> Iterator[FSDPState]:
+        if self.budget is None:
+            return within_budget(expected, _bytes_to_gather, self._typical_nbytes)
+        return within_budget(expected, _bytes_to_gather, self.budget, at_least_one=False)
+
+    def _start(self, chosen: Iterable[FSDPState], notice_replacements: bool) -> None:
+        for state in chosen:
+            if state.group.state is SHARDED:
+                state.group.start_unshard(notice_replacements)
+                self.prefetched.add(state)
+
+
+def _until_optional(cursor: Cursor[FSDPState]) -> Iterator[FSDPState]:
+    """What follows, up to where a conditional module begins, which may be left out this time."""
+    return takewhile(lambda state: not state.conditional, cursor.ahead())
+
+
+def _bytes_to_gather(state: FSDPState) -> int:
+    return 0 if state.group.state is UNSHARDED else state.group.nbytes
