@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from . import torch_compat
 from .context import Context
+from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .state import FSDPState
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 
@@ -231,34 +232,15 @@ def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     # Weights that checkpointing keeps from a recomputation are read without our notice.
     must_unshard = not state.unshard_in_backward and not state.context.sees_saved_tensors()
 
-    def gradient_of_output(_: Any) -> None:
+    def gradient_of_output() -> None:
         if must_unshard or state.unshard_in_backward:
             before_backward(state)
 
-    # On nodes, not on tensors: the hooks of one tensor run in the order in which they came, and the tensor may be the
-    # next module's input, whose group is to be freed before this one's is gathered.
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    for node in nodes:
-        if state.context.agreement is None:
-            node.register_prehook(gradient_of_output)
-        else:
-            _hook_outermost_first(node, gradient_of_output)
+    # If all that follows a module is left out on this rank, its output is also that of the module around it, for which
+    # other ranks gather first.
+    before_nodes(nodes, gradient_of_output, last_first=state.context.agreement is not None)
     return bool(nodes)
-
-
-def _hook_outermost_first(node: Any, hook: Callable[[Any], None]) -> None:
-    """Like `node.register_prehook(hook)`, but what comes later runs first: if all that follows a module has been left
-    out on this rank, its output is also that of the module around it, for which other ranks gather first.
-    """
-    hooks = node.metadata.setdefault(_STATE, [])
-    hooks.insert(0, hook)
-    if len(hooks) == 1:
-        node.register_prehook(lambda gradients: _call_all(hooks, gradients))
-
-
-def _call_all(hooks: list[Callable[[Any], None]], gradients: Any) -> None:
-    for hook in hooks:
-        hook(gradients)
 
 
 def _settle(state: FSDPState, module: nn.Module, backward_follows: bool) -> None:
@@ -339,31 +321,7 @@ def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bo
     """
     inner = [tensor for tensor in inputs if tensor.grad_fn is not None]
     if inner:
-        _hook_inner(state, inner)
+        after_tensors(inner, partial(after_backward, state))
     elif in_backward:
         for tensor in inputs[:1]:
-            _hook_leaf(state, tensor)
-
-
-def _hook_inner(state: FSDPState, inputs: list[Tensor]) -> None:
-    total = missing = len(inputs)
-
-    def gradient_of_input(_: Tensor) -> None:
-        nonlocal missing
-        missing -= 1
-        if missing == 0:
-            missing = total
-            after_backward(state)
-
-    for tensor in inputs:
-        tensor.register_hook(gradient_of_input)
-
-
-def _hook_leaf(state: FSDPState, leaf: Tensor) -> None:
-    """Autograd accumulates into leaves before all else, hence too early: wait for the end of that (inner) backward."""
-
-    def gradient_of_leaf(_: Tensor) -> None:
-        handle.remove()
-        torch_compat.on_backward_end(lambda: after_backward(state))
-
-    handle = leaf.register_hook(gradient_of_leaf)
+            after_leaf(tensor, partial(after_backward, state))

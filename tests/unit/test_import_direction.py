@@ -37,6 +37,7 @@ ORDER = (
     "pipelining",
     "units",
     "hooks",
+    "graph_hooks",
     "context",
     "prefetch",
     "state",

@@ -1,0 +1,69 @@
+"""Callbacks at places of the autograd graph: when backward reaches a node, or has the gradients of some tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from . import torch_compat
+
+_HOOKS = "_fsdp2_hooks"
+
+
+def before_nodes(nodes: Sequence[Any], callback: Callable[[], None], last_first: bool) -> None:
+    """Have `callback` called when backward is about to run any of `nodes`.
+
+    On nodes, not on tensors: a tensor may be the next module's input, whose hooks on it are to run first, in whatever
+    order they came. `last_first`: of several callbacks on one node, that which came last is called first.
+    """
+
+    def hook(_: Any) -> None:
+        callback()
+
+    for node in nodes:
+        if last_first:
+            _hook_last_first(node, callback)
+        else:
+            node.register_prehook(hook)
+
+
+def _hook_last_first(node: Any, callback: Callable[[], None]) -> None:
+    callbacks = node.metadata.setdefault(_HOOKS, [])
+    callbacks.insert(0, callback)
+
+    def hook(_: Any) -> None:
+        for each in callbacks:
+            each()
+
+    if len(callbacks) == 1:
+        node.register_prehook(hook)
+
+
+def after_tensors(tensors: Sequence[Tensor], callback: Callable[[], None]) -> None:
+    """Have `callback` called when all of `tensors` have their gradient, in each backward."""
+    total = missing = len(tensors)
+
+    def hook(_: Tensor) -> None:
+        nonlocal missing
+        missing -= 1
+        if missing == 0:
+            missing = total
+            callback()
+
+    for tensor in tensors:
+        tensor.register_hook(hook)
+
+
+def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:
+    """Have `callback` called at the end of the next (inner) backward that reaches `leaf`.
+
+    Autograd accumulates into leaves before all else: the gradient itself comes too early.
+    """
+
+    def hook(_: Tensor) -> None:
+        handle.remove()
+        torch_compat.on_backward_end(callback)
+
+    handle = leaf.register_hook(hook)
