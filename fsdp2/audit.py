@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import checks, comm, hooks
+from . import comm, hooks
 from .checksum import checksum, read, values_of
 from .finding import Finding, compare_layouts, compare_sums, merge
-from .mesh import DataMesh
-from .param import FSDPParam
-from .state import FSDPState
+from .param import SHARDED_AS, FSDPParam
+from .state import FSDPState, data_mesh_of
 from .unsynced_grad import UnsyncedGrad
 
 
@@ -78,11 +77,6 @@ def sharded_states(model: Any) -> list[FSDPState]:
             f"got a {type(model).__name__} without"
         )
     return states
-
-
-def data_mesh_of(states: Iterable[FSDPState]) -> DataMesh:
-    """The mesh of most ranks: those that train on one batch."""
-    return max((state.group.mesh for state in states), key=lambda mesh: mesh.num_ranks)
 
 
 # ---- what a rank holds
@@ -202,7 +196,7 @@ def _find_in_optimizers(tensors: Sequence[Held], optimizers: Sequence[Any]) -> d
 
 
 def _describe(place: str, tensor: Tensor) -> str:
-    origin = getattr(tensor, checks.SHARDED_AS, None)
+    origin = getattr(tensor, SHARDED_AS, None)
     what = f"what was {origin} before fully_shard" if origin else f"a {type(tensor).__name__} {tuple(tensor.shape)}"
     return f"{place}, {what}"
 

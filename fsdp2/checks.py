@@ -15,11 +15,8 @@ from . import hooks, torch_compat
 from .extension import count_pre_arguments, refuse_part
 from .mesh import DataMesh, Distribution, described_data_mesh, distribute
 from .module import public_methods
-from .param import Slot, lacks_of_extension
+from .param import SHARDED_AS, Slot, lacks_of_extension
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-
-# Left on an original parameter: if it turns up again, registered elsewhere, it was tied across groups.
-SHARDED_AS = "_fsdp2_sharded_as"
 
 
 def check_modules(module: Any) -> list[nn.Module]:

@@ -305,6 +305,14 @@ def _bytes(row: Tensor) -> bytes:
     return bytes(data)
 
 
+def moves_data(groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
+    """Whether these connect ranks: a simulated backend returns at once, and leaves in a tensor what was there."""
+    return bool(groups) and {torch_compat.backend_name(group, device) for group in groups} <= _BACKENDS
+
+
+_BACKENDS = {"gloo", "mpi", "nccl", "ucc", "xccl"}
+
+
 def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Any]:
     """`value` of every rank of a mesh that has these groups, one for each of its axes; in one order on all ranks.
 

@@ -11,6 +11,7 @@ import torch
 from . import torch_compat
 from .agreement import Agreement, Turn
 from .prefetch import Prefetcher
+from .rank_guard import RankGuard
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
 from .state import FSDPState
@@ -67,6 +68,7 @@ class Context:
             state.group.rename(names)
         self.agreement = self._find_agreement()
         self.prefetcher = Prefetcher(self.states)
+        RankGuard(self.root, self.states).attach()
 
     def _find_agreement(self) -> Agreement | None:
         """How ranks stay in one order, if some of them may leave modules out."""

@@ -21,9 +21,10 @@ from .mesh import (
     replicated_data_mesh,
 )
 from .padding import log_waste
-from .param import FSDPParam, Slot
+from .param import SHARDED_AS, FSDPParam, Slot
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
+from .rank_guard import StartingWeights
 from .sharded_class import sharded_class
 from .state import FSDPState
 from .units import attach, find_units
@@ -166,8 +167,9 @@ def _apply(
     shares = _shares(plans, find_units(roots, slots), shared)
     states = []
     for share, members in shares.items():
-        params = [plan.shard(rest, type(roots[0]).__name__) for plan in members]
+        params, start = _shard(members, rest, type(roots[0]).__name__)
         states.append(_make_state(roots, share, params, policy, reshard_after_forward, pin, conditional))
+        states[-1].group.start = start
     for state, share in zip(states, shares, strict=True):
         state.outer = states[0] if share.unit is not None else None
     hooks.install(states)
@@ -229,7 +231,7 @@ class _Plan(NamedTuple):
     def shard(self, rest: torch.device, root: str) -> FSDPParam:
         original = self.slots[0].get()
         param = FSDPParam(self.slots, self.name, self.mesh, self.distribution, rest, self.keeps_dtype)
-        setattr(original, checks.SHARDED_AS, f"{root}'s {self.name}")
+        setattr(original, SHARDED_AS, f"{root}'s {self.name}")
         return param
 
 
@@ -268,6 +270,18 @@ def _shares(plans: list[_Plan], units: dict[str, nn.Module], shared: DataMesh) -
     if all(share.unit is not None for share in shares):
         shares[_Share(shared, None)] = []
     return dict(sorted(shares.items(), key=lambda item: item[0].unit is not None))
+
+
+def _shard(members: list[_Plan], rest: torch.device, root: str) -> tuple[list[FSDPParam], StartingWeights | None]:
+    """The parameters of one group, and what the largest of them was."""
+    params: list[FSDPParam] = []
+    start, largest = None, max((plan.slots[0].get().numel() for plan in members), default=0)
+    for plan in members:
+        whole = plan.slots[0].get()
+        params.append(plan.shard(rest, root))
+        if start is None and whole.numel() == largest:
+            start = StartingWeights.of(params[-1], whole)
+    return params, start
 
 
 def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:

@@ -80,6 +80,8 @@ class GroupGradients:
         # What to ask before a reduction, if some group under the same root is conditional. All of a group's gradients
         # are reduced together then: ranks meet once for each group, and need not get them in one order.
         self.turn: Turn | None = None
+        # What to do before a reduction, if nothing is gathered at which it could be done.
+        self.guard: Callable[[], None] | None = None
         self._specs: tuple[ParamSpec, ...] = ()
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
         self._wire_dtypes: tuple[torch.dtype, ...] = ()
@@ -362,6 +364,8 @@ class GroupGradients:
         if not gradients:
             return
         if self.synchronise:
+            if self.guard is not None:
+                self.guard()
             self.queue.make_room()
             plan = self._plan(tuple(gradients))
             carried = self._carry(gradients)

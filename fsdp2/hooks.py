@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from . import torch_compat
 from .context import Context
 from .graph_hooks import after_leaf, after_tensors, before_nodes
+from .optimizer_steps import follow_optimizer_steps
 from .state import FSDPState
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 
@@ -79,7 +80,9 @@ def install(states: list[FSDPState]) -> None:
 
 
 def _start(states: list[FSDPState]) -> Context:
-    torch_compat.count_optimizer_steps()
+    follow_optimizer_steps()
+    if states[0].group.mesh.device.type == "cpu":
+        torch_compat.draw_like_plain_tensors()
     for state in states:
         state.group.gradients.on_first = partial(on_first_gradient, state)
         state.group.gradients.on_last = partial(on_last_gradient, state)

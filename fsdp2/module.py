@@ -39,9 +39,19 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module's own group and register the sharded ones."""
+        """Free the full parameters of this module's own group and register the sharded ones.
+
+        Raises:
+            RuntimeError: somebody has written to the full ones, which is lost.
+        """
+        written = [name for state in hooks.states_of(self) for name in state.group.versions.take_written()]
         for state in hooks.states_of(self):
             state.release()
+        if written:
+            raise RuntimeError(
+                f"{', '.join(written)}: modified between unshard() and reshard(), which is lost. Write inside "
+                "full_params(module, writeback=True), or to the sharded parameter."
+            )
 
     # Setters. Each acts on this module's own group and, with `recurse`, on those of the sharded modules inside it.
     # Call them on every rank alike, between steps. The default of `recurse` is torch's: False where torch has no such

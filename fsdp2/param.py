@@ -15,6 +15,8 @@ from .mesh import DataMesh, Distribution
 from .pack import contiguous_stride
 from .policy import MixedPrecisionPolicy
 
+# Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
+SHARDED_AS = "_fsdp2_sharded_as"
 # What a local tensor has that says itself how it is gathered: see extension.py.
 EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -104,7 +106,7 @@ class FSDPParam:
         """Replace the whole parameter, in all its slots, by this rank's rows of it."""
         kind = self._distribution
         with torch.no_grad():
-            gathered = self._gathered(whole.detach())
+            gathered = self.gathered(whole.detach())
             device = gathered.device if gathered.is_meta else self.rest
             if type(gathered) not in (Tensor, nn.Parameter):
                 rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
@@ -113,7 +115,7 @@ class FSDPParam:
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
 
-    def _gathered(self, whole: Tensor) -> Tensor:
+    def gathered(self, whole: Tensor) -> Tensor:
         """What the ranks of the mesh share of it: less than all under tensor parallelism."""
         kind = self._distribution
         if kind.full_mesh is None:
@@ -122,9 +124,16 @@ class FSDPParam:
             whole = distribute_tensor(whole, kind.full_mesh, kind.full_placements, src_data_rank=None)
         return torch_compat.local_of(whole)
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """First row, or column, of this rank's along `dim` of what the ranks of the mesh share, and that after the
+        last.
+        """
+        return self._spec_for(self.local.dtype, self.local.dtype).rows(self._mesh.rank)
+
     def rows_of(self, whole: Tensor) -> Tensor:
         """What a plain tensor of the whole parameter's shape has where `local` lies: a view, or a copy."""
-        gathered, (first, last) = self._gathered(whole), self._spec_for(whole.dtype, whole.dtype).rows(self._mesh.rank)
+        gathered, (first, last) = self.gathered(whole), self.bounds
         return gathered if self._is_scalar else gathered.narrow(self.dim, first, last - first)
 
     def _prepare_gradients(self, local: Tensor) -> None:
@@ -166,8 +175,11 @@ class FSDPParam:
         return ParamSpec(self.gathered_shape, stored, compute, self._mesh.size, self._distribution.dim, extended)
 
     def build_full(self, memory: Tensor) -> None:
-        """Make the full face of `memory`, which has its dtype and the gathered shape."""
+        """Make the full face of `memory`, which has its dtype and the gathered shape. It has what users have set on the
+        sharded one so far.
+        """
         self.full = self.face_of(memory, memory.is_floating_point())
+        vars(self.full).update(_user_attributes(self.sharded))
 
     def face_of(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
         """A full parameter, as modules have it, whose data is `memory`, of the gathered shape."""

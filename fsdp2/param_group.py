@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +80,9 @@ class FSDPParamGroup:
         self.is_lent = False
         # What to ask before a gather, if some group under the same root is conditional.
         self.turn: Turn | None = None
+        # Values from before sharding, until ranks have compared them; what has them do that, before a gather.
+        self.start: Any = None
+        self.guard: Callable[[], None] | None = None
         # Whether to note what `is_up_to_date` compares, at each gather.
         self.notes_changes = False
         self._gathered_at: tuple[int, ...] | None = None
@@ -183,6 +186,8 @@ class FSDPParamGroup:
             self.gradients.await_steps()
         if self.turn is not None and self.params and self._comm.size > 1:
             self.turn.gather()
+        if self.guard is not None:
+            self.guard()
         assert self._buffers is not None
         self._gathered_at = self.shard_versions() if self.notes_changes else None
         try:

@@ -41,6 +41,15 @@ def sharded_class(cls: Any) -> Any:
             group.versions.note_unwritten(params)
         return self
 
+    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        states = hooks.states_below(self) if recurse else hooks.states_of(self)
+        empty = [param for state in states for param in state.group.params if param.local.is_meta]
+        cls.to_empty(self, device=device, recurse=recurse)
+        for param in empty:  # by .data: nobody has written values yet, as far as version counters tell
+            if param.local.is_floating_point():
+                param.local.data.fill_(float("nan"))
+        return self
+
     def reduce(self: nn.Module, protocol: int) -> Any:
         # For deepcopy and pickle, which can't find this class by name.
         hooks.before_copy(self)
@@ -63,6 +72,7 @@ def sharded_class(cls: Any) -> Any:
         "__new__": new,
         "__call__": call,
         "_apply": apply,
+        "to_empty": to_empty,
         "__reduce_ex__": reduce,
         "__setstate__": setstate,
         "__module__": cls.__module__,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+from .mesh import DataMesh
 from .param_group import SHARDED, FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .torch_interface import TorchState
@@ -151,3 +153,8 @@ class FSDPState(TorchState):
     def _reshard(self) -> None:
         self.held, self.group.notes_changes = False, not self.reshard_after_backward
         self.group.reshard(free=not self.context.graph_reads_weights)
+
+
+def data_mesh_of(states: Iterable[FSDPState]) -> DataMesh:
+    """The mesh of most ranks: those that train on one batch."""
+    return max((state.group.mesh for state in states), key=lambda mesh: mesh.num_ranks)

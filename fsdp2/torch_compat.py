@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd import Variable
-from torch.autograd.graph import increment_version
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Parameter
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 __all__ = [
     "ZERO_FUNCTIONS",
@@ -36,8 +34,8 @@ __all__ = [
     "composable_states",
     "concatenate_meshes",
     "copy_all",
-    "count_optimizer_steps",
     "distributed_parameter",
+    "draw_like_plain_tensors",
     "dtensor",
     "dtensor_spec",
     "gradient_hooks",
@@ -294,19 +292,35 @@ def keep_out_of_graphs() -> None:
         sys.modules["torch._dynamo"].trace_rules.add(__package__)
 
 
-@untraced
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    increment_version([param for param in params if isinstance(param, DTensor) and param.grad is not None])
+_RANDOM_OPS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default, torch.ops.aten.bernoulli_.float)
 
 
 @cache
-def count_optimizer_steps() -> None:
-    """From now on a step of any torch optimizer shows in the versions of the DTensors that it changes.
-
-    One that takes parameters one by one leaves a trace there anyway; foreach and fused ones, on plain tensors only.
+def draw_like_plain_tensors() -> None:
+    """From now on what draws random values into a DTensor on a mesh of CPUs gives each rank its part of what a plain
+    tensor would get from the same seed, for any number of ranks. Torch gives all ranks the same values there.
     """
-    register_optimizer_step_post_hook(_count_step)
+    for op in _RANDOM_OPS:
+        DTensor._op_dispatcher._custom_op_handlers[op] = _draw  # type: ignore[assignment]
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, *rest = args
+    local = local_of(target)
+    if local.device.type != "cpu" or any(placement.is_partial() for placement in target.placements):
+        return _dispatch_plainly(op, args, kwargs)
+    whole = op(torch.empty(target.shape, dtype=local.dtype), *rest, **kwargs)
+    local.copy_(local_of(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)))
+    return target
+
+
+def _dispatch_plainly(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = handler
 
 
 def take_hooks(source: Tensor, target: Tensor) -> None:

@@ -91,9 +91,9 @@ class GroupVersions:
         written = self.take_written()
         if written:
             raise RuntimeError(
-                f"{', '.join(written)} was modified in place during forward. The change is lost when "
-                "the parameter is sharded again: modify the sharded parameter between steps, or keep such a value in "
-                "a buffer."
+                f"{', '.join(written)} was modified in place during forward, or between unshard() and it. The change "
+                "is lost when the parameter is sharded again: modify the sharded parameter between steps, or keep "
+                "such a value in a buffer."
             )
 
     def expire(self) -> None:

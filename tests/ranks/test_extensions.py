@@ -332,7 +332,7 @@ def test_on_two_ranks() -> None:
         ("quantised", partial(quantised_and_frozen, checkpointed=False)),
         ("quantised, checkpointed", partial(quantised_and_frozen, checkpointed=True)),
         ("set by hand", set_by_hand_after_to_empty),
-        ("agreement", ranks_must_agree),
+        ("rank_guard", ranks_must_agree),
         ("wrong signature", wrong_signature),
         ("other shape", other_shape),
     ]

@@ -1,0 +1,170 @@
+"""What ranks must have in common though no gather shows it: the weights they start from, memory that somebody has
+initialised, and trainable parameters that no group manages.
+
+Ranks look when one of the groups is gathered for the first time; later, at times 2, 4, 8, ..., where there are such
+parameters. A number that all have in common is its own maximum and minimum over them: an all-reduce of some integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from . import comm
+from .checksum import bits_of, checksum
+from .mesh import DataMesh
+from .param import FSDPParam
+from .state import FSDPState, data_mesh_of
+
+_NUM_SAMPLES = 16
+
+
+class StartingWeights:
+    """Some values of one parameter, as fully_shard found it: ranks that were seeded alike have them in common."""
+
+    def __init__(self, param: FSDPParam, gathered: Tensor) -> None:
+        self.param, self._shape = param, gathered.shape
+        step = max(1, gathered.numel() // _NUM_SAMPLES)
+        self._places = range(0, gathered.numel(), step)
+        self.values = gathered.contiguous().as_strided((len(self._places),), (step,)).clone()
+
+    @classmethod
+    def of(cls, param: FSDPParam, whole: Tensor) -> StartingWeights | None:
+        """`whole`: the parameter before it was sharded. None: it has no values yet, or is no plain tensor."""
+        gathered = param.gathered(whole.detach())
+        is_plain = type(gathered) is Tensor and gathered.dim() > 0 and not gathered.is_meta
+        return cls(param, gathered) if is_plain else None
+
+    def is_replaced(self) -> Tensor:
+        """Whether this rank's shard has other values there now: loaded ones, say. Without dims."""
+        local = self.param.local
+        if local.dtype != self.values.dtype:
+            return torch.ones((), dtype=torch.bool)
+        first, last = self.param.bounds
+        places = torch.unravel_index(torch.tensor(self._places, device=local.device), self._shape)
+        own = (places[self.param.dim] >= first) & (places[self.param.dim] < last)
+        index = [place[own] - (first if dim == self.param.dim else 0) for dim, place in enumerate(places)]
+        return (bits_of(local[tuple(index)]) != bits_of(self.values.to(local.device)[own])).any()
+
+
+class RankGuard:
+    """What the ranks of one root, and of all states below it, have found in common so far."""
+
+    def __init__(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
+        self._root, self._states = root, states
+        self._times = 0
+        # Unmanaged parameters that were the same on all ranks when they were last looked at.
+        self._common: set[str] = set()
+
+    def attach(self) -> None:
+        """Look when a group that all ranks use communicates: they need not all begin a pass, with what is unsharded."""
+        for state in self._states:
+            state.group.guard = state.group.gradients.guard = None
+        mesh = data_mesh_of(self._states)
+        for state in self._states:
+            group = state.group
+            if group.params and group.mesh == mesh and state.gate is None:
+                (group if mesh.size > 1 else group.gradients).guard = self._communicates
+                return
+
+    def _communicates(self) -> None:
+        """
+        Raises:
+            RuntimeError: ranks differ in what they must have in common; on every rank.
+        """
+        number = self._times + 1
+        if not number & self._times:  # a power of two
+            self._look(is_first=number == 1)
+        self._times = number  # unless that raises: then it is looked at again
+
+    def _look(self, is_first: bool) -> None:
+        if is_first:
+            of_mesh: dict[DataMesh, list[FSDPState]] = {}
+            for state in self._states:
+                of_mesh.setdefault(state.group.mesh, []).append(state)
+            for mesh, states in of_mesh.items():
+                if _connects(mesh):
+                    _compare_starts(mesh, states)
+            widest = data_mesh_of(self._states)
+            self._mesh = widest if _connects(widest) else None
+        unmanaged = dict(_find_unmanaged(self._root, self._states)) if self._mesh else {}
+        if self._mesh and unmanaged:
+            self._compare_unmanaged(self._mesh, unmanaged)
+
+    def _compare_unmanaged(self, mesh: DataMesh, unmanaged: dict[str, nn.Parameter]) -> None:
+        bounds = _bounds(mesh, [checksum(parameter) for parameter in unmanaged.values()])
+        common = {name for name, (least, most) in zip(unmanaged, bounds, strict=True) if least == most}
+        apart = [name for name in unmanaged if name in self._common - common]
+        if apart:
+            raise RuntimeError(
+                f"{_some(apart)}: no fully_shard call manages it. It was the same on all ranks, and is not any more: "
+                "each rank has trained it with its own gradient. Have it there before fully_shard, and out of "
+                "ignored_params; or freeze it, or average its gradient before each step."
+            )
+        self._common = common
+
+
+def _compare_starts(mesh: DataMesh, states: Sequence[FSDPState]) -> None:
+    """Raise RuntimeError if groups on `mesh` have parameters that nobody has initialised, or not all alike."""
+    numbers = []
+    for state in states:
+        start = state.group.start
+        nothing, something = torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.int64)
+        numbers += [checksum(start.values), start.is_replaced()] if start else [nothing, something]
+        numbers += [_first_unwritten(state)]
+    bounds = _bounds(mesh, numbers)
+    for state, (least, most), (_, is_replaced), (_, unwritten) in zip(
+        states, bounds[::3], bounds[1::3], bounds[2::3], strict=True
+    ):
+        if unwritten:
+            raise RuntimeError(
+                f"{state.group.params[unwritten - 1].name}: to_empty gave it memory, and nobody has initialised it "
+                "since. Initialise or load it before the first forward."
+            )
+        if least != most and not is_replaced:
+            raise RuntimeError(
+                f"{state.group.start.param.name}: ranks had different values of it when fully_shard was called, so the "
+                "sharded model is made of parts of different models. Set the same seed on all ranks before the model "
+                "is built, or load the weights after fully_shard."
+            )
+    for state in states:
+        state.group.start = None
+
+
+def _first_unwritten(state: FSDPState) -> Tensor:
+    """One more than the place of a parameter that is as `to_empty` left it, or 0."""
+    found = torch.zeros((), dtype=torch.int64)
+    for param in state.group.versions.unwritten():
+        if param.local.numel() and param.local.is_floating_point() and param.local.detach().isnan().all():
+            found.fill_(state.group.params.index(param) + 1)
+    return found
+
+
+def _connects(mesh: DataMesh) -> bool:
+    return comm.moves_data(mesh.axis_groups, mesh.device)
+
+
+def _bounds(mesh: DataMesh, numbers: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """The least and the greatest of each over the ranks of `mesh`, all of which must call it."""
+    own = torch.stack([number.to(mesh.device, torch.int64) for number in numbers])
+    both = torch.cat([~own, own])
+    for group in mesh.axis_groups:
+        comm.all_reduce_now(both, group, largest=True)
+    inverse, greatest = both.chunk(2)
+    return list(zip((~inverse).tolist(), greatest.tolist(), strict=True))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _find_unmanaged(root: FSDPState, states: Sequence[FSDPState]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Trainable parameters below `root` that no group has, with their names."""
+    managed = {(slot.module, slot.name) for s in states for param in s.group.params for slot in param.slots}
+    for outer in root.modules:
+        for prefix, module in outer.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad and (module, name) not in managed:
+                    yield f"{prefix}.{name}" if prefix else name, parameter

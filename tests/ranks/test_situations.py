@@ -1,0 +1,93 @@
+"""Each situation of situations.py ends as its line says: EXACT, or LOUD with the right message."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp2
+from outcomes import CRYPTIC, EXACT, HANG, LOUD, SILENT, Program, Side, Situation, merged, outcome_of, run_on
+from situations import GAPS, SITUATIONS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CHOSEN = [s for s in SITUATIONS if not s.is_pending and s.name not in GAPS]
+
+
+def problems(situations: list[Situation], ranks: int) -> list[str]:
+    found = []
+    outcomes = run_on(ranks, situations, fsdp2, timeout=120)
+    for situation in situations:
+        outcome = merged(outcomes[situation.name])
+        if (outcome.kind, situation.says in outcome.text) != (situation.ends, True):
+            expected = f"{situation.ends} {situation.says!r}".strip()
+            found.append(f"{situation.name}: expected {expected}, got {outcome.kind}: {outcome.text}")
+    return found
+
+
+@pytest.mark.parametrize("ranks", sorted({situation.ranks for situation in CHOSEN}))
+def test_each_ends_well(ranks: int) -> None:
+    found = problems([s for s in CHOSEN if s.ranks == ranks], ranks)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_gaps_are_still_there(name: str) -> None:
+    """Whoever closes one takes it off the list."""
+    (situation,) = (s for s in SITUATIONS if s.name == name)
+    assert outcome_of(situation, fsdp2).kind not in (EXACT, LOUD)
+
+
+def test_each_says_how_it_ends() -> None:
+    for situation in SITUATIONS:
+        assert situation.ends in (EXACT, LOUD)
+        assert bool(situation.says) == (situation.ends == LOUD), situation.name
+    assert {situation.name for situation in SITUATIONS} >= set(GAPS)
+
+
+# ---- the judgement itself
+
+
+def wrong_silently(side: Side) -> None:
+    """A value that depends on whether the model is sharded"""
+    side.value("value", torch.ones(1) * side.is_sharded)
+
+
+def fails_without_advice(side: Side) -> None:
+    """A bare assertion"""
+    side.value("value", 1)
+    assert not side.is_sharded
+
+
+def fails_with_advice(side: Side) -> None:
+    """An argument, and what to do"""
+    side.value("value", 1)
+    if side.is_sharded:
+        raise ValueError("mesh: expected another one. Pass that.")
+
+
+def fails_on_one_rank(side: Side) -> None:
+    """An error on one rank, after which the others train on"""
+    side.value("value", 1)
+    if side.rank == 1:
+        raise ValueError("mesh: expected another one. Pass that.")
+
+
+def hangs(side: Side) -> None:
+    """A collective that one rank enters alone"""
+    side.value("value", 1)
+    if side.rank == 1:
+        dist.barrier()
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [
+        (wrong_silently, SILENT),
+        (fails_without_advice, CRYPTIC),
+        (fails_with_advice, LOUD),
+        (fails_on_one_rank, CRYPTIC),
+        (hangs, HANG),
+    ],
+)
+def test_judgement(program: Program, kind: str) -> None:
+    assert outcome_of(Situation(program, EXACT), fsdp2, patience_s=2).kind == kind

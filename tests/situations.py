@@ -1,0 +1,885 @@
+"""The situations in which sharded training goes wrong without a word, each a program that a user may write.
+
+A program runs on a plain model and whole batches, which is the oracle, and on ranks that shard the model, where it must
+end as its line says: EXACT, or LOUD with a message that contains what follows. See outcomes.py; a docstring is the
+situation's name in the printed table.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from outcomes import EXACT, LOUD, Program, Side, Situation
+
+# Groups that run on some ranks only are to be noticed, and to be trained by `fully_shard(..., conditional=True)`.
+PENDING = True
+# Those that do not end as their line says yet, and how they end instead.
+GAPS = {
+    "full_tensor_in_the_loss": "the gradient is that of this rank's loss alone",
+    "inputs_cast": "as in torch, the default of `cast_forward_inputs`",
+    "batch_norm": "as in torch, each rank keeps the statistics of its own rows; `check` notes it",
+}
+SITUATIONS: list[Situation] = []
+
+
+def ends(how: str, says: str = "", **options: Any) -> Callable[[Program], Program]:
+    def add(program: Program) -> Program:
+        SITUATIONS.append(Situation(program, how, says, **options))
+        return program
+
+    return add
+
+
+# ---- what the programs have in common
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """Layers of the root's own around blocks that are sharded by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def shard(side: Side, model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        side.fully_shard(block, **options)
+    return side.fully_shard(model, **options)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output - 0.5).square().mean()
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.5, "momentum": 0.5, **options})
+
+
+def train(side: Side, model: nn.Module, optimizer: Any = None, steps: int = 3, name: str = "trained") -> None:
+    optimizer = optimizer or sgd(model)
+    for step in range(steps):
+        loss_of(model(side.batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights(name, model)
+
+
+@torch.no_grad()
+def follow(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for old, new in pairs:
+        old.lerp_(new, 0.5)
+
+
+def hsdp(side: Side, shards: int) -> dict[str, Any]:
+    """Options for `fully_shard`: replicas of so many shards each."""
+    if not side.is_sharded:
+        return {}
+    mesh = init_device_mesh("cpu", (side.num_ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+    return {"mesh": mesh}
+
+
+# ---- full copies that are stale, or seen where shards should be
+
+
+@ends(EXACT)
+def teacher_that_follows(side: Side) -> None:
+    """EMA teacher, evaluated in every step"""
+    student, teacher = shard(side, Net()), shard(side, Net())
+    optimizer = sgd(student)
+    pairs = list(zip(teacher.parameters(), student.parameters(), strict=True))
+    for step in range(3):
+        with torch.no_grad():
+            side.rows(f"target {step}", teacher(side.batch(step)))
+        loss_of(student(side.batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        follow(pairs)
+    side.weights("teacher", teacher)
+
+
+@ends(EXACT)
+def evaluation_between_backward_and_step(side: Side) -> None:
+    """Evaluation between backward and step"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    loss_of(model(side.batch(0))).backward()
+    with torch.no_grad():
+        side.rows("before", model(side.batch(1)))
+    optimizer.step()
+    side.rows("after", model(side.batch(1)))
+
+
+@ends(EXACT)
+def optimizer_built_after_evaluation(side: Side) -> None:
+    """Optimizer built after an evaluation"""
+    model = shard(side, Net())
+    with torch.no_grad():
+        model(side.batch(1))
+    train(side, model)
+
+
+@ends(EXACT)
+def state_dict_after_evaluation(side: Side) -> None:
+    """State dict taken after an evaluation"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    loss_of(model(side.batch(0))).backward()
+    with torch.no_grad():
+        model(side.batch(1))
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        side.value(name, value)
+
+
+@ends(EXACT)
+def zero_1_without_a_last_reshard(side: Side) -> None:
+    """ZeRO-1 recipe: nothing resharded, gradients synchronised with the last micro-batch"""
+    model = shard(side, Net(), reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)
+    optimizer = sgd(model)
+    for step in range(3):
+        for last in (False, True):
+            side.set_sync(model, last)
+            loss_of(model(side.batch(2 * step + last))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "was built before fully_shard")
+def optimizer_built_before_sharding(side: Side) -> None:
+    """Optimizer built before fully_shard"""
+    model = Net()
+    optimizer = sgd(model)
+    shard(side, model)
+    train(side, model, optimizer)
+
+
+# ---- accumulation
+
+
+@ends(EXACT)
+def zero_grad_without_sync(side: Side) -> None:
+    """`zero_grad` while gradients are not synchronised"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    side.set_sync(model, False)
+    loss_of(model(side.batch(0))).backward()
+    optimizer.zero_grad()
+    side.set_sync(model, True)
+    loss_of(model(side.batch(1))).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT, ranks=4)
+def zero_grad_without_all_reduce(side: Side) -> None:
+    """HSDP: `zero_grad` while gradients are not summed between replicas"""
+    model = shard(side, Net(), **hsdp(side, 2))
+    optimizer = sgd(model)
+    if side.is_sharded:
+        model.set_requires_all_reduce(False)
+    loss_of(model(side.batch(0))).backward()
+    optimizer.zero_grad()
+    if side.is_sharded:
+        model.set_requires_all_reduce(True)
+    loss_of(model(side.batch(1))).backward()
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "set_requires_gradient_sync(True)")
+def sync_never_switched_on_again(side: Side) -> None:
+    """`set_requires_gradient_sync(False)`, never switched on again"""
+    model = shard(side, Net())
+    side.set_sync(model, False)
+    train(side, model)
+
+
+@ends(LOUD, "set_requires_gradient_sync(True)")
+def clipping_before_sync(side: Side) -> None:
+    """Gradients clipped before they are synchronised"""
+    model = shard(side, Net())
+    side.set_sync(model, False)
+    loss_of(model(side.batch(0))).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    side.grads("clipped", model)
+
+
+@ends(EXACT, tolerance=1e-6)
+def accumulation_of_other_parameters(side: Side) -> None:
+    """Accumulation in which a parameter is used for the first time in the last micro-batch, in mixed precision"""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+
+        def forward(self, x: Tensor, used: int) -> Tensor:
+            return sum(branch(x) for branch in self.branches[:used])
+
+    policy = side.policy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
+    model = side.fully_shard(Sum(), mp_policy=policy)
+    for step in range(2):
+        side.set_sync(model, step == 1)
+        loss_of(model(side.batch(step), used=step + 1)).backward()
+    side.grads("gradients", model)
+
+
+# ---- weights used, or written, outside their module's forward
+
+
+@ends(EXACT)
+def full_tensor_in_the_loss(side: Side) -> None:
+    """A loss that uses `weight.full_tensor()`"""
+    model = shard(side, Net())
+    weight = model.head.weight
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    loss_of(model(side.batch(0)) @ weight).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT, only_ours=True)
+def full_params_in_the_loss(side: Side) -> None:
+    """The same with `full_params(weight)`"""
+    model = shard(side, Net())
+    output = model(side.batch(0))
+    if side.is_sharded:
+        with side.library.full_params(model.head.weight) as weight:
+            loss = loss_of(output @ weight)
+    else:
+        loss = loss_of(output @ model.head.weight)
+    loss.backward()
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "between unshard() and reshard()")
+def written_between_unshard_and_reshard(side: Side) -> None:
+    """Weights written between `unshard()` and `reshard()`"""
+    model = side.fully_shard(Block())
+    if side.is_sharded:
+        model.unshard()
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    if side.is_sharded:
+        model.reshard()
+    side.rows("output", model(side.batch(0)))
+
+
+@ends(EXACT, only_ours=True)
+def written_in_full_params(side: Side) -> None:
+    """The same in `full_params(..., writeback=True)`"""
+    model = side.fully_shard(Block())
+    if side.is_sharded:
+        with side.library.full_params(model, writeback=True):
+            model.up.weight.data.mul_(2)
+    else:
+        model.up.weight.data.mul_(2)
+    side.rows("output", model(side.batch(0)))
+
+
+@ends(LOUD, "modified in place during forward")
+def written_in_forward(side: Side) -> None:
+    """Weights written in a forward"""
+
+    class Normalised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm())
+            return super().forward(x)
+
+    model = side.fully_shard(Normalised(5, 3))
+    train(side, model)
+
+
+class Generates(Net):
+    def generate(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+@ends(LOUD, "register_fsdp_forward_method(model, 'generate')")
+def another_method_than_forward(side: Side) -> None:
+    """Another method than `forward` is called: `generate`"""
+    model = shard(side, Generates())
+    with torch.no_grad():
+        side.rows("output", model.generate(side.batch(0)))
+
+
+@ends(EXACT)
+def a_registered_method(side: Side) -> None:
+    """The same, registered by `register_fsdp_forward_method`"""
+    model = shard(side, Generates())
+    if side.is_sharded:
+        side.library.register_fsdp_forward_method(model, "generate")
+    loss_of(model.generate(side.batch(0))).backward()
+    side.grads("gradients", model)
+
+
+# ---- parameters that nobody manages
+
+
+@ends(LOUD, "stem.weight")
+def trainable_ignored_parameters(side: Side) -> None:
+    """Trainable `ignored_params`"""
+    model = Net()
+    shard(side, model, ignored_params={model.stem.weight})
+    train(side, model, sgd(model, foreach=False))
+
+
+@ends(EXACT)
+def ignored_parameters_that_the_user_reduces(side: Side) -> None:
+    """Trainable `ignored_params` whose gradients the user averages"""
+    model = Net()
+    shard(side, model, ignored_params={model.stem.weight})
+    optimizer = sgd(model, foreach=False)
+    for step in range(4):
+        loss_of(model(side.batch(step))).backward()
+        if side.is_sharded:
+            torch.distributed.all_reduce(model.stem.weight.grad)
+            model.stem.weight.grad /= side.num_ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "head.adapter.weight")
+def adapters_added_after_sharding(side: Side) -> None:
+    """Adapters added after fully_shard"""
+    model = shard(side, Net())
+    model(side.batch(9))
+    model.head.adapter = nn.Linear(5, 3, bias=False)
+    model.head.register_forward_hook(lambda head, args, output: output + head.adapter(args[0]))
+    train(side, model, sgd(model, foreach=False))
+
+
+# ---- what ranks start from
+
+
+@ends(LOUD, "seed")
+def different_seeds(side: Side) -> None:
+    """Every rank builds the model from a seed of its own"""
+    torch.manual_seed(side.rank)
+    model = shard(side, Net())
+    train(side, model)
+
+
+@ends(LOUD, "seed", ranks=4)
+def different_replicas(side: Side) -> None:
+    """HSDP: every replica builds the model from a seed of its own"""
+    torch.manual_seed(side.rank // 2)
+    model = shard(side, Net(), **hsdp(side, 2))
+    train(side, model)
+
+
+@ends(EXACT)
+def different_seeds_then_loaded(side: Side) -> None:
+    """Every rank builds the model from a seed of its own, then loads rank 0's weights"""
+    weights = {name: value.clone() for name, value in Net().state_dict().items()}
+    torch.manual_seed(side.rank)
+    model = shard(side, Net())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=side.is_sharded)
+    set_model_state_dict(model, weights if side.rank == 0 else {}, options=options)
+    train(side, model)
+
+
+def initialised_on_meta(side: Side, **options: Any) -> None:
+    with torch.device("meta" if side.is_sharded else "cpu"):
+        model = Net()
+    shard(side, model, **options)
+    if side.is_sharded:
+        model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter) if parameter.dim() > 1 else nn.init.uniform_(parameter, -1, 1)
+    side.weights("initialised", model)
+    train(side, model)
+
+
+@ends(EXACT)
+def random_initialisation_of_shards(side: Side) -> None:
+    """Built on meta, random weights given to the shards on a CPU mesh"""
+    initialised_on_meta(side)
+
+
+@ends(EXACT, ranks=4)
+def random_initialisation_of_replicas(side: Side) -> None:
+    """The same on a mesh of replicas"""
+    initialised_on_meta(side, **hsdp(side, 2))
+
+
+@ends(LOUD, "head.weight")
+def memory_that_nobody_initialised(side: Side) -> None:
+    """Built on meta, with weights that nobody initialises"""
+    with torch.device("meta" if side.is_sharded else "cpu"):
+        model = Net()
+    shard(side, model)
+    if side.is_sharded:
+        model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        if name != "head.weight":
+            nn.init.constant_(parameter, 0.1)
+    train(side, model)
+
+
+# ---- parameters that are more than tensors
+
+
+@ends(EXACT)
+def hooks_on_parameters(side: Side) -> None:
+    """`register_hook` and `register_post_accumulate_grad_hook` on parameters"""
+    model, called = Net(), []
+    model.head.weight.register_hook(lambda gradient: gradient * 3)
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: called.append(tuple(parameter.shape)))
+    shard(side, model)
+    train(side, model)
+    side.value("called", called)
+
+
+@ends(EXACT)
+def attributes_of_parameters(side: Side) -> None:
+    """Attributes of parameters, read in the forward and by the optimizer"""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * getattr(self.weight, "scale", 1.0)
+
+    model = Scaled(5, 3)
+    model.weight.scale = 3.0
+    model.weight.lr = 0.125
+    side.fully_shard(model)
+    optimizer = torch.optim.SGD([{"params": [p], "lr": getattr(p, "lr", 0.5)} for p in model.parameters()])
+    train(side, model, optimizer)
+
+
+class Quantised(nn.Parameter):
+    """Holds multiples of a scale, which it carries beside its values."""
+
+    scale = 1.0
+
+
+@ends(LOUD, "fsdp_pre_all_gather")
+def subclasses_of_parameters(side: Side) -> None:
+    """A subclass of Parameter, whose class matters in the forward"""
+
+    class Dequantises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Quantised(torch.randn(6, 5))
+            self.weight.scale = 3.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.weight.scale if isinstance(self.weight, Quantised) else 1.0
+            return x @ self.weight.T * scale
+
+    model = side.fully_shard(Dequantises())
+    train(side, model)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+        self.head.weight = self.stem.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.stem(x)))
+
+
+@ends(LOUD, "fully_shard([a, b])")
+def tied_in_two_groups(side: Side) -> None:
+    """Tied weights in two groups"""
+    model = Tied()
+    side.fully_shard(model.stem)
+    side.fully_shard(model.head)
+    side.fully_shard(model)
+    train(side, model)
+
+
+@ends(EXACT)
+def tied_in_one_group(side: Side) -> None:
+    """Tied weights in one group"""
+    train(side, side.fully_shard(Tied()))
+
+
+@ends(EXACT, tolerance=1e-6)
+def mixed_dtypes(side: Side) -> None:
+    """Parameters of several dtypes in one group"""
+    model = Net()
+    model.head.to(torch.float32)
+    model.head.register_forward_pre_hook(lambda head, args: (args[0].float(),))
+    side.fully_shard(model)
+    train(side, model, sgd(model, foreach=False))
+
+
+@ends(EXACT)
+def scalars(side: Side) -> None:
+    """A parameter without dims"""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(5, 3), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.scale
+
+    model = side.fully_shard(Scale())
+    train(side, model, sgd(model, foreach=False))
+
+
+@ends(EXACT)
+def empty_shards_and_fused_optimizer(side: Side) -> None:
+    """Parameters with fewer rows than ranks, and a fused optimizer"""
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)))
+    train(side, model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+
+
+@ends(EXACT)
+def ignored_and_foreach(side: Side) -> None:
+    """Frozen `ignored_params` and sharded ones in one foreach optimizer, with weight decay"""
+    model = Net()
+    model.stem.weight.requires_grad_(False)
+    shard(side, model, ignored_params={model.stem.weight})
+    train(side, model, sgd(model, foreach=True, weight_decay=0.1))
+
+
+# ---- inputs and buffers
+
+
+class Waves(nn.Module):
+    """Features of positions, or time steps, which must be exact; then weights, in the policy's dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        waves = torch.sin(positions.float() * 0.37)
+        return self.linear(waves.to(self.linear.weight.dtype))
+
+
+def positions_in_low_precision(side: Side, **options: Any) -> None:
+    model = Waves().float()
+    policy = side.policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, **options)
+    side.fully_shard(model if side.is_sharded else model.bfloat16(), mp_policy=policy)
+    positions = (side.batch(0) * 1000).round().float()
+    side.rows("output", model(positions).float())
+
+
+@ends(LOUD, "cast_forward_inputs", tolerance=0.05)
+def inputs_cast(side: Side) -> None:
+    """fp32 positions or time steps go into a module whose `param_dtype` is bf16"""
+    positions_in_low_precision(side)
+
+
+@ends(EXACT, tolerance=0.05)
+def inputs_not_cast(side: Side) -> None:
+    """The same with `cast_forward_inputs=False`"""
+    positions_in_low_precision(side, cast_forward_inputs=False)
+
+
+@ends(LOUD, "running_mean")
+def batch_norm(side: Side) -> None:
+    """BatchNorm: running statistics, then evaluation"""
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    for step in range(3):
+        model(side.batch(step))
+    model.eval()
+    side.rows("evaluated", model(side.batch(9)))
+
+
+@ends(EXACT)
+def frozen_batch_norm(side: Side) -> None:
+    """BatchNorm that uses the statistics it was given"""
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5).eval(), nn.Linear(5, 3)))
+    train(side, model)
+
+
+# ---- scale of gradients
+
+
+@ends(EXACT)
+def sum_over_tokens(side: Side) -> None:
+    """Ranks with different numbers of tokens, a divisor for all of them"""
+    model = shard(side, Net())
+    counts = torch.arange(1.0, 9.0)
+    if side.is_sharded:
+        for module in model.modules():
+            if isinstance(module, side.library.FSDPModule):
+                module.set_gradient_divide_factor(36.0)
+    own = counts.chunk(side.num_ranks)[side.rank]
+    loss = (model(side.batch(0)).square().mean(1) * own).sum()
+    (loss if side.is_sharded else loss / 36).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def gradient_norm(side: Side) -> None:
+    """`clip_grad_norm_`"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward()
+    side.value("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    side.grads("clipped", model)
+
+
+# ---- graphs that leave the usual way
+
+
+@ends(EXACT)
+def loss_of_a_tensor_that_was_not_returned(side: Side) -> None:
+    """A loss of a tensor that was kept, not returned"""
+
+    class Keeps(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(self.up(x))
+            return super().forward(x).detach()
+
+    kept: list[Tensor] = []
+    model = side.fully_shard(nn.Sequential(side.fully_shard(Keeps()), side.fully_shard(nn.Linear(5, 5))))
+    model(side.batch(0))
+    loss_of(kept[0]).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def outputs_of_a_class_of_ones_own(side: Side) -> None:
+    """A module that returns an object of the user's own class"""
+
+    class Output:
+        def __init__(self, hidden: Tensor) -> None:
+            self.hidden = hidden
+
+    class Returns(Block):
+        def forward(self, x: Tensor) -> Any:
+            return Output(super().forward(x))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = side.fully_shard(Returns()), side.fully_shard(nn.Linear(5, 3))
+
+        def forward(self, x: Tensor) -> Any:
+            return Output(self.last(self.inner(x).hidden))
+
+    model = side.fully_shard(Outer())
+    loss_of(model(side.batch(0)).hidden).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def views_modified_in_place(side: Side) -> None:
+    """An output that is a view, and is modified in place"""
+
+    class View(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(-1, 5)
+
+    model = side.fully_shard(nn.Sequential(side.fully_shard(View(5, 5)), nn.ReLU(True), side.fully_shard(View(5, 5))))
+    loss_of(model(side.batch(0)).mul_(2)).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def gradient_penalty(side: Side) -> None:
+    """Double backward: a gradient penalty"""
+    model = shard(side, Net())
+    x = side.batch(0).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    gradient.square().sum(1).mean().backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def inference_mode_then_training(side: Side) -> None:
+    """A first forward in inference mode, then training"""
+    model = shard(side, Net())
+    with torch.inference_mode():
+        model(side.batch(1))
+    train(side, model)
+
+
+@ends(EXACT)
+def several_forwards(side: Side) -> None:
+    """Two forwards, two backwards, a graph that is retained"""
+    model = shard(side, Net())
+    first, second = (loss_of(model(side.batch(seed))) for seed in range(2))
+    first.backward(retain_graph=True)
+    second.backward()
+    first.backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def reentrant_checkpointing(side: Side) -> None:
+    """Reentrant activation checkpointing"""
+
+    class Checkpointed(Net):
+        def features(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    train(side, shard(side, Checkpointed()))
+
+
+@ends(EXACT)
+def child_before_root(side: Side) -> None:
+    """A sharded child is called before the root"""
+    model = shard(side, Net())
+    with torch.no_grad():
+        model.blocks[0](side.batch(1))
+    train(side, model)
+
+
+# ---- copies, loading, freezing, errors
+
+
+@ends(EXACT)
+def deep_copies(side: Side) -> None:
+    """`copy.deepcopy` of a sharded model, for an EMA"""
+    model = shard(side, Net())
+    teacher = copy.deepcopy(model)
+    train(side, model)
+    follow(list(zip(teacher.parameters(), model.parameters(), strict=True)))
+    side.rows("evaluated", teacher(side.batch(1)))
+
+
+@ends(LOUD, "stem.weight")
+def plain_state_dict_loaded(side: Side) -> None:
+    """`load_state_dict` of whole tensors"""
+    weights = {name: value * 2 for name, value in Net().state_dict().items()}
+    model = shard(side, Net())
+    model.load_state_dict(weights)
+    side.rows("output", model(side.batch(0)))
+
+
+@ends(EXACT)
+def freezing_and_unfreezing(side: Side) -> None:
+    """Parameters frozen and unfrozen between steps"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    for trainable in (False, True):
+        model.stem.requires_grad_(trainable)
+        train(side, model, optimizer, steps=2, name=f"trainable={trainable}")
+
+
+@ends(EXACT)
+def converted_after_sharding(side: Side) -> None:
+    """`model.to(dtype)` after fully_shard"""
+    model = shard(side, Net()).to(torch.float32)
+    loss_of(model(side.batch(0).float())).backward()
+    side.weights("converted", model)
+
+
+@ends(EXACT)
+def step_after_an_error(side: Side) -> None:
+    """A step after an exception in forward"""
+    model = shard(side, Net())
+    try:
+        model(side.batch(0, width=4))
+    except RuntimeError:
+        train(side, model)
+
+
+# ---- ranks that are not in the same place
+
+
+class Towers(nn.Module):
+    """Rows go through a tower of their rank's choice, or through none, then through a head."""
+
+    def __init__(self, side: Side, widths: tuple[int, int], **options: Any) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(5, w), nn.Tanh(), nn.Linear(w, 5)) for w in widths)
+        self.head = nn.Linear(5, 3)
+        for tower in self.towers:
+            side.fully_shard(tower, **options)
+        side.fully_shard(self)
+
+    def forward(self, x: Tensor, tower: int | None) -> Tensor:
+        return self.head(x if tower is None else self.towers[tower](x))
+
+
+def train_by_rank(side: Side, model: nn.Module, choices: tuple[Any, Any]) -> None:
+    """Each rank's rows with its own choice: on the plain side, both, one after the other."""
+    optimizer = sgd(model)
+    for step in range(2):
+        parts = side.parts(2, step)
+        for rank, rows in parts:
+            (loss_of(model(rows, choices[rank])) / len(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "towers", is_pending=PENDING)
+def ranks_in_different_modules(side: Side) -> None:
+    """Two ranks call different sharded modules of equal shapes"""
+    train_by_rank(side, Towers(side, (7, 7)), (0, 1))
+
+
+@ends(LOUD, "towers", is_pending=PENDING)
+def a_module_skipped_on_one_rank(side: Side) -> None:
+    """A sharded module is skipped on one rank"""
+    train_by_rank(side, Towers(side, (7, 9)), (0, None))
+
+
+@ends(EXACT, is_pending=PENDING, only_ours=True)
+def conditional_modules(side: Side) -> None:
+    """Both, with `fully_shard(..., conditional=True)`"""
+    for choices in ((0, 1), (0, None)):
+        model = Towers(side, (7, 9), **({"conditional": True} if side.is_sharded else {}))
+        train_by_rank(side, model, choices)
+
+
+class Branches(nn.Module):
+    """Two of equal shapes in one group, of which each rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](x)
+
+
+@ends(LOUD, "set_reduce_scatter_unused_params", is_pending=PENDING)
+def ranks_use_different_parameters(side: Side) -> None:
+    """Ranks use different parameters, of equal shapes, of one group"""
+    train_by_rank(side, side.fully_shard(Branches()), (0, 1))
+
+
+@ends(EXACT)
+def unused_parameters_reduced(side: Side) -> None:
+    """The same with `set_reduce_scatter_unused_params(True)`"""
+    model = side.fully_shard(Branches())
+    if side.is_sharded:
+        model.set_reduce_scatter_unused_params(True)
+    train_by_rank(side, model, (0, 1))
