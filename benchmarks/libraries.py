@@ -2,8 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .guards import GUARDS
 from .peers import shard_by_ddp, shard_by_fsdp1
 from .simple_fsdp import Dtypes, shard_by_dtensors
 
@@ -49,13 +50,16 @@ PEERS = {
     "ddp": Library("ddp", shard_by_ddp, can_cast=False),
     "simple": Library("simple", shard_by_dtensors),
 }
-NAMES = (*MODULES, *PEERS)
+NAMES = (*MODULES, *GUARDS, *PEERS)
 
 
 def load_library(name: str) -> Library:
     """Import one library; exits with a sentence that says what to do when it cannot be imported."""
     if name in PEERS:
         return PEERS[name]
+    if name in GUARDS:
+        guarded = load_library("fsdp2")
+        return replace(guarded, name=name, shard=partial(_shard_without, guarded, GUARDS[name]))
     if name not in MODULES:
         raise SystemExit(f"unknown library {name!r}: choose from {', '.join(NAMES)}")
     try:
@@ -85,3 +89,12 @@ def _shard_by_recipe(
     for block in model.blocks:
         library.fully_shard(block, **options)
     return library.fully_shard(model, **options)
+
+
+def _shard_without(
+    guarded: Library, guards: Sequence[Callable[[nn.Module], None]], *args: Any, **kwargs: Any
+) -> nn.Module:
+    model = guarded.shard(*args, **kwargs)
+    for drop in guards:
+        drop(model)
+    return model

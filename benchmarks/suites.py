@@ -12,7 +12,7 @@ from .cuda import measure_cuda
 from .gloo_group import measure_gloo
 from .host import measure_host
 from .jobs import Job
-from .libraries import MODULES, Library
+from .libraries import PEERS, Library
 from .memory import measure_memory
 from .overlap import measure_overlap
 from .places import Place, UnavailableError, open_throttled_link
@@ -59,7 +59,7 @@ class Suite:
     def choose_libraries(self, asked: Sequence[str] | None) -> tuple[str, ...]:
         """The first is compared with each other one."""
         names = asked or ("fsdp2", "torch", *self.peers)
-        return tuple(name for name in names if name in MODULES or name in self.peers)
+        return tuple(name for name in names if name not in PEERS or name in self.peers)
 
     def open_places(self) -> AbstractContextManager[Sequence[Place]]:
         """One for each rank of a job.

@@ -3,48 +3,22 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/resume_elsewhere.py --steps 20
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 3 examples/resume_elsewhere.py --steps 30
 
-The second run starts with step 21, and its losses are those of a run that was never stopped. A checkpoint is written
-under another name and renamed when it is complete: whatever has the name of a checkpoint can be loaded.
+The second run starts with step 21, and its losses are those of a run that was never stopped, by whatever: kill -9 in
+the midst of a save leaves the checkpoint before it; SIGTERM saves one. How, is in checkpointing.py.
 """
 
 import argparse
-import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from checkpointing import StopSignal, find_last, resume, save
 from tiny_text import DOCUMENTATION, LEARNING_RATE, Text, join_ranks, make_gpt, report, say
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
 
 SAVE_EVERY = 5
-
-
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Each rank writes its own shards. Every rank must call it."""
-    partial = folder / "partial"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run has left
-    dist.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial)
-    if dist.get_rank() == 0:  # it returns from dcp.save when all ranks have written
-        partial.rename(folder / f"step-{step:06}")
-
-
-def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the last checkpoint, written by however many ranks, and return its step; 0: there is none."""
-    checkpoints = sorted(folder.glob("step-*"))
-    if not checkpoints:
-        return 0
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=checkpoints[-1])
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return int(checkpoints[-1].name.removeprefix("step-"))
 
 
 def main() -> None:
@@ -63,7 +37,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     text = Text(DOCUMENTATION, device)
 
-    first = resume(args.folder, model, optimizer) + 1
+    last, stop_signal = find_last(args.folder), StopSignal()
+    first = 1 + (resume(last, model, optimizer) if last else 0)
     say(f"{world_size} rank(s), steps {first} to {args.steps}")
     for step in range(first, args.steps + 1):
         loss = model(*text.batch(step, rank, world_size))
@@ -71,8 +46,12 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         report(step, loss)
-        if step % SAVE_EVERY == 0:
+        stops = stop_signal.agreed(device)
+        if stops or step % SAVE_EVERY == 0:
             save(args.folder, step, model, optimizer)
+        if stops:
+            say(f"stopped by SIGTERM after step {step}")
+            break
     dist.destroy_process_group()
 
 

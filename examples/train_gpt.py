@@ -1,12 +1,13 @@
 """Train a byte-level GPT of about 10 million parameters on the documentation that ships with Python.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --save-every 40    # two CPU ranks, under two minutes
-    torchrun --nproc-per-node 3 examples/train_gpt.py --resume checkpoints/step-000040
+    torchrun --nproc-per-node 3 examples/train_gpt.py --resume checkpoints    # from the last one there
     python examples/train_gpt.py --impl none                            # plain training, the curve to compare with
     torchrun --nproc-per-node 4 examples/train_gpt.py --device cuda --bf16
 
 Batches depend on the seed and the step alone, and each rank takes its slice of the global batch. So the losses are the
 same for every --impl and every number of ranks, also where a run goes on from a checkpoint of another number of ranks.
+At SIGTERM, to any of its processes, a run saves one and ends.
 """
 
 import argparse
@@ -20,10 +21,9 @@ from pydoc_data.topics import topics  # what help("for") prints: half a megabyte
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from checkpointing import StopSignal, find_last, name_of, resume, save
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 try:
@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
         add(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
     add("--lr", type=float, default=1e-3, metavar="RATE", help="peak learning rate (default: %(default)s)")
     add("--save", default="checkpoints", metavar="DIR", help="where checkpoints go; '': nowhere (default: %(default)s)")
-    add("--resume", type=Path, metavar="DIR", help="one checkpoint, such as checkpoints/step-000040, of any rank count")
+    add("--resume", type=Path, metavar="DIR", help="a checkpoint, of any rank count, or a folder of them: the last")
     # Not --log: torchrun takes that for a prefix of its own options, even behind the name of the script.
     add("--log-file", type=Path, metavar="FILE", help="write losses and speed there, one JSON object per line")
     if parser.parse_args().tiny:
@@ -92,8 +92,8 @@ def find_problem(args: argparse.Namespace, world_size: int) -> str | None:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
         return f"--device cuda: {local_ranks} rank(s) need a GPU each, torch finds {torch.cuda.device_count()}"
-    if args.resume and not (args.resume / ".metadata").is_file():
-        return f"--resume {args.resume}: no checkpoint there (expected a folder that holds a file .metadata)"
+    if args.resume and not find_last(args.resume):
+        return f"--resume {args.resume}: no checkpoint there (expected a file .metadata, or folders named step-*)"
     return None
 
 
@@ -245,21 +245,6 @@ def generate(model: nn.Module, args: argparse.Namespace, device: torch.device) -
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Each rank writes its own shards. Every rank must call it."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "step": step}, checkpoint_id=folder)
-
-
-def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load what `save` wrote, from however many ranks, and return its step. Every rank must call it."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return state["step"]
-
-
 class Reporter:
     """Progress bar, lines on the screen and the log file; silent on all ranks but the first."""
 
@@ -296,7 +281,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     model = shard(GPT(args.width, args.layers, args.heads, args.context).to(device), args, device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     text = Text(args, device)
-    first_step = resume(args.resume, model, optimizer) if args.resume else 0
+    first_step = resume(find_last(args.resume), model, optimizer) if args.resume else 0
+    stop_signal = StopSignal()
     report = Reporter(args, first_step)
     size = sum(parameter.numel() for parameter in model.parameters())
     report.say(f"{size / 1e6:.1f} M parameters, {dist.get_world_size()} rank(s), {args.impl} on {device.type}")
@@ -309,10 +295,16 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         seconds = time.perf_counter() - start
         speed_seconds += seconds if step > first_step + 1 else 0  # the first step also builds buffers and streams
         report.train(step, loss, seconds)
+        stops = stop_signal.agreed(device)
+        if args.save and (stops or step == args.steps or (args.save_every and step % args.save_every == 0)):
+            save(Path(args.save), step, model, optimizer)
+        if stops:
+            report.bar.close()
+            how = f"--resume {name_of(Path(args.save), step)}" if args.save else "nothing was saved"
+            report.say(f"Stopped by SIGTERM after step {step}. To go on: {how}")
+            return
         if step % args.eval_every == 0 or step == args.steps:
             report.validation(step, validate(model, text, args.eval_batches))
-        if args.save and (step == args.steps or (args.save_every and step % args.save_every == 0)):
-            save(Path(args.save) / f"step-{step:06}", model, optimizer, step)
     report.bar.close()
     if speed_seconds:
         tokens = args.batch * args.context * (args.steps - first_step - 1)

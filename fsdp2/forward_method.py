@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from types import MethodType
@@ -11,6 +12,8 @@ from torch import nn
 
 from . import hooks
 
+_DEFERRED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have `module.method_name(...)` gather the parameters like `module(...)` does: `generate`, `encode`, ...
@@ -19,12 +22,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Raises:
         ValueError: there is no such method.
+        NotImplementedError: it is a generator, or asynchronous: it would run when the parameters are sharded again.
     """
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"method_name: expected a method of {type(module).__name__}, got {method_name!r}")
     if hooks.state_of(module) is None:
         return
+    if any(is_deferred(method) for is_deferred in _DEFERRED):
+        raise NotImplementedError(
+            f"{method_name} is a generator or asynchronous: it would run when the parameters are sharded again. Run it "
+            "inside `with fsdp2.full_params(module):`."
+        )
     function = getattr(type(module), method_name, None) if getattr(method, "__self__", None) is module else None
     call = partial(_run_function, module, method) if function is None else partial(_run_method, module, method_name)
     setattr(module, method_name, update_wrapper(call, method))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -351,8 +352,7 @@ class GroupGradients:
                 param.full.grad = None
                 if i in frozen:
                     continue  # since the forward
-                gradient = gradient.detach() if gradient.requires_grad else gradient  # of a graph, under create_graph
-                taken[i] = param.gathered_gradient(gradient)
+                taken[i] = param.gathered_gradient(_without_graph(gradient) if gradient.requires_grad else gradient)
             if i in self._waiting:
                 self._taken_along.add(i)
                 waited = self._waiting.pop(i)
@@ -384,3 +384,12 @@ class GroupGradients:
         carried = {i: self._partial.pop(i) for i in indices if i in self._partial} if self._partial else {}
         self._taken_along.update(carried)
         return carried
+
+
+def _without_graph(gradient: Tensor) -> Tensor:
+    warnings.warn(
+        "backward(create_graph=True): gradients of sharded parameters have no graph, so a loss made of them would not "
+        "train. Differentiate by what full_params yields instead, inside its block, with torch.autograd.grad.",
+        stacklevel=2,
+    )
+    return gradient.detach()

@@ -42,6 +42,8 @@ class _Settled:
 SHARDED = _Settled("SHARDED")
 UNSHARDED = _Settled("UNSHARDED")
 
+_KEY = "fsdp2"
+
 
 class FSDPParamGroup:
     """Owns one flat shard buffer and one storage for the full parameters.
@@ -83,6 +85,9 @@ class FSDPParamGroup:
         # Values from before sharding, until ranks have compared them; what has them do that, before a gather.
         self.start: Any = None
         self.guard: Callable[[], None] | None = None
+        # Forward pre-hooks of the modules that others gather for, and the one that is among them while these don't.
+        self._call_hooks: list[dict[Any, Any]] = []
+        self._on_sharded_call: Callable[..., None] | None = None
         # Whether to note what `is_up_to_date` compares, at each gather.
         self.notes_changes = False
         self._gathered_at: tuple[int, ...] | None = None
@@ -294,7 +299,22 @@ class FSDPParamGroup:
         i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
 
+    def watch_calls(self, on_sharded_call: Callable[[nn.Module, Any, Any], None]) -> None:
+        """Have `on_sharded_call(module, args, kwargs)` run before a call of a module inside, if it is not the group's
+        own forward that makes it: the full parameters are not there. It costs calls inside nothing.
+        """
+        inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots)
+        self._on_sharded_call = on_sharded_call
+        self._call_hooks = [torch_compat.watch_calls(each, _KEY) for each in inside if each not in self.modules]
+        for hooks in self._call_hooks:
+            hooks[_KEY] = on_sharded_call
+
     def _register(self, face: int) -> None:
+        for hooks in self._call_hooks:
+            if face:
+                hooks.pop(_KEY, None)
+            else:
+                hooks[_KEY] = self._on_sharded_call
         for slots, name, parameter in self._dict_slots[face]:
             slots[name] = parameter
         for module, name, parameter in self._setattr_slots[face]:

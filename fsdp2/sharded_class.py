@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from . import hooks, torch_compat, units
+from . import entry_points, hooks, torch_compat, units
 from .module import FSDPModule
 
 
@@ -27,7 +27,11 @@ def sharded_class(cls: Any) -> Any:
     @torch_compat.untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         torch_compat.keep_out_of_graphs()
-        return hooks.run_forward(self, partial(cls.__call__, self), args, kwargs)
+        try:
+            return hooks.run_forward(self, partial(cls.__call__, self), args, kwargs)
+        except RuntimeError as error:
+            entry_points.explain(error, self, "forward")
+            raise
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
@@ -69,6 +73,7 @@ def sharded_class(cls: Any) -> Any:
         )
 
     body = {
+        **entry_points.explained_methods(cls),
         "__new__": new,
         "__call__": call,
         "_apply": apply,

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from operator import attrgetter
+from pkgutil import iter_modules
 from typing import Any, TypeVar, cast
 
 import torch
@@ -61,6 +62,7 @@ __all__ = [
     "strided_shard",
     "take_hooks",
     "untraced",
+    "watch_calls",
 ]
 
 
@@ -281,15 +283,18 @@ def untraced(function: Function) -> Function:
 
 
 _dynamo_knows = False
+_TRACED = "entry_points"
 
 
 @untraced
 def keep_out_of_graphs() -> None:
-    """Tell dynamo, once it is there, that none of our functions is to be compiled."""
+    """Tell dynamo, once it is there, that none of our functions is to be compiled but those around users' methods."""
     global _dynamo_knows
     if not _dynamo_knows and "torch._dynamo" in sys.modules:
         _dynamo_knows = True
-        sys.modules["torch._dynamo"].trace_rules.add(__package__)
+        for module in iter_modules(sys.modules[__package__].__path__):
+            if module.name != _TRACED:
+                sys.modules["torch._dynamo"].trace_rules.add(f"{__package__}.{module.name}")
 
 
 _RANDOM_OPS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default, torch.ops.aten.bernoulli_.float)
@@ -342,6 +347,15 @@ def register_composable(module: nn.Module, state: ComposableState, name: str) ->
 
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
     _module_state_mapping[module] = weakref.ref(state)
+
+
+def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
+    """Where, under `key`, a hook is to be written that runs before forward, with the keywords, too; and before others.
+
+    Written and deleted there many a time in each step: handles take ten times as long.
+    """
+    module._forward_pre_hooks_with_kwargs[key] = True  # type: ignore[index]
+    return module._forward_pre_hooks
 
 
 def composable_states() -> list[Any]:

@@ -31,8 +31,8 @@ PATIENCE_S = 10.0
 
 ADVICE = re.compile(
     r"\b(?:must|requires?|need to)\b|(?:^|[.:;,]\s+|\b(?:please|or|and|then|instead) )"
-    r"(?:apply|build|broadcast|call|change|checkpoint|choose|clear|convert|copy|freeze|give|group|have|initialise|initialize"
-    r"|keep|leave|load|make|materialise|materialize|move|pass|put|register|replace|set|start|step|store|tie|use|wrap"
+    r"(?:add|apply|build|broadcast|call|change|checkpoint|choose|clear|convert|copy|freeze|give|group|have|initialise|initialize"
+    r"|keep|leave|load|make|materialise|materialize|move|pass|put|register|replace|run|set|start|step|store|tie|use|wrap"
     r"|write)\b",
     re.IGNORECASE,
 )
@@ -243,7 +243,7 @@ def _names(side: Side) -> Iterator[str]:
         yield from (type(module).__name__.removeprefix("FSDP") for module in model.modules())
     library = side.library
     assert library is not None
-    yield from inspect.signature(library.fully_shard).parameters
+    yield from ("register_fsdp_forward_method", *inspect.signature(library.fully_shard).parameters)
     yield from (name for name in vars(library.FSDPModule) if not name.startswith("_") and "_" in name)
     yield from (field.name for field in dataclasses.fields(library.MixedPrecisionPolicy))
     yield from ("full_params", "register_fsdp_forward_method", "deepcopy")

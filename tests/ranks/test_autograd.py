@@ -6,8 +6,10 @@ with its rows of the batch, where all that is shown is compared with what the pl
 difference is not rounding.
 """
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from fsdp2 import full_params
 from scenarios import (
     WIDTH,
     WRAPS,
@@ -661,6 +664,78 @@ def test_a_backward_inside_forward_that_gives_parameters_their_gradient() -> Non
             run.step(f"step {step}", model, optimizer)
 
     check(scenario, wrap=WRAPS)
+
+
+def test_hooks_that_call_backward_inside_forward() -> None:
+    """Local losses by forward hooks of blocks and by a hook of the head, amid the forward, with gradients delivered."""
+
+    def learn(block: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            loss_of(output).backward(retain_graph=isinstance(block, nn.Linear))
+        return output if isinstance(block, nn.Linear) else output.detach()
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        for module in (*model.blocks, model.head):
+            module.register_forward_hook(learn)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            output = model(run.batch(seed=step))
+            run.rows(f"output {step}", output)
+            run.step(f"step {step}", model, optimizer, output.square().mean())
+            with torch.no_grad():
+                run.rows(f"evaluated {step}", model(run.batch(seed=step + 9)))
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_gradients_by_parameters() -> None:
+    """Only full parameters are in the graph: by them, inside full_params, first and second derivatives are exact."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            x = Run().batch(seed=step)  # the same rows on every rank: their gradients are those of all
+            with full_params(model) if run.sharded else nullcontext(dict(model.named_parameters())) as full:
+                loss = loss_of(model(x))
+                slopes = torch.autograd.grad(loss, list(full.values()), create_graph=True)
+                for (name, _), slope in zip(full.items(), slopes, strict=True):
+                    run.value(f"slope by {name}", slope)
+            run.step(f"penalty {step}", model, optimizer, loss + sum(slope.square().sum() for slope in slopes))
+            with full_params(model) if run.sharded else nullcontext(dict(model.named_parameters())) as full:
+                chosen = [param for name, param in full.items() if "blocks" in name]
+                loss_of(model(run.batch(seed=step))).backward(inputs=chosen)
+            run.step(f"some {step}", model, optimizer)
+            if run.sharded:
+                with pytest.raises(RuntimeError, match="not have been used in the graph"):
+                    torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_gradients_with_a_graph_lose_it_with_a_warning() -> None:
+    """Their values are right, and those of inputs keep their graph; a loss of `.grad` of parameters would be silent."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(2):
+            x = run.batch(seed=step).requires_grad_()
+            with warnings.catch_warnings(record=True) as seen:  # torch has one of its own, once in a process
+                warnings.simplefilter("always")
+                model(x).square().mean().backward(create_graph=True)
+            run.value("said", any("full_params" in str(each.message) for each in seen) or not run.sharded)
+            run.rows("slope", x.grad / run.world_size)
+            run.grads("first", model)
+            x.grad.square().sum().backward()
+            optimizer.zero_grad()
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, wrap=(whole, blocks))
 
 
 # ---- activation checkpointing ----------------------------------------------------------------------------------------

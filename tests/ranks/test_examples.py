@@ -4,14 +4,16 @@ Their model and batches are the same in all but one, so plain training on one pr
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from examples.tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, make_gpt
 from helpers import alone
-from programs import run_forked
+from programs import kill_at, run_forked
 
 Curve = dict[int, float]
 
@@ -112,5 +114,34 @@ def test_resume_elsewhere(tmp_path: Path, plain_losses: Curve) -> None:
     (tmp_path / "partial" / "__0_0.distcp").write_bytes(b"half of a")
     resumed = losses(run_forked("resume_elsewhere.py", 1, "--steps", "15", "--folder", str(tmp_path)))
     assert list(resumed) == [11, 12, 13, 14, 15]
+    assert_same(stopped | resumed, {step: plain_losses[step] for step in range(1, 16)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000010", "step-000015"]
+
+
+def dies_writing(rank: int) -> None:
+    """Rank 1, of its second checkpoint: after its own files, before the others' are known to be there."""
+    if rank == 1:
+        kill_at(2, FileSystemWriter, "write_data", after=True)
+
+
+def dies_with_all_data_written(rank: int) -> None:
+    if rank == 0:
+        kill_at(2, FileSystemWriter, "finish")
+
+
+def dies_before_the_name(rank: int) -> None:
+    if rank == 0:
+        kill_at(4, Path, "rename")  # of two for each checkpoint: DCP renames its metadata
+
+
+@pytest.mark.parametrize("dies", [dies_writing, dies_with_all_data_written, dies_before_the_name])
+def test_killed_while_saving(dies: Callable[[int], None], tmp_path: Path, plain_losses: Curve) -> None:
+    """kill -9: the checkpoint before is as it was, and a run goes on from it as if uninterrupted."""
+    options = ("--steps", "15", "--folder", str(tmp_path))
+    stopped = losses(run_forked("resume_elsewhere.py", 2, *options, before=dies, is_killed=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["partial", "step-000005"]
+    assert set(stopped) >= set(range(1, 11)) - {10}
+    resumed = losses(run_forked("resume_elsewhere.py", 2, *options))
+    assert list(resumed) == list(range(6, 16))
     assert_same(stopped | resumed, {step: plain_losses[step] for step in range(1, 16)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000010", "step-000015"]

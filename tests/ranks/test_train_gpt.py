@@ -3,15 +3,23 @@
 Plain training on one process is the oracle. One run is by torchrun, since the launcher is part of what is tested.
 """
 
+import itertools
 import json
+import os
 import runpy
+import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from programs import ROOT, run_by_torchrun, run_forked
+from programs import ROOT, kill_at, run_by_torchrun, run_forked, start_by_torchrun
 
 pytest.importorskip("tqdm", reason="examples/train_gpt.py needs the extra fsdp2[examples]")
 
@@ -23,11 +31,17 @@ Curve = dict[int, float]
 Run = Callable[..., str]
 
 
-def train(folder: Path, impl: str, ranks: int, *options: str, run: Run = run_forked) -> tuple[Curve, Curve]:
+def train(
+    folder: Path, impl: str, ranks: int, *options: str, run: Run = run_forked, says: str = "Sample: 'The "
+) -> tuple[Curve, Curve]:
     """Training loss and validation bits per byte, each by step, of one run."""
     log = folder / "losses.jsonl"
     output = run(SCRIPT.name, ranks, "--tiny", "--impl", impl, "--save", str(folder), "--log-file", str(log), *options)
-    assert "Sample: 'The " in output
+    assert says in output
+    return read_log(log)
+
+
+def read_log(log: Path) -> tuple[Curve, Curve]:
     records = [json.loads(line) for line in log.read_text().splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     validations = {record["step"]: record["val_bits_per_byte"] for record in records if "val_bits_per_byte" in record}
@@ -82,6 +96,68 @@ def test_resumed_run_goes_on_as_if_uninterrupted(
     assert_same(resumed, (expected_losses, expected_validations))
 
 
+def terminates_in(steps: dict[int, int]) -> Callable[[int], None]:
+    """Rank -> the step in the midst of which it gets SIGTERM."""
+
+    def before(rank: int) -> None:
+        optimizer_step, count = torch.optim.AdamW.step, itertools.count(1)
+
+        def step(self: Any, closure: Any = None) -> Any:
+            if next(count) == steps.get(rank):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return optimizer_step(self, closure)
+
+        torch.optim.AdamW.step = step  # type: ignore[method-assign]
+
+    return before
+
+
+@pytest.mark.parametrize("steps", [{1: 4}, {0: 4, 1: 6}, {0: 4, 1: 4}], ids=str)
+def test_a_run_that_gets_sigterm_saves_and_goes_on_as_if_uninterrupted(
+    steps: dict[int, int], tmp_path: Path, sharded_run: tuple[Path, tuple[Curve, Curve]]
+) -> None:
+    """One rank, or all, in the same step or not: they agree on the first, save, and end without an error."""
+    _, (losses, _) = sharded_run
+    stopped, _ = train(
+        tmp_path, IMPL, 2, run=partial(run_forked, before=terminates_in(steps)), says="Stopped by SIGTERM after step 4"
+    )
+    assert list(stopped) == [1, 2, 3, 4]
+    assert [path.name for path in tmp_path.glob("step*")] == ["step-000004"]
+    resumed, _ = train(tmp_path, IMPL, 2, "--resume", str(tmp_path))
+    assert stopped | resumed == pytest.approx(losses, abs=1e-4)
+
+
+def test_killed_while_a_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
+    """One of an earlier run, of the same step: there is a whole one at any moment."""
+    losses, _ = train(tmp_path, IMPL, 2, "--steps", "3", "--save-every", "2")
+    shutil.rmtree(tmp_path / "step-000003")
+
+    def before(rank: int) -> None:
+        if rank == 0:
+            kill_at(3, Path, "rename")  # after DCP's of its metadata, and that of the old one
+
+    train(tmp_path, IMPL, 2, "--steps", "2", run=partial(run_forked, before=before, is_killed=True), says="parameters")
+    resumed, _ = train(tmp_path, IMPL, 2, "--steps", "3", "--resume", str(tmp_path))
+    assert resumed == pytest.approx({3: losses[3]}, abs=1e-4)
+
+
+def test_torchrun_passes_sigterm_on(tmp_path: Path) -> None:
+    """It says by its own exit code that it was stopped, but waits for the checkpoint."""
+    log = tmp_path / "losses.jsonl"
+    options = ("--tiny", "--steps", "100000", "--save", str(tmp_path), "--log-file", str(log), "--eval-every", "100000")
+    with start_by_torchrun(SCRIPT.name, 2, *options) as process:
+        while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) > 5):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    assert "Stopped by SIGTERM after step" in output, errors[-4000:]
+    (checkpoint,) = tmp_path.glob("step-*")
+    last = max(read_log(log)[0])
+    assert checkpoint.name == f"step-{last:06}"
+    resumed, _ = train(tmp_path, IMPL, 1, "--resume", str(checkpoint), "--steps", str(last + 1))
+    assert list(resumed) == [last + 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -96,6 +172,7 @@ def test_wrong_arguments_end_in_a_sentence(
     arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before any rank communicates, so no process group is needed to see it."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     monkeypatch.setenv("WORLD_SIZE", "5")
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments.split()])
     with pytest.raises(SystemExit, match="2"):

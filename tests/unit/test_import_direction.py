@@ -41,6 +41,7 @@ ORDER = (
     "prefetch",
     "rank_guard",
     "optimizer_steps",
+    "entry_points",
     "state",
     "torch_interface",
     "saved_tensors",

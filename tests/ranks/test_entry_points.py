@@ -1,0 +1,352 @@
+"""Ways into a sharded model other than its forward: exact, or refused with what to write, which then is exact."""
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp2 import full_params, fully_shard, register_fsdp_forward_method
+from helpers import full, run_checks
+from scenarios import WIDTH, Block, Run, check, loss_of, sgd
+
+VOCAB = 7
+
+
+class Encoder(nn.Module):
+    """Sharded by itself; as in CLIP, `encode` projects by a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 3)
+        self.projection = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.project(self.inner(x).tanh())
+
+    def project(self, x: Tensor) -> Tensor:
+        return x @ self.projection
+
+    def rows(self, x: Tensor) -> Iterator[Tensor]:
+        for row in x:
+            yield self.encode(row)
+
+
+class Captioner(nn.Module):
+    """Sharded around an encoder and blocks. `use`: what forward does besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleList([Encoder()])
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.use: Callable[..., Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoders[0](x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x if self.use is None else self.use(self, x))
+
+    @property
+    def depth(self) -> int:
+        return len(self.blocks)
+
+    @staticmethod
+    def tokens(x: Tensor) -> Tensor:
+        return (x.abs().sum(1) * 7).long() % VOCAB
+
+    def score(self, x: Tensor) -> Tensor:
+        return self.head(x).log_softmax(-1)
+
+    def look_up(self, x: Tensor) -> Tensor:
+        return torch.cat([self.embed(token) for token in self.tokens(x).split(1)])
+
+    def through_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def project_twice(self, x: Tensor) -> Tensor:
+        return self.encoders[0].project(x[:, :3]).sin()
+
+    def read_projection(self, x: Tensor) -> Tensor:
+        return x[:, :3] @ self.encoders[0].projection.sin()
+
+    @torch.no_grad()
+    def generate(self, x: Tensor) -> Tensor:
+        """Calls itself and blocks by turns, as many a `generate` does."""
+        made = []
+        for _ in range(3):
+            x = self.through_blocks(x) + F.one_hot(self(x).argmax(-1), WIDTH + VOCAB)[:, :WIDTH]
+            made.append(x)
+        return torch.cat(made, 1)
+
+    def penalty(self) -> Tensor:
+        return sum(param.square().sum() for param in self.parameters())  # type: ignore[return-value]
+
+    def count(self) -> int:
+        return sum(param.numel() for param in self.parameters())
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+    def halve(self) -> None:
+        with torch.no_grad():
+            for param in self.parameters():
+                param.mul_(0.5)
+
+
+def shard(run: Run, model: Captioner) -> None:
+    for module in (*model.encoders, *model.blocks, model):
+        run.shard(module)
+
+
+def with_full(module: nn.Module) -> AbstractContextManager[Any]:
+    return full_params(module) if any(isinstance(param, DTensor) for param in module.parameters()) else nullcontext()
+
+
+def reads_projection(model: Captioner, x: Tensor) -> Tensor:
+    return x[:, :3] @ model.encoders[0].projection
+
+
+def calls_inner(model: Captioner, x: Tensor) -> Tensor:
+    return model.encoders[0].project(model.encoders[0].inner(x))
+
+
+class Way(NamedTuple):
+    """How to compute something by `use(model, x)`. `line`: what the error says to write; `of(model)`: it is about."""
+
+    use: Callable[[Captioner, Tensor], Tensor]
+    line: str
+    of: Callable[[Captioner], nn.Module]
+
+
+ENCODER = "model.encoders[0]"
+WAYS = {
+    "own method": Way(
+        lambda model, x: model.encoders[0].encode(x),
+        f"fsdp2.register_fsdp_forward_method({ENCODER}, 'encode')",
+        lambda model: model.encoders[0],
+    ),
+    "own parameter": Way(
+        lambda model, x: model.encoders[0].project(x[:, :3]),
+        f"fsdp2.register_fsdp_forward_method({ENCODER}, 'project')",
+        lambda model: model.encoders[0],
+    ),
+    "module inside": Way(
+        lambda model, x: model.score(x),
+        "fsdp2.register_fsdp_forward_method(model, 'score')",
+        lambda model: model,
+    ),
+    "one token": Way(
+        lambda model, x: model.look_up(x),
+        "fsdp2.register_fsdp_forward_method(model, 'look_up')",
+        lambda model: model,
+    ),
+    "method inside": Way(
+        lambda model, x: model.project_twice(x),
+        f"fsdp2.register_fsdp_forward_method({ENCODER}, 'project')",
+        lambda model: model.encoders[0],
+    ),
+    "generator": Way(
+        lambda model, x: torch.stack(list(model.encoders[0].rows(x))),
+        f"with fsdp2.full_params({ENCODER}):",
+        lambda model: model.encoders[0],
+    ),
+    "parameter inside": Way(
+        lambda model, x: model.read_projection(x),
+        f"with fsdp2.full_params({ENCODER}):",
+        lambda model: model.encoders[0],
+    ),
+    "called alone": Way(
+        lambda model, x: model.head(x), "with fsdp2.full_params(model.head):", lambda model: model.head
+    ),
+    "one row, alone": Way(
+        lambda model, x: torch.cat([model.embed(token) for token in model.tokens(x).split(1)]),
+        "with fsdp2.full_params(model.embed):",
+        lambda model: model.embed,
+    ),
+}
+
+
+def test_each_way_is_refused_with_what_makes_it_exact() -> None:
+    """The error names the line to add, or what to gather; with just that, outputs and gradients are plain ones."""
+
+    def scenario(run: Run, way: str) -> None:
+        model = run.build(Captioner)
+        shard(run, model)
+        optimizer = sgd(model)
+        use, line, of = WAYS[way]
+        if run.sharded:
+            with pytest.raises(RuntimeError, match=re.escape(f"`{line}`")):
+                use(model, run.batch(seed=0))
+        block: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if line.startswith("fsdp2"):
+            register_fsdp_forward_method(of(model), re.findall("'(.*)'", line)[0])
+        else:
+            block = lambda: with_full(of(model))  # noqa: E731
+        for step in range(2):
+            with block():
+                output = use(model, run.batch(seed=step))
+                run.rows(f"output {step}", output)
+            loss = loss_of(output) + loss_of(model(run.batch(seed=step + 5)))
+            run.step(f"step {step}", model, optimizer, loss)
+
+    check(scenario, way=tuple(WAYS))
+
+
+def test_a_forward_that_computes_with_what_others_gather() -> None:
+    """Refused by name, whether it reads the parameter or calls the module inside; the step after it is exact."""
+
+    def scenario(run: Run, use: Callable[..., Tensor], named: str) -> None:
+        model = run.build(Captioner)
+        shard(run, model)
+        optimizer = sgd(model)
+        if run.sharded:
+            model.use = use
+            with pytest.raises(RuntimeError, match=re.escape(f"`with fsdp2.full_params({named}):`")):
+                model(run.batch(seed=0))
+        model.use = lambda model, x: with_block(model, x, use)
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    def with_block(model: Captioner, x: Tensor, use: Callable[..., Tensor]) -> Tensor:
+        with with_full(model.encoders[0]):
+            return use(model, x)
+
+    for use, named in ((reads_projection, ENCODER), (calls_inner, f"{ENCODER}.inner")):
+        check(scenario, use=(use,), named=(named,))
+
+
+def test_methods_that_call_what_is_sharded() -> None:
+    """They need no registration: every call gathers for itself, with a graph through all of them or without."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Captioner)
+        shard(run, model)
+        optimizer = model.build_optimizer()
+        for step in range(3):
+            run.rows(f"generated {step}", model.generate(run.batch(seed=step)))
+            loss = loss_of(model.through_blocks(run.batch(seed=step)))
+            run.step(f"step {step}", model, optimizer, loss + loss_of(model(run.batch(seed=step))))
+
+    check(scenario)
+
+
+def test_methods_about_the_sharded_parameters() -> None:
+    """They see what they are about: nothing is gathered for them. What is computed on shards alone is exact."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Captioner)
+        shard(run, model)
+        run.value("count", model.count())
+        run.value("depth", model.depth)
+        optimizer = model.build_optimizer()
+        for step in range(2):
+            penalty = model.penalty()
+            run.value(f"penalty {step}", penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
+            model.halve()
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario)
+
+
+def _captioner(**options: Any) -> Captioner:
+    torch.manual_seed(0)
+    model = Captioner()
+    for module in (*model.encoders, *model.blocks, model):
+        fully_shard(module, **options)
+    return model
+
+
+def copies_refuse_by_their_own_names() -> None:
+    model = _captioner()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(RuntimeError, match=re.escape("`with fsdp2.full_params(model.head):`")):
+            other.head(torch.randn(2, WIDTH))
+        other(torch.randn(2, WIDTH))
+    head = copy.deepcopy(model.head)  # no part of a sharded model
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        head(torch.randn(2, WIDTH))
+
+
+def computing_on_shards_is_allowed() -> None:
+    model = _captioner()
+    x = torch.randn(4, WIDTH)
+    on_mesh = DTensor.from_local(x, model.head.weight.device_mesh, [Replicate()])
+    weight, bias = full(model.head.weight), full(model.head.bias)
+    torch.testing.assert_close(full(model.head(on_mesh)), F.linear(x, weight, bias))
+    torch.testing.assert_close(full(model.head(input=on_mesh)), F.linear(x, weight, bias))
+
+
+def nothing_is_left_on_modules_that_run() -> None:
+    """Hooks would slow down each call, and break graphs."""
+    model, seen = _captioner(), []
+    model.use = lambda model, x: seen.append(len(model.head._forward_pre_hooks)) or x
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert seen == [0]
+    model.unshard()
+    assert not model.head._forward_pre_hooks
+    model.head(torch.randn(2, WIDTH))
+    model.reshard()
+    with full_params(model.head, writeback=True):
+        model.head(torch.randn(2, WIDTH))
+    with full_params(model.head):
+        model.head(torch.randn(2, WIDTH))
+    assert len(model.head._forward_pre_hooks) == 1
+
+
+def other_errors_stay_what_they_are() -> None:
+    """Of mixing a user's own DTensors, in a forward that has all its parameters; and any that a method raises."""
+    model = _captioner()
+    other = DTensor.from_local(torch.randn(2, WIDTH), model.head.weight.device_mesh, [Replicate()])
+    model.use = lambda model, x: x + other
+    with pytest.raises(RuntimeError, match=r"^aten\.add\.Tensor:? got mixed"):
+        model(torch.randn(2, WIDTH))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), full_params(model):
+        model.encoders[0].project(torch.randn(2, WIDTH))
+
+
+def what_runs_later_cannot_be_registered() -> None:
+    model = _captioner()
+    with pytest.raises(NotImplementedError, match=r"rows is a generator.*full_params\(module\)"):
+        register_fsdp_forward_method(model.encoders[0], "rows")
+    plain = Encoder()
+    register_fsdp_forward_method(plain, "rows")
+    assert "rows" not in vars(plain)
+
+
+def methods_are_compiled_with_their_callers() -> None:
+    torch._dynamo.reset()
+    model, plain = _captioner(), _captioner()
+    for module in (*model.encoders, *model.blocks):
+        module.compile(backend="eager", fullgraph=True)
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(model(x), plain(x))
+
+
+CHECKS = (
+    copies_refuse_by_their_own_names,
+    computing_on_shards_is_allowed,
+    nothing_is_left_on_modules_that_run,
+    other_errors_stay_what_they_are,
+    what_runs_later_cannot_be_registered,
+    methods_are_compiled_with_their_callers,
+)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's
+def test_limits() -> None:
+    run_checks(2, [(each.__name__, each) for each in CHECKS])
