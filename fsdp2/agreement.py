@@ -9,7 +9,7 @@ next: whatever modules run where, in forward, backward or recomputation, the ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +41,14 @@ class Server(Protocol):
 class Agreement:
     """The meetings of all groups under one root, over the ranks of `meeting_groups`, one for each axis of its mesh."""
 
-    def __init__(self, servers: Sequence[Server], meeting_groups: Sequence[dist.ProcessGroup], device: torch.device):
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        meeting_groups: Sequence[dist.ProcessGroup],
+        device: torch.device,
+        note_out_of_step: Callable[[], None],
+    ) -> None:
+        self._note_out_of_step = note_out_of_step
         self._servers, self._meeting_groups, self._is_serving = servers, meeting_groups, False
         cpu = torch.device("cpu")
         # The host reads the result: not from an accelerator, behind all that this computes, if there is another way.
@@ -57,6 +64,7 @@ class Agreement:
         while not self._is_serving:
             chosen, first, last = self._exchange(request, event)
             if chosen == _COMMON and first != last:
+                self._note_out_of_step()
                 raise RuntimeError(
                     f"ranks are out of step: this one is {self._describe(event)}, one is {self._describe(first)}, one "
                     f"is {self._describe(last)}. Give whatever runs on some ranks only to fully_shard by itself, with "

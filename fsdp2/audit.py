@@ -7,6 +7,7 @@ make of these is computed from the same facts on every rank.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import comm, hooks
+from . import comm, context, hooks
 from .checksum import checksum, read, values_of
 from .finding import Finding, compare_layouts, compare_sums, merge
 from .param import SHARDED_AS, FSDPParam
@@ -60,6 +61,17 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
         return findings + compare_sums(names, {each.rank: each.sums for each in reports})
     layouts = comm.gather_objects((report.rank, layout), mesh.axis_groups, mesh.device)
     return findings + compare_layouts(dict(layouts))
+
+
+def _log_findings(root: FSDPState) -> None:
+    """What `check` finds, logged by the first rank. Every rank must call it."""
+    findings = [finding for module in root.modules for finding in check(module)]
+    if root.group.mesh.is_first:
+        for finding in findings:
+            logging.getLogger("fsdp2").warning(f"before the first forward: {finding}")
+
+
+context.audits.append(_log_findings)
 
 
 def sharded_states(model: Any) -> list[FSDPState]:

@@ -8,22 +8,23 @@ the same sizes. Tensors are flat and contiguous, and must live until `wait` has 
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import torch_compat
-from .work import AllWork, CopyWork, DividedWork, SumWork, Work
+from .headers import GOODBYE, HEADER_NBYTES, REDUCING, Conversation, Exchange, Label, differ
+from .work import AllWork, DividedWork, SumWork, Work
 
-# Point-to-point messages of one pair of ranks are matched in order, per tag. Ours must not meet a user's.
-_GATHER_TAG = 0x0F5D_0001
-_REDUCE_TAG = 0x0F5D_0002
+# A tensor of at most so many bytes, as it goes to one rank, travels in the message that carries the header: to copy it
+# twice takes less than a message of its own.
+_MAX_RIDER_NBYTES = 16 * 1024
+LONGEST_FIRST = HEADER_NBYTES + _MAX_RIDER_NBYTES
 
 
 class Comm(Protocol):
@@ -35,6 +36,8 @@ class Comm(Protocol):
     direct_min_bytes: int
     # Sum, and divide afterwards, even where the backend can average.
     force_sum: bool
+    # What the collectives are called among ranks.
+    label: Label
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -67,7 +70,7 @@ _AVERAGE_SCATTER, _SUM_SCATTER, _AVERAGE_ALL, _SUM_ALL = (
 )
 
 
-def _averages(comm: Comm, divisor: float) -> bool:
+def backend_averages(comm: Comm, divisor: float) -> bool:
     """Whether to leave the division to the backend."""
     return divisor == comm.size and not comm.force_sum
 
@@ -78,10 +81,10 @@ class CoalescedComm:
     # Not measured on several GPUs; small enough that a transformer block's matrices go direct at any usual width.
     direct_min_bytes = 128 * 1024
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, label: Label | None = None) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._all_gather_one, self._reduce_scatter_one = torch_compat.single_tensor_collectives(group)
-        self.force_sum = False
+        self.force_sum, self.label = False, label or Label()
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if len(outputs) == 1:
@@ -91,7 +94,7 @@ class CoalescedComm:
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         if outputs[0].dtype != inputs[0].dtype:
             return self._exchange(outputs, inputs, divisor)
-        averages = _averages(self, divisor)
+        averages = backend_averages(self, divisor)
         options = _AVERAGE_SCATTER if averages else _SUM_SCATTER
         if len(outputs) == 1:
             work = self._reduce_scatter_one(outputs[0], inputs[0], options)
@@ -107,7 +110,7 @@ class CoalescedComm:
         return SumWork(works, [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        averages = _averages(self, divisor)
+        averages = backend_averages(self, divisor)
         work = self.group.allreduce([tensor], _AVERAGE_ALL if averages else _SUM_ALL)
         return work if averages else DividedWork([work], [tensor], divisor)
 
@@ -117,58 +120,123 @@ class PairwiseComm:
 
     gloo's own all-gather and reduce-scatter take two to five times as long from a few MB on (the latter is an
     all-reduce inside and moves twice the bytes), and run one after the other. See benchmarks/results.
+
+    The first message to each rank begins with a header, which is compared before anything else is looked at.
     """
 
     direct_min_bytes = 1024 * 1024
     force_sum = True  # there is no other way
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+    def __init__(self, group: dist.ProcessGroup, label: Label | None = None) -> None:
+        self.group, self.rank, self.size, self.label = group, group.rank(), group.size(), label or Label()
+        self._conversation = _conversations.setdefault(group, Conversation(group))
+        # (rank to send to, rank to receive from), step by step, so that no rank is everybody's first.
+        steps = range(1, self.size)
+        self._peers = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         slots = [output.view(self.size, -1) for output in outputs]
-        works = []
-        for to, source in self._peers():
-            for slot, own in zip(slots, inputs, strict=True):
-                works.append(self.group.send([own], to, _GATHER_TAG))
-                works.append(self.group.recv([slot[source]], source, _GATHER_TAG))
+        exchange = self._exchange("gathering", inputs, [[own] * self.size for own in inputs], slots)
         for slot, own in zip(slots, inputs, strict=True):
             if slot[self.rank].data_ptr() != own.data_ptr():
                 slot[self.rank].copy_(own)
-        return AllWork(works, [*outputs, *inputs])
+        return AllWork([exchange], [*outputs, *inputs])
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         slices = [tensor.view(self.size, -1) for tensor in inputs]
         received = [torch.empty_like(tensor[1:]) for tensor in slices]
-        works = []
-        for to, source in self._peers():
-            for mine, theirs in zip(slices, received, strict=True):
-                works.append(self.group.send([mine[to]], to, _REDUCE_TAG))
-                works.append(self.group.recv([theirs[self._place(source)]], source, _REDUCE_TAG))
         parts = [
             [mine[rank] if rank == self.rank else theirs[self._place(rank)] for rank in range(self.size)]
             for mine, theirs in zip(slices, received, strict=True)
         ]
-        return SumWork(works, [*inputs, *received], outputs, parts, divisor)
+        exchange = self._exchange(REDUCING, inputs, slices, parts)
+        return SumWork([exchange], [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        exchange = self._exchange("summing replicas of", [tensor], [], [])
+        exchange.wait()  # gloo's own messages have no header: ranks must agree before there are any
         if tensor.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-            return AllWork([self.group.allreduce([tensor.div_(divisor)], _SUM_ALL)], [tensor])
-        return DividedWork([self.group.allreduce([tensor], _SUM_ALL)], [tensor], divisor)
+            tensor.div_(divisor)
+            divisor = 1
+        exchange.rest[self.rank] = [self.group.allreduce([tensor], _SUM_ALL)]
+        return DividedWork([exchange], [tensor], divisor)
 
-    def _peers(self) -> list[tuple[int, int]]:
-        """(rank to send to, rank to receive from), step by step, so that no rank is everybody's first."""
-        return [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in range(1, self.size)]
+    def _exchange(
+        self,
+        kind: str,
+        tensors: Sequence[Tensor],
+        outgoing: Sequence[Sequence[Tensor] | Tensor],
+        incoming: Sequence[Sequence[Tensor] | Tensor],
+    ) -> Exchange:
+        """Begin to send outgoing[i][r] to each other rank r, and to receive its incoming[i][r].
+
+        `tensors`: what this rank gives, to be compared.
+        """
+        header, conversation = self.label.header(kind, tensors), self._conversation
+        rows = {source: torch.empty(LONGEST_FIRST, dtype=torch.uint8) for _, source in self._peers}
+        exchange = Exchange(conversation, self.label, header, rows, self._take_leave)
+        first_tag, tag = conversation.header_tag, conversation.begin(exchange)
+        rides = bool(outgoing) and outgoing[-1][0].nbytes <= _MAX_RIDER_NBYTES
+        bulk = [*zip(outgoing, incoming, strict=True)][: len(outgoing) - rides]
+        try:
+            for to, source in self._peers:
+                message = header.data
+                if rides:
+                    rider, target = outgoing[-1][to].view(torch.uint8), incoming[-1][source].view(torch.uint8)
+                    message = torch.cat([message, rider])
+                    exchange.riders.append((target, rows[source][HEADER_NBYTES:][: target.numel()]))
+                exchange.sent.append(self.group.send([message], to, first_tag))
+                exchange.received[source] = self.group.recv([rows[source]], source, first_tag)
+                for out, into in bulk:
+                    exchange.rest[to].append(self.group.send([out[to]], to, tag))
+                    exchange.rest[source].append(self.group.recv([into[source]], source, tag))
+        except RuntimeError as error:  # a peer is gone
+            exchange.fail(error)
+            raise
+        return exchange
+
+    def _take_leave(self, first: Exchange, later: Sequence[Exchange]) -> None:
+        """Ranks are out of step since `first`: wait until no message that has a receiver is under way.
+
+        gloo stops delivering to a rank that has dropped a message which arrives after all. What each other rank has
+        begun is known when it says goodbye, as all do as soon as they compare `first`.
+        """
+        tag = self._conversation.header_tag
+        sent = [self.group.send([GOODBYE.data], to, tag) for to, _ in self._peers]
+        for _, source in self._peers:
+            self._wait_for_goodbye(source, first, later, tag)
+        for work in (*sent, *(work for exchange in later for work in exchange.sent)):
+            work.wait()
+
+    def _wait_for_goodbye(self, source: int, first: Exchange, later: Sequence[Exchange], tag: int) -> None:
+        agrees = True
+        for exchange in (first, *later):
+            if exchange is not first:
+                exchange.received[source].wait()
+            if not differ(exchange.rows[source], GOODBYE):
+                return
+            agrees = agrees and not differ(exchange.rows[source], exchange.header)
+            for work in exchange.rest[source] if agrees else ():
+                work.wait()
+        message = torch.empty(LONGEST_FIRST, dtype=torch.uint8)
+        self.group.recv([message], source, tag).wait()
+        while differ(message, GOODBYE):
+            self.group.recv([message], source, tag).wait()
 
     def _place(self, rank: int) -> int:
         """Row of another rank's part in a receive buffer, which has none for this rank."""
         return rank if rank < self.rank else rank - 1
 
 
+# Of process groups. Several Comms may share one.
+_conversations: WeakKeyDictionary[dist.ProcessGroup, Conversation] = WeakKeyDictionary()
+
+
 class SoloComm:
     """One rank: nothing to communicate, and nobody calls a collective."""
 
     group, rank, size, direct_min_bytes, force_sum = None, 0, 1, 0, False
+    label = Label()
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         raise AssertionError("one rank gathers nothing")
@@ -180,94 +248,10 @@ class SoloComm:
         raise AssertionError("one rank reduces nothing")
 
 
-class CustomComm:
-    """Replaces the all-gather or the reduce-scatter of another Comm by a user's own, which gets one flat payload.
-
-    The user's object has `allocate(size, *, dtype, device)` for the tensors it is called with; ours are copied from
-    and to these, since it may need memory of a special kind.
-    """
-
-    direct_min_bytes = sys.maxsize  # nothing on its own
-
-    def __init__(self, inner: Comm, all_gather: Any, reduce_scatter: Any) -> None:
-        self._inner, self._all_gather, self._reduce_scatter = inner, all_gather, reduce_scatter
-        self.rank, self.size, self.force_sum = inner.rank, inner.size, inner.force_sum
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._inner.group
-
-    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        if self._all_gather is None:
-            return self._inner.all_gather(outputs, inputs)
-        works, copies = [], []
-        for output, own in zip(outputs, inputs, strict=True):
-            whole = self._all_gather.allocate(output.shape, dtype=output.dtype, device=output.device)
-            slot = whole[self.rank * own.numel() : (self.rank + 1) * own.numel()]
-            slot.copy_(own)
-            work = self._all_gather(output_tensor=whole, input_tensor=slot, group=self.group, async_op=True)
-            works += [work] if work is not None else []
-            copies.append((output, whole))
-        return CopyWork(works, copies)
-
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
-        if self._reduce_scatter is None:
-            return self._inner.reduce_scatter(outputs, inputs, divisor)
-        averages = _averages(self, divisor)
-        works, copies, sources = [], [], []
-        for output, whole in zip(outputs, inputs, strict=True):
-            source, shard = (
-                self._reduce_scatter.allocate(each.shape, dtype=each.dtype, device=each.device)
-                for each in (whole, output)
-            )
-            source.copy_(whole)
-            work = self._reduce_scatter(
-                output_tensor=shard,
-                input_tensor=source,
-                group=self.group,
-                op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
-                async_op=True,
-            )
-            works += [work] if work is not None else []
-            copies.append((output, shard))
-            sources.append(source)
-        copy = CopyWork(works, copies, sources)
-        return copy if averages else DividedWork([copy], outputs, divisor)
-
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        return self._inner.all_reduce(tensor, divisor)
-
-
-@dataclass(frozen=True)
-class CommChoice:
-    """What a user has chosen in place of the usual Comm of a group of parameters.
-
-    Args:
-        all_gather, reduce_scatter: the user's own, as `CustomComm` calls them.
-        separate: reduce on a process group of its own.
-        force_sum: sum and divide afterwards, even where the backend can average.
-    """
-
-    all_gather: Any = None
-    reduce_scatter: Any = None
-    separate: bool = False
-    force_sum: bool = False
-
-    def build(self, plain: Comm, device: torch.device) -> tuple[Comm, Comm]:
-        """The Comm that gathers and the one that reduces. Every rank of `plain` must call it."""
-        gathers, reduces = plain, plain
-        if self.separate and plain.group is not None and plain.size > 1:
-            reduces = make_comm(subgroup(plain.group, plain.size), device)
-        reduces.force_sum = self.force_sum
-        if self.all_gather is not None:
-            gathers = CustomComm(plain, self.all_gather, None)
-        if self.reduce_scatter is not None:
-            reduces = CustomComm(reduces, None, self.reduce_scatter)
-        return gathers, reduces
-
-
-def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
+def make_comm(group: dist.ProcessGroup | None, device: torch.device, label: Label | None = None) -> Comm:
     """The way to communicate that measured best for the group's backend on `device`; None: there is nobody else.
+
+    `label`: under which ranks know what it is used for.
 
     Raises:
         NotImplementedError: gloo with tensors that are not on the CPU, which would crash the process.
@@ -275,13 +259,13 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
     if group is None:
         return SoloComm()
     if torch_compat.backend_name(group, device) != "gloo":
-        return CoalescedComm(group)
+        return CoalescedComm(group, label)
     if device.type != "cpu":
         raise NotImplementedError(
             f"a process group whose backend for {device.type} is gloo can't gather there. Initialise it with the "
             "device's own backend too: init_process_group('cpu:gloo,cuda:nccl'), say."
         )
-    return PairwiseComm(group)
+    return PairwiseComm(group, label)
 
 
 def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> None:

@@ -10,11 +10,15 @@ import torch
 
 from . import torch_compat
 from .agreement import Agreement, Turn
+from .checked_comm import level_from_environment
 from .prefetch import Prefetcher
 from .rank_guard import RankGuard
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
 from .state import FSDPState
+
+# What looks at a root before its first pass, at the debug level. It needs to know all that stands above this file.
+audits: list[Callable[[FSDPState], None]] = []
 
 
 class Context:
@@ -55,8 +59,11 @@ class Context:
         self.graph_reads_weights = False
         self._builds_graph = False
         self._task = -1
-        # Identity of the backward pass that runs, or ran last.
+        # Identity of the backward pass that runs, or ran last; how many have ended.
         self._backward_pass = object()
+        self._backwards = 0
+        self._is_out_of_step = False
+        self.audits_next_pass = level_from_environment() > 0
         self._take_over()
 
     def _take_over(self) -> None:
@@ -66,6 +73,7 @@ class Context:
             state.context = self
             state.group.gradients.queue = self._reductions
             state.group.rename(names)
+            state.group.label.run_in(self)
         self.agreement = self._find_agreement()
         self.prefetcher = Prefetcher(self.states)
         RankGuard(self.root, self.states).attach()
@@ -82,10 +90,19 @@ class Context:
                     state.gate = gate
         if all(state.gate is None for state in self.states):
             return None
-        agreement = Agreement(self.states, mesh.axis_groups, mesh.device)
+        agreement = Agreement(self.states, mesh.axis_groups, mesh.device, self.note_out_of_step)
         for i, state in enumerate(self.states):
             state.group.turn = state.group.gradients.turn = Turn(agreement, i, state.gate is not None)
         return agreement
+
+    def where(self) -> tuple[str, int]:
+        """What runs, and in which step: behind how many backward passes."""
+        phase = "backward" if self.in_backward else "forward" if self.running else "by hand"
+        return phase, self._backwards
+
+    def note_out_of_step(self) -> None:
+        """Ranks were: each may have left another part of a pass undone. Let none remember any, from the next one on."""
+        self._is_out_of_step = True
 
     def settings(self) -> dict[str, Any]:
         """What a user has set for all states: flags, and prefetch lists as places in the list of states."""
@@ -180,10 +197,23 @@ class Context:
                 f"{self.root}: conditional=True needs a module around it that all ranks run, at which they meet. Apply "
                 "fully_shard to that, too."
             )
+        if self._is_out_of_step:
+            self._begin_anew()
+        if self.audits_next_pass:
+            self.audits_next_pass = False
+            for audit in audits:
+                audit(self.root)
         self.pass_has_grad = torch.is_grad_enabled()
         self.prefetcher.begin_pass()
         self._reductions.max_running = max(state.max_reductions for state in self.states)
         self.forget_stale(self.states)
+
+    def _begin_anew(self) -> None:
+        self._is_out_of_step = False
+        self.prefetcher.forget_order()
+        for state in self.states:
+            with suppress(RuntimeError):  # gathers that never were
+                state.release()
 
     def forget_stale(self, states: Iterable[FSDPState]) -> None:
         """Between passes, before shards are read: let go of full copies that the passes before have left, unless they
@@ -238,6 +268,7 @@ class Context:
         if self.is_last_backward and not self.graph_reads_weights:
             self.prefetcher.forget_forwards()
         self.in_backward = False
+        self._backwards += 1
 
     def _resume_reductions(self, states: Iterable[FSDPState]) -> None:
         if self.agreement is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import reduce, torch_compat
 from .agreement import Turn
+from .headers import Label
 from .layout import ParamSpec, bucket_layout, split_buckets
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
@@ -81,6 +82,8 @@ class GroupGradients:
         # What to ask before a reduction, if some group under the same root is conditional. All of a group's gradients
         # are reduced together then: ranks meet once for each group, and need not get them in one order.
         self.turn: Turn | None = None
+        # Under which name its reductions are known among ranks.
+        self.label = Label()
         # What to do before a reduction, if nothing is gathered at which it could be done.
         self.guard: Callable[[], None] | None = None
         self._specs: tuple[ParamSpec, ...] = ()
@@ -130,7 +133,7 @@ class GroupGradients:
             for bucket in self._buckets
             for i in bucket.indices
         ]
-        self._plan = cache(self._make_plan)
+        self._plan, self._names = cache(self._make_plan), cache(self._make_names)
 
     def _make_plan(self, indices: tuple[int, ...]) -> ReducePlan:
         shards, first = self.reduction.shards, indices[0]
@@ -138,6 +141,9 @@ class GroupGradients:
             self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, self._wire_dtypes[first]
         )
         return ReducePlan(layout, self._specs, shards.size)
+
+    def _make_names(self, indices: tuple[int, ...]) -> str:
+        return f" of {', '.join(self._params[i].name for i in indices)}"
 
     def _progress(self, bucket: _Bucket) -> None:
         if bucket.missing == bucket.size - 1:
@@ -367,7 +373,8 @@ class GroupGradients:
             if self.guard is not None:
                 self.guard()
             self.queue.make_room()
-            plan = self._plan(tuple(gradients))
+            indices = tuple(gradients)
+            plan, self.label.part = self._plan(indices), self._names(indices)
             carried = self._carry(gradients)
             try:
                 self.queue.add(self, reduce.start(gradients, plan, self.reduction, carried))

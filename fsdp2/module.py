@@ -273,6 +273,31 @@ class FSDPModule:
         _check_bool("enabled", enabled)
         _root(self, "set_saved_tensor_hooks").context.notice_saved_tensors(enabled)
 
+    def set_debug_level(self, level: int) -> None:
+        """Choose what ranks verify of each other while they train. On the root only; on every rank, between steps.
+
+        Args:
+            level: 1: before each collective of any group below the root, on any backend, ranks compare which group it
+                is, what is done with it (also forward or backward) and the sizes of its tensors: if they differ, all
+                raise, before anything is sent. When a rank does not answer in time, or has died, the errors of others
+                list where each process was. Ranks wait for each other at each collective. Before the next forward of
+                the root, `check` looks at the model, and the first rank logs what it finds. 0: none of this; on gloo,
+                group, kind and sizes are compared all the same.
+                The default is that of the environment variable FSDP2_DEBUG when `fully_shard` is called, else 0.
+
+        Raises:
+            ValueError: another level.
+            RuntimeError: not the root, or during a forward or backward.
+        """
+        if level not in (0, 1) or isinstance(level, bool):
+            raise ValueError(f"level: expected 0 or 1, got {level!r}")
+        context = _root(self, "set_debug_level").context
+        if context.running or context.in_backward:
+            raise RuntimeError("set_debug_level: call it between steps, not during a forward or backward")
+        for state in context.states:
+            state.group.choose_comms(checked=level == 1)
+        context.audits_next_pass = level == 1
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Announce further backward passes through the forwards that have run: the record of these is kept, so that
         they are gathered ahead in those passes, too. For all modules under the root.

@@ -14,10 +14,13 @@ from torch.distributed.tensor import DTensor
 from . import torch_compat
 from .agreement import Turn
 from .buffers import GroupBuffers
-from .comm import Comm, CommChoice, make_comm, subgroup
+from .checked_comm import level_from_environment
+from .comm import Comm, make_comm, subgroup
+from .custom_comm import CommChoice
 from .extension import GroupExtensions, refuse_part
 from .gather import PendingGather
 from .gradients import GroupGradients
+from .headers import Label
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .mesh import DataMesh
 from .param import FSDPParam
@@ -63,16 +66,19 @@ class FSDPParamGroup:
         self.modules, self.params, self.mesh = list(modules), list(params), mesh
         self._policy = policy
         self._choice = CommChoice()
+        # Under which name its collectives are known among ranks.
+        self.label = Label()
         self.name = type(modules[0]).__name__
         # Where shards live, and whether in page-locked memory; what copies them to where they compute, if elsewhere.
         self._rest = params[0].rest if params else mesh.device
         self._pin = pin
         self.transfers: Transfers | None = make_transfers(mesh.device, pin) if self._rest != mesh.device else None
-        reduction = Reduction.over(mesh, self.transfers)
+        reduction = Reduction.over(mesh, self.transfers, self.label)
         self._comm = self._plain_comm = reduction.shards
         self.state: _Settled | PendingGather = SHARDED
         self.installed = False
         self.gradients = GroupGradients(self.params, reduction)
+        self.gradients.label = self.label
         self.versions = GroupVersions()
         # Identity of the storage that full parameters share, and of those that extended ones have.
         self.storage_ids: frozenset[int] = frozenset()
@@ -99,6 +105,8 @@ class FSDPParamGroup:
         # None while parameters are on another device, on meta say.
         self._buffers: GroupBuffers | None = None
         self._specs: tuple[ParamSpec, ...] = ()
+        if level_from_environment():
+            self.choose_comms(checked=True)
         self._adopt()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,17 +146,19 @@ class FSDPParamGroup:
                 prefix = names.get(slot.module)
                 if prefix is not None:
                     param.names[i] = f"{prefix}.{slot.name}" if prefix else slot.name
-        self.name = names.get(self.modules[0], "") or "root"
+        self.name = self.label.name = names.get(self.modules[0], "") or "root"
 
     def choose_comms(self, **changes: Any) -> None:
         """Change how to communicate (see `CommChoice`). Every rank must call it, between steps."""
         self._choice = replace(self._choice, **changes)
-        before, reduction = self.direct_min_bytes, self.gradients.reduction
-        self._comm, reduction.shards = self._choice.build(self._plain_comm, self.mesh.device)
+        before, reduction, device = self.direct_min_bytes, self.gradients.reduction, self.mesh.device
+        self._comm, reduction.shards = self._choice.build(self._plain_comm, device)
         if reduction.replicas is not None:
-            reduction.replicas.force_sum = self._choice.force_sum
-        if self.direct_min_bytes != before:
-            self._rebuild()  # what goes direct is another choice now
+            reduction.replicas = self._choice.complete(reduction.replicas, device)
+        if self._few is not None:
+            self._few = self._choice.complete(self._few, device)
+        if self.direct_min_bytes != before or (self._few is not None and "checked" in changes):
+            self._rebuild()  # what goes direct, or who restores what is kept, is another choice now
 
     @property
     def direct_min_bytes(self) -> tuple[int, int]:
@@ -159,7 +169,8 @@ class FSDPParamGroup:
         """Have `shrink` keep a part, from which so many neighbouring ranks restore the full parameters."""
         if few is not None:
             assert self.mesh.shard_group is not None, "one rank keeps no part"
-            self._few = make_comm(subgroup(self.mesh.shard_group, few), self.mesh.device)
+            comm = make_comm(subgroup(self.mesh.shard_group, few), self.mesh.device, self.label)
+            self._few = self._choice.complete(comm, self.mesh.device)
             self._rebuild()
 
     def keep_storage(self, keep: bool) -> None:

@@ -80,6 +80,11 @@ class Prefetcher:
         """No backward comes back to what has run so far."""
         self._ran.clear()
 
+    def forget_order(self) -> None:
+        """Ranks may have recorded different ones."""
+        self._order = []
+        self._ran.clear()
+
     def drop(self) -> None:
         """Free what was gathered in vain."""
         for state in self.prefetched:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import streams, torch_compat
 from .comm import Comm, make_comm
+from .headers import Label
 from .layout import BucketLayout, ParamSpec, split_pieces
 from .mesh import DataMesh
 from .pack import gradient_slots, pack_gradients, pack_piece
@@ -48,9 +49,10 @@ class Reduction:
     transfers: Transfers | None = None
 
     @classmethod
-    def over(cls, mesh: DataMesh, transfers: Transfers | None) -> Reduction:
+    def over(cls, mesh: DataMesh, transfers: Transfers | None, label: Label) -> Reduction:
         """The usual one of parameters on `mesh`."""
-        shards, replicas = (make_comm(group, mesh.device) for group in (mesh.shard_group, mesh.replicate_group))
+        groups = mesh.shard_group, mesh.replicate_group
+        shards, replicas = (make_comm(group, mesh.device, label) for group in groups)
         return cls(shards, replicas if replicas.size > 1 else None, transfers=transfers)
 
     def divisors(self) -> tuple[float, float]:

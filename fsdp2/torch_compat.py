@@ -35,6 +35,7 @@ __all__ = [
     "composable_states",
     "concatenate_meshes",
     "copy_all",
+    "default_store",
     "distributed_parameter",
     "draw_like_plain_tensors",
     "dtensor",
@@ -154,6 +155,10 @@ def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+# What the processes share from `init_process_group` on, whoever gave it. torch has no public way to it.
+default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
 
 
 ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)

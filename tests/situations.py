@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from outcomes import EXACT, LOUD, Program, Side, Situation
 
 # Groups that run on some ranks only are to be noticed, and to be trained by `fully_shard(..., conditional=True)`.
-PENDING = True
+PENDING = False
 # Those that do not end as their line says yet, and how they end instead.
 GAPS = {
     "full_tensor_in_the_loss": "the gradient is that of this rank's loss alone",

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import fully_shard, torch_compat
 from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, make_comm
+from fsdp2.headers import HEADER_NBYTES
 from helpers import run_checks, run_ranks
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
@@ -250,11 +251,11 @@ def run_on_comm(world_size: int, checks: list[Callable[[PairwiseComm], None]]) -
 
 
 class CountingGroup:
-    """A process group that counts what is sent and received."""
+    """A process group that counts bytes that are sent."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.sent = self.received = 0
+        self.sent = 0
 
     def rank(self) -> int:
         return self._group.rank()
@@ -267,7 +268,6 @@ class CountingGroup:
         return self._group.send(tensors, *args)
 
     def recv(self, tensors: list[Tensor], *args: Any) -> Any:
-        self.received += sum(tensor.nbytes for tensor in tensors)
         return self._group.recv(tensors, *args)
 
 
@@ -275,7 +275,7 @@ class CountingGroup:
 def test_ranks_send_what_they_must(world_size: int) -> None:
     """(N - 1) / N of the full parameter or gradient; gloo's own reduce-scatter is an all-reduce: twice that.
 
-    Gradients that travel in half the bits: half of it.
+    Gradients that travel in half the bits: half of it. And a header to each other rank.
     """
 
     def body(rank: int, _: int) -> tuple[int, ...]:
@@ -283,15 +283,14 @@ def test_ranks_send_what_they_must(world_size: int) -> None:
         comm = PairwiseComm(group)  # type: ignore[arg-type]
         full, shards = [torch.zeros(3000), torch.zeros(99)], [torch.zeros(1000), torch.zeros(33)]
         comm.reduce_scatter(shards, full, comm.size).wait()
-        reduced = group.sent, group.received
+        reduced = group.sent
         comm.all_gather(full, shards).wait()
-        gathered = group.sent - reduced[0], group.received - reduced[1]
-        before = group.sent, group.received
+        gathered = group.sent - reduced
         comm.reduce_scatter(shards, [each.bfloat16() for each in full], comm.size).wait()
-        return *reduced, *gathered, 2 * (group.sent - before[0]), 2 * (group.received - before[1])
+        return reduced, gathered, group.sent - reduced - gathered
 
-    nbytes = 3099 * 4 * (world_size - 1) // world_size
-    assert run_ranks(world_size, body) == [(nbytes,) * 6] * world_size
+    nbytes, headers = 3099 * 4 * (world_size - 1) // world_size, (world_size - 1) * HEADER_NBYTES
+    assert run_ranks(world_size, body) == [(nbytes + headers, nbytes + headers, nbytes // 2 + headers)] * world_size
 
 
 class Calls(TorchDispatchMode):
@@ -307,15 +306,18 @@ class Calls(TorchDispatchMode):
 
 
 def collectives_of_a_step(hsdp: bool) -> None:
-    """Two groups, one of which stays: three gathers and two reductions, each a message to every other rank."""
+    """Two groups, one of which stays: three gathers and two reductions, each a message to every other rank; and one
+    before each sum between replicas, whose ranks compare headers first.
+    """
     mesh = init_device_mesh("cpu", (2, 2) if hsdp else (4,))
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for module in (model[0], model):
         fully_shard(module, mesh=mesh)
+    model(torch.ones(2, 3))  # ranks compare what they start from, once
     with CommDebugMode() as counted, Calls() as calls:
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     peers = 1 if hsdp else 3
-    assert calls.names.count("c10d.send") == calls.names.count("c10d.recv_") == (2 + 1 + 2) * peers
+    assert calls.names.count("c10d.send") == calls.names.count("c10d.recv_") == (2 + 1 + 2 + 2 * hsdp) * peers
     assert calls.names.count("c10d.allreduce_") == counted.get_total_counts() == 2 * hsdp
 
 

@@ -724,7 +724,7 @@ def forced_sums_do_not_average(mesh: DeviceMesh) -> None:
     operations: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         module = sys.modules["fsdp2.reduce"]
-        patch.setattr(module, "make_comm", lambda group, _: CoalescedComm(Operations(group, operations)))  # type: ignore[arg-type]
+        patch.setattr(module, "make_comm", lambda group, *_: CoalescedComm(Operations(group, operations)))  # type: ignore[arg-type]
         for setter, value, average, divisor in (
             ("set_force_sum_reduction_for_comms", False, True, ranks),
             ("set_force_sum_reduction_for_comms", True, False, ranks),

@@ -143,7 +143,7 @@ def expected_gradients(case: Case, replicas: list[list[int]]) -> dict[str, Tenso
 
 
 def comm_over(all_to_all: bool) -> Callable[[Any, torch.device], Comm]:
-    def make_comm(group: Any, device: torch.device) -> Comm:
+    def make_comm(group: Any, device: torch.device, label: Any) -> Comm:
         if group is None:
             return SoloComm()
         return CoalescedComm(group) if all_to_all else PairwiseComm(group)

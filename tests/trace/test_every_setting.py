@@ -18,6 +18,7 @@ from recorder import RecordingComm, record
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2 import (
     CPUOffloadPolicy,
@@ -407,6 +408,34 @@ def what_is_not_watched_is_refused() -> None:
         model.set_saved_tensor_hooks(1)
     with pytest.raises(RuntimeError, match="root"):
         model.b0.set_saved_tensor_hooks(False)
+
+
+@checks("set_debug_level")
+def ranks_meet_before_each_collective() -> None:
+    """At level 1 a small all-gather comes before each collective; and what `check` gathers, once, before all."""
+
+    def collectives(model: Any) -> dict[Any, int]:
+        with CommDebugMode() as seen:  # its own hooks ask for an input that requires a gradient
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        return dict(seen.get_comm_counts())
+
+    def gathers_and_all(level: int, make: Callable[[], Any]) -> tuple[int, int]:
+        model = make()
+        for each in (1, level):
+            model.set_debug_level(each)
+        for _ in range(2):
+            backward(model)
+        seen = collectives(model)
+        return seen[torch.ops.c10d._allgather_base_], sum(seen.values())
+
+    for make in (build, hsdp, lambda: build(reshard_after_forward=2)):
+        plain, all_plain = gathers_and_all(0, make)
+        assert gathers_and_all(1, make) == (plain + all_plain, 2 * all_plain)
+    for level, error in ((2, ValueError), (-1, ValueError), (True, ValueError), ("1", ValueError)):
+        with pytest.raises(error, match="level"):
+            build().set_debug_level(level)
+    with pytest.raises(RuntimeError, match="root"):
+        build().b0.set_debug_level(1)
 
 
 @checks("set_is_last_backward")

@@ -1,0 +1,127 @@
+"""Collectives before which ranks tell each other what they are about to do, whatever the backend: the debug level."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import torch_compat
+from .comm import Comm, all_gather_now, make_comm
+from .headers import REDUCING, TABLE, Header, digest_of, out_of_step, text_of, without_sizes
+from .work import Work
+
+_VARIABLE = "FSDP2_DEBUG"
+
+
+def level_from_environment() -> int:
+    """
+    Raises:
+        ValueError: neither 0 nor 1, nor empty.
+    """
+    value = os.environ.get(_VARIABLE) or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"environment variable {_VARIABLE}: expected 0 or 1, got {value!r}")
+    return int(value)
+
+
+class CheckedComm:
+    """A Comm whose ranks compare headers before each collective, and leave a note of where they are in the store that
+    all processes share.
+
+    A collective raises RuntimeError on all ranks, before any data moves, if their headers differ; and, with what all
+    processes have noted, if one does not come in time.
+    """
+
+    def __init__(self, unchecked: Comm, device: torch.device) -> None:
+        self.unchecked = self._comm = unchecked
+        self.rank, self.size, self.label = unchecked.rank, unchecked.size, unchecked.label
+        self.direct_min_bytes, self.force_sum = unchecked.direct_min_bytes, unchecked.force_sum
+        group = unchecked.group
+        assert group is not None, "there are other ranks"
+        cpu = torch.device("cpu")
+        self._device = cpu if torch_compat.has_backend(group, cpu) else device
+        self._aside = make_comm(group, self._device)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._comm.group
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        return self._checked("gathering", inputs, lambda: self._comm.all_gather(outputs, inputs))
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        return self._checked(REDUCING, inputs, lambda: self._comm.reduce_scatter(outputs, inputs, divisor))
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        return self._checked("summing replicas of", [tensor], lambda: self._comm.all_reduce(tensor, divisor))
+
+    def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work]) -> Work:
+        header = self.label.placed_header(kind, tensors)
+        try:
+            _note(without_sizes(header.text))
+            self._compare(header)
+            return _NotedWork(start())
+        except RuntimeError as error:
+            _add_table(error)
+            raise
+
+    def _compare(self, header: Header) -> None:
+        of_all = all_gather_now(bytes(header.data.tolist()), self._aside, self._device)
+        if len({digest_of(each) for each in of_all}) > 1:
+            assert self.group is not None, "there are other ranks"
+            ranks = dist.get_process_group_ranks(self.group)
+            self.label.note_out_of_step()
+            raise RuntimeError(out_of_step({rank: text_of(each) for rank, each in zip(ranks, of_all, strict=True)}))
+
+
+class _NotedWork:
+    """Says, if it fails, where all ranks have noted that they are."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            _add_table(error)
+            raise
+
+
+# ---- notes in the store
+
+
+def _key(rank: int) -> str:
+    return f"fsdp2/position of rank {rank}"
+
+
+def _note(text: str) -> None:
+    with suppress(RuntimeError):  # whoever held the store is gone, or it is a simulated one: there are no notes then
+        torch_compat.default_store().set(_key(dist.get_rank()), f"{time.time()} {text}")
+
+
+def _add_table(error: RuntimeError) -> None:
+    """Put what the store knows in place of what headers have told, if anything."""
+    message = str(error)
+    if "out of step" in message:
+        return
+    try:
+        lines = [f"  rank {rank}: {_read_note(rank)}" for rank in range(dist.get_world_size())]
+    except RuntimeError:  # the process that keeps it is gone
+        return
+    lines[dist.get_rank()] += " (this one)"
+    error.args = ("\n".join([message.partition(TABLE)[0] + TABLE, *lines]),)
+
+
+def _read_note(rank: int) -> str:
+    store = torch_compat.default_store()
+    if not store.check([_key(rank)]):
+        return "nothing yet"
+    since, _, text = store.get(_key(rank)).decode().partition(" ")
+    return f"{text}, since {time.time() - float(since):.1f} s"

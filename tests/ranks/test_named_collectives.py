@@ -1,0 +1,361 @@
+"""Ranks that are out of step: all raise, naming who is doing what; nothing is mixed; the next step is exact.
+
+A rank that does not come, or has died: the others say where each rank was, as soon as the process group gives up.
+"""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import helpers
+from fsdp2 import comm
+from fsdp2.comm import CoalescedComm
+from helpers import RankError, alone, run_ranks
+from scenarios import Run, assert_none_differ, loss_of
+
+WIDTHS = (4, 240)
+"""Of all that goes to one rank little, which travels with the header, and much, which does not."""
+SOON_S = 10
+"""A hang would be one of the default process group: half an hour."""
+TIMEOUT_S = 2
+DEPTH = 6
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Layers of one shape; all but one of them run, in `order`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(DEPTH))
+        self.scale = nn.Parameter(torch.ones(width))
+        self.order = (0, 1, 2, 4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            x = self.layers[i](x)
+        return x * self.scale
+
+
+def build(run: Run, width: int, **options: Any) -> Any:
+    model = run.build(Net, width)
+    for layer in model.layers:
+        run.shard(layer, **options)
+    return run.shard(model, **options)
+
+
+def train(model: Net, x: Tensor) -> None:
+    loss_of(model(x)).backward()
+
+
+# ---- what one rank does while the others train -----------------------------------------------------------------------
+
+
+class OnPurpose(Exception):
+    pass
+
+
+def raise_on_purpose(*_: Any) -> None:
+    raise OnPurpose
+
+
+def goes_on_after_an_exception(model: Net, x: Tensor) -> None:
+    handle = model.layers[2].register_forward_pre_hook(raise_on_purpose)
+    with pytest.raises(OnPurpose):
+        train(model, x)
+    handle.remove()
+    train(model, x)
+
+
+def goes_on_after_an_exception_in_backward(model: Net, x: Tensor) -> None:
+    handle = model.layers[2].register_full_backward_hook(raise_on_purpose)
+    with pytest.raises(OnPurpose):
+        train(model, x)
+    handle.remove()
+    train(model, x)
+
+
+def in_order(*order: int) -> Callable[[Net, Tensor], None]:
+    def stray(model: Net, x: Tensor) -> None:
+        usual, model.order = model.order, order
+        try:
+            train(model, x)
+        finally:
+            model.order = usual
+
+    return stray
+
+
+def evaluates_once_more(model: Net, x: Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+    train(model, x)
+
+
+def does_not_reduce(model: Any, x: Tensor) -> None:
+    model.set_requires_gradient_sync(False)
+    try:
+        train(model, x)
+        train(model, x)
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def freezes_a_bias(model: Net, x: Tensor) -> None:
+    model.layers[4].linear.bias.requires_grad_(False)
+    try:
+        train(model, x)
+    finally:
+        model.layers[4].linear.bias.requires_grad_(True)
+
+
+STRAYS: dict[str, tuple[Callable[[Net, Tensor], None], str]] = {
+    "goes on after an exception": (goes_on_after_an_exception, "rank 2: gathering"),
+    "in backward": (goes_on_after_an_exception_in_backward, "rank 2: gathering"),
+    "another order": (in_order(1, 0, 2, 4, 5), "rank 2: gathering"),
+    "leaves one out": (in_order(0, 1, 4, 5), "ranks 0, 1: gathering layers.2.*rank 2: gathering layers.1"),
+    # What follows is the same on all ranks, and is gathered ahead.
+    "another tower": (in_order(0, 1, 3, 4, 5), "rank 2: gathering layers.3"),
+    "evaluates once more": (evaluates_once_more, "rank 2: gathering"),
+    "does not reduce": (does_not_reduce, "ranks 0, 1: reducing"),
+    "freezes a bias": (freezes_a_bias, r"ranks 0, 1: reducing layers.4.*, tensors of .*rank 2: reducing layers.4"),
+}
+
+
+def plain(width: int) -> list[tuple[str, str, Any]]:
+    run = Run()
+    model = build(run, width)
+    for number in range(2 * len(STRAYS) + 1):
+        train(model, run.batch(width, seed=number))
+        run.grads(f"step {number}", model)
+        model.zero_grad()
+    return run.shown
+
+
+def strays_one_by_one(run: Run, width: int, level: int) -> list[str]:
+    """Each time the last rank does something else; then all train, which is compared. No barrier is in between."""
+    model = build(run, width)
+    model.set_debug_level(level)
+
+    def step(number: int) -> None:
+        train(model, run.batch(width, seed=number))
+        run.grads(f"step {number}", model)
+        model.zero_grad()
+
+    step(0)
+    problems = []
+    for i, (name, (stray, expected)) in enumerate(STRAYS.items()):
+        start = time.monotonic()
+        try:
+            (stray if run.rank == run.world_size - 1 else train)(model, run.batch(width, seed=100 + i))
+            problems.append(f"{name}: nothing was raised")
+        except RuntimeError as error:
+            if not re.search(f"ranks are out of step.*{expected}", str(error)):
+                problems.append(f"{name}: {error}")
+        if time.monotonic() - start > SOON_S:
+            problems.append(f"{name}: took {time.monotonic() - start:.0f} s")
+        model.zero_grad()
+        step(2 * i + 1)
+        step(2 * i + 2)
+    return problems + run.different[:2]
+
+
+@contextmanager
+def coalesced() -> Iterator[None]:
+    """As on NCCL, where collectives have no header."""
+    with mock.patch.object(comm, "PairwiseComm", CoalescedComm):
+        yield
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_ranks_raise_and_the_next_step_is_exact(width: int) -> None:
+    expected = alone(lambda: plain(width))
+
+    def body(rank: int, size: int) -> list[str]:
+        problems = [f"level {level}: {text}" for level in (0, 1) for text in strays_one_by_one(new(rank), width, level)]
+        with coalesced():
+            return problems + [f"coalesced: {text}" for text in strays_one_by_one(new(rank), width, 1)]
+
+    def new(rank: int) -> Run:
+        return Run(rank, 3, expected)
+
+    assert_none_differ(run_ranks(3, body, timeout=120))
+
+
+def error_of(step: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        step()
+    return str(caught.value)
+
+
+def test_the_message_names_what_each_rank_does() -> None:
+    def body(rank: int, size: int) -> list[str]:
+        run, texts = Run(rank, size, []), []
+        for level in (0, 1):
+            model = build(run, 4)
+            model.set_debug_level(level)
+            model.order = (0, 1, 4) if rank == 1 else (0, 1, 2)
+            texts.append(error_of(lambda model=model: model(run.batch(4, seed=0))).partition(" All ")[0])
+        return texts
+
+    both = "rank 0: gathering layers.2{0}; rank 1: gathering layers.4{0}."
+    expected = [f"ranks are out of step. {both.format(where)}" for where in ("", " (forward, step 0)")]
+    assert run_ranks(2, body) == [expected] * 2
+
+
+def test_models_of_different_widths() -> None:
+    def body(rank: int, size: int) -> list[str]:
+        run = Run(rank, size, [])
+        wide = build(run, 300 if rank == 1 else 4)
+        with torch.no_grad():
+            for param in wide.parameters():
+                param.add_(1)  # ranks that start from other weights are told so before
+        texts = [error_of(lambda: wide(torch.zeros(1, wide.scale.shape[0], dtype=torch.float64)))]
+        model = build(run, 4)
+        model(run.batch(4, seed=0))  # on the same process group
+        return texts
+
+    for text in run_ranks(2, body):
+        assert re.search(
+            r"rank 0: gathering root, tensors of 16 uint8; rank 1: gathering root, tensors of 1200", text[0]
+        )
+
+
+def test_replicas_that_are_out_of_step() -> None:
+    """Sums between replicas go by gloo's own collective, which would mix equal shapes, and crash on others."""
+
+    def body(rank: int, size: int) -> tuple[str, Tensor]:
+        run = Run(rank, size, [])
+        model = build(run, 4, mesh=init_device_mesh("cpu", (2, 2)))
+        if rank >= 2:
+            model.order = (5, 1, 2, 4, 0)  # on all ranks that share a replica's shards: only the sums differ
+        text = error_of(lambda: train(model, run.batch(4, seed=0, rows=12)))
+        model.zero_grad()
+        model.order = (0, 1, 2, 4, 5)
+        train(model, torch.ones(3, 4, dtype=torch.float64))
+        return text, model.layers[5].linear.weight.grad.full_tensor()
+
+    texts, gradients = zip(*run_ranks(4, body), strict=True)
+    for text in texts:
+        assert re.search(r"rank [01]: summing replicas of layers.5; rank [23]: summing replicas of layers.0", text), (
+            text
+        )
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+# ---- who does not come -----------------------------------------------------------------------------------------------
+
+
+def fate(rank: int, levels: tuple[int, ...], stop: Callable[[], None]) -> str:
+    """How a step ends on one of three ranks, the last of which stops in the middle; there is a world for each level."""
+    timeout = timedelta(seconds=TIMEOUT_S)
+    groups = [dist.new_group([3 * i, 3 * i + 1, 3 * i + 2], timeout=timeout) for i in range(len(levels))]
+    world, place = divmod(rank, 3)
+    run = Run(place, 3, [])
+    model = build(run, 4, mesh=DeviceMesh.from_group(groups[world], "cpu"))
+    model.set_debug_level(levels[world])
+    train(model, run.batch(4, seed=0))
+    model.zero_grad()
+    if place == 2:
+        model.layers[2].register_forward_pre_hook(lambda *_: stop())
+    dist.barrier()  # nobody shall give up on one that has not begun
+    start = time.monotonic()
+    try:
+        train(model, run.batch(4, seed=0))
+    except (RuntimeError, OnPurpose) as error:
+        assert time.monotonic() - start < TIMEOUT_S + SOON_S
+        return str(error)
+    return "nothing was raised"
+
+
+def assert_tells_where(text: str, rank: int, level: int) -> None:
+    others = rank // 3 * 3
+    pattern = {
+        # The last rank has begun to gather what follows the layer in which it stopped. If it has died, others may not
+        # have heard of that.
+        0: rf"rank {others + 2}: not there; \d\.\d s ago it was gathering layers\.[24]",
+        1: rf"rank {others + 2}: gathering layers\.4 \(forward, step 1\), since \d\.\d s",
+    }[level]
+    assert "Where each rank was:" in text, text
+    assert re.search(pattern, text), text
+    assert re.search(rf"rank {rank}: gathering layers\.[45].*\(this one\)", text), text
+    assert re.search(r"\(while gathering layers\.[45], \d+ bytes\)", text), text
+
+
+def test_who_sleeps_or_has_raised_is_named() -> None:
+    def body(rank: int, size: int) -> str:
+        return fate(rank, (0, 1, 0, 1), (lambda: time.sleep(3 * TIMEOUT_S)) if rank < 6 else raise_on_purpose)
+
+    for rank, text in enumerate(run_ranks(12, body, timeout=60)):
+        if rank % 3 < 2:
+            assert_tells_where(text, rank, rank // 3 % 2)
+
+
+def test_who_has_died_is_named(tmp_path: Path) -> None:
+    def body(rank: int, size: int) -> None:
+        (tmp_path / str(rank)).write_text(fate(rank, (0, 1), lambda: os._exit(1)))
+
+    with mock.patch.object(helpers, "GRACE_S", 60), pytest.raises(RankError, match="rank 2, 5 of 6 failed"):
+        run_ranks(6, body, timeout=60)
+    for rank in (0, 1, 3, 4):
+        assert_tells_where((tmp_path / str(rank)).read_text(), rank, rank // 3)
+
+
+# ---- the debug level -------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_sets_the_level() -> None:
+    def body(rank: int, size: int) -> list[str]:
+        run = Run(rank, size, [])
+        model = build(run, 4)
+        model.order = (rank,)
+        return [error_of(lambda: model(run.batch(4, seed=0)))]
+
+    with mock.patch.dict(os.environ, FSDP2_DEBUG="1"):
+        for texts in run_ranks(2, body):
+            assert "gathering layers.1 (forward, step 0)" in texts[0]
+
+
+def test_replicas_that_differ_are_logged_before_the_first_step() -> None:
+    def body(rank: int, size: int) -> list[list[str]]:
+        logged: list[list[str]] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged[-1].append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp2").addHandler(handler)
+        run = Run(rank, size, [])
+        for level in (0, 1):
+            logged.append([])
+            model = build(run, 4, mesh=init_device_mesh("cpu", (2, 1)))
+            with torch.no_grad():
+                model.layers[3].linear.weight.add_(rank)
+            model.set_debug_level(level)
+            for _ in range(2):
+                model(run.batch(4, seed=0))
+        return logged
+
+    first, second = run_ranks(2, body)
+    assert second == [[], []]
+    assert first[0] == []
+    (text,) = first[1]
+    assert text.startswith("before the first forward: replicas differ: layers.3.linear.weight")

@@ -1,0 +1,96 @@
+"""What a header says: the same for the same collective of the same group, and for no other."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp2.checked_comm import level_from_environment
+from fsdp2.headers import HEADER_NBYTES, Header, Label, differ, out_of_step, text_of
+
+
+class Pass:
+    """What runs groups."""
+
+    def __init__(self, phase: str, step: int) -> None:
+        self._where = phase, step
+
+    def where(self) -> tuple[str, int]:
+        return self._where
+
+    def note_out_of_step(self) -> None:
+        pass
+
+
+def header(
+    name: str = "layers.3", kind: str = "gathering", numel: int = 8, dtype: torch.dtype = torch.float32
+) -> Header:
+    return Label(name).header(kind, [torch.zeros(2), torch.zeros(numel, dtype=dtype)])
+
+
+def message(header: Header) -> Tensor:
+    """As it arrives: with something behind."""
+    return torch.cat([header.data, torch.ones(3, dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"name": "layers.4"}, {"kind": "reducing"}, {"numel": 9}, {"dtype": torch.int32}, {"name": "x" * 300}],
+    ids=str,
+)
+def test_what_differs_is_noticed(other: dict) -> None:
+    assert not differ(message(header()), header())
+    assert differ(message(header(**other)), header())
+
+
+def test_a_header_is_built_once() -> None:
+    label, tensors = Label("a"), [torch.zeros(3)]
+    assert label.header("gathering", tensors) is label.header("gathering", [torch.ones(3)])
+    label.name = "b"
+    assert text_of(label.header("gathering", tensors).data).startswith("gathering b")
+
+
+def test_long_names_keep_their_end() -> None:
+    long = header("model." * 60 + "layers.3")
+    assert long.data.numel() == HEADER_NBYTES
+    assert text_of(long.data).partition("\t")[0].endswith("layers.3")
+    assert differ(message(header("other." * 60 + "layers.3")), long), "the whole name counts"
+
+
+def test_the_phase_is_compared_and_the_step_is_not() -> None:
+    passes = [Pass("forward", 3), Pass("forward", 4), Pass("backward", 3)]
+    headers = []
+    for each in passes:
+        label = Label("a")
+        label.run_in(each)
+        headers.append(label.placed_header("gathering", [torch.zeros(2)]))
+    assert not differ(message(headers[1]), headers[0])
+    assert differ(message(headers[2]), headers[0])
+    assert text_of(headers[1].data).startswith("gathering a (forward, step 4)")
+
+
+def test_a_label_does_not_keep_what_runs_its_group() -> None:
+    label = Label("a")
+    label.run_in(Pass("forward", 3))
+    assert label.placed_header("gathering", []).text.startswith("gathering a (by hand, step 0)")
+    label.note_out_of_step()
+
+
+def test_the_message_names_all_ranks() -> None:
+    texts = {0: "gathering a\t8 float32", 1: "gathering b\t8 float32", 2: "gathering a\t8 float32"}
+    assert "ranks 0, 2: gathering a; rank 1: gathering b. " in out_of_step(texts)
+    texts[1] = "gathering a\t9 float32"
+    assert "ranks 0, 2: gathering a, tensors of 8 float32; rank 1: gathering a, tensors of 9" in out_of_step(texts)
+
+
+@pytest.mark.parametrize(("value", "level"), [(None, 0), ("", 0), ("0", 0), ("1", 1)])
+def test_levels(monkeypatch: pytest.MonkeyPatch, value: str | None, level: int) -> None:
+    monkeypatch.delenv("FSDP2_DEBUG", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FSDP2_DEBUG", value)
+    assert level_from_environment() == level
+
+
+def test_a_level_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP2_DEBUG", "yes")
+    with pytest.raises(ValueError, match="FSDP2_DEBUG: expected 0 or 1, got 'yes'"):
+        level_from_environment()
