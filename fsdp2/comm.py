@@ -182,9 +182,8 @@ class PairwiseComm:
             for to, source in self._peers:
                 message = header.data
                 if rides:
-                    rider, target = outgoing[-1][to].view(torch.uint8), incoming[-1][source].view(torch.uint8)
-                    message = torch.cat([message, rider])
-                    exchange.riders.append((target, rows[source][HEADER_NBYTES:][: target.numel()]))
+                    message = torch.cat([message, _bytes_of(outgoing[-1][to])])
+                    exchange.riders.append((_bytes_of(incoming[-1][source]), rows[source]))
                 exchange.sent.append(self.group.send([message], to, first_tag))
                 exchange.received[source] = self.group.recv([rows[source]], source, first_tag)
                 for out, into in bulk:
@@ -226,6 +225,10 @@ class PairwiseComm:
     def _place(self, rank: int) -> int:
         """Row of another rank's part in a receive buffer, which has none for this rank."""
         return rank if rank < self.rank else rank - 1
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 
 
 # Of process groups. Several Comms may share one.

@@ -34,10 +34,11 @@ _DATA_TAG = 0x4000_0000
 
 
 class Header(NamedTuple):
-    """`data`: what crosses, as bytes: a digest, which is compared, and `text`, which people read."""
+    """`data`: what crosses, as bytes: `digest`, which is compared, and `text`, which people read."""
 
     text: str
     data: Tensor
+    digest: Tensor
 
     @classmethod
     def of(cls, doing: str, where: str, sizes: Sequence[Any], part: str, compared: str = "") -> Header:
@@ -45,7 +46,11 @@ class Header(NamedTuple):
         digest = hashlib.blake2b(repr((doing, compared, sizes, part)).encode(), digest_size=_DIGEST_NBYTES).digest()
         text = f"{doing}{where}\t{', '.join(f'{numel} {str(dtype)[6:]}' for dtype, numel in sizes)}{part}"
         data = (digest + text.encode()[: HEADER_NBYTES - _DIGEST_NBYTES]).ljust(HEADER_NBYTES, b"\0")
-        return cls(text, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return cls.holding(text, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    @classmethod
+    def holding(cls, text: str, data: Tensor) -> Header:
+        return cls(text, data, data[:_DIGEST_NBYTES])
 
 
 class Runtime(Protocol):
@@ -100,13 +105,13 @@ class Label:
         return f"{kind} {self.name}" if len(self.name) <= _LONGEST_NAME else f"{kind} ...{self.name[-_LONGEST_NAME:]}"
 
 
-GOODBYE = Header("", torch.zeros(HEADER_NBYTES, dtype=torch.uint8))
+GOODBYE = Header.holding("", torch.zeros(HEADER_NBYTES, dtype=torch.uint8))
 """Of no collective."""
 
 
 def differ(message: Tensor, own: Header) -> bool:
     """Whether the header with which `message` begins means something else than `own`."""
-    return not torch.equal(message[:_DIGEST_NBYTES], own.data[:_DIGEST_NBYTES])
+    return not torch.equal(message[:_DIGEST_NBYTES], own.digest)
 
 
 def digest_of(header: bytes) -> bytes:
@@ -161,7 +166,7 @@ class Exchange:
         take_leave: Callable[[Exchange, Sequence[Exchange]], None],
     ) -> None:
         self.label, self.header, self.rows, self.take_leave = label, header, rows, take_leave
-        # First messages that are sent, and received, by rank; all that follow, by rank; (target, what is to arrive).
+        # First messages that are sent, and received, by rank; all that follow, by rank; riders, as (target, row).
         self.sent: list[Work] = []
         self.received: dict[int, Work] = {}
         self.rest: dict[int, list[Work]] = {rank: [] for rank in rows}
@@ -177,7 +182,7 @@ class Exchange:
             raise RuntimeError(self.error)
         riders, self.riders = self.riders, []
         for target, source in riders:
-            target.copy_(source)
+            target.copy_(source.narrow(0, HEADER_NBYTES, target.numel()))
         rest, self.rest = self.rest, {}
         try:
             for works in rest.values():
