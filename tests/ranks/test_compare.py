@@ -294,10 +294,14 @@ def failures_leave_no_trace() -> None:
     def failing(module: nn.Module, x: Tensor) -> Tensor:
         raise KeyError("loss") if module(x) is not None else ValueError
 
+    def hooks() -> list[tuple[int, int]]:
+        modules = [*reference.modules(), *model.modules()]
+        return [(len(each._forward_hooks), len(each._forward_pre_hooks)) for each in modules]
+
+    before = hooks()
     with pytest.raises(KeyError):
         compare(reference, model, batch, failing)
-    modules = [*reference.modules(), *model.modules()]
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in modules)
+    assert hooks() == before
     expect_none(compare(reference, model, batch))
 
 
