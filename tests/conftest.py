@@ -28,11 +28,13 @@ def _no_leaked_process_group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
-    """The first DeviceMesh imports 300 modules: here once, rather than in every forked rank."""
+    """The first DeviceMesh imports 300 modules, the first optimizer as many: here once, not in every forked rank."""
+    import torch._dynamo
+
     from helpers import fake_world
 
-    with fake_world(1):
-        fully_shard(torch.nn.Linear(1, 1))
+    with fake_world(1), torch.no_grad():
+        fully_shard(torch.nn.Linear(1, 1))(torch.ones(1))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
