@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import hooks, torch_compat
 from .full_copies import FullCopies
+from .owners import Owned, owners_by_id
 from .param import FSDPParam
 from .state import FSDPState
 
@@ -90,18 +91,11 @@ def _check(recurse: Any, writeback: Any, rank0_only: Any, offload_to_cpu: Any, d
 # ---- what is given ---------------------------------------------------------------------------------------------------
 
 
-class _Owned(NamedTuple):
-    """A parameter, and who gathers it."""
-
-    state: FSDPState
-    param: FSDPParam
-
-
 class _Given(NamedTuple):
     """What the user has named. `names`: of a module's parameters; None: parameters were given."""
 
     tensors: list[Tensor]
-    owned: list[_Owned | None]
+    owned: list[Owned | None]
     names: list[str] | None
     is_one: bool
 
@@ -128,7 +122,7 @@ class _Given(NamedTuple):
 
     @classmethod
     def _find(cls, tensors: list[Tensor], names: list[str] | None, is_one: bool = False) -> _Given:
-        owners = _owners()
+        owners = owners_by_id()
         return cls(tensors, [owners.get(id(tensor)) for tensor in tensors], names, is_one)
 
     def by_state(self) -> dict[FSDPState, list[FSDPParam]]:
@@ -165,20 +159,6 @@ def _named_parameters(module: nn.Module, recurse: bool, prefix: str = "") -> Ite
     for name, child in module._modules.items():
         if child is not None and (recurse or hooks.state_of(child) is None):
             yield from _named_parameters(child, recurse, f"{prefix}{name}.")
-
-
-def _owners() -> dict[int, _Owned]:
-    """Identity of a tensor -> whose sharded or full parameter it is."""
-    found = {}
-    for outer in torch_compat.composable_states():
-        state = outer if isinstance(outer, FSDPState) else None
-        while state is not None:
-            for param in state.group.params:
-                registered = (slot.module._parameters.get(slot.name) for slot in param.slots)
-                for face in (param.sharded, param.full, *registered):
-                    found[id(face)] = _Owned(state, param)
-            state = state.inner
-    return found
 
 
 # ---- the full parameters themselves ----------------------------------------------------------------------------------

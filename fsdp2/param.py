@@ -317,6 +317,9 @@ class FSDPParam:
         if accumulated is None:
             sharded.grad = gradient
         else:
+            if isinstance(accumulated, DTensor) and accumulated.placements != gradient.placements:
+                # Computed on shards, with DTensors: not all operations leave it as the parameter is.
+                sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
             torch_compat.local_of(accumulated).add_(torch_compat.local_of(gradient))
         if post_accumulate_hooks:
             for hook in tuple(post_accumulate_hooks.values()):

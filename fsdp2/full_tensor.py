@@ -1,0 +1,106 @@
+"""`weight.full_tensor()` of a sharded parameter in a loss: the gradient is that of the ranks' mean loss, as everywhere.
+
+Torch takes what ranks compute of a whole tensor for the same on all of them. Each then keeps its part of its own
+gradient, though their losses differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .comm import all_reduce_now
+from .owners import Owned, owners_by_id
+
+
+@cache
+def average_in_full_tensor() -> None:
+    """From now on gradients through `DTensor.full_tensor` are averaged over the ranks that share the parameter, whether
+    it is one that fully_shard has sharded, or is computed of such only.
+    """
+    plainly = DTensor.full_tensor
+
+    @wraps(plainly)
+    def full_tensor(self: DTensor, **options: Any) -> Tensor:
+        whole = plainly(self, **options)
+        if whole.requires_grad and options.get("grad_placements") is None:
+            owner = _owner_of(self)
+            if owner is not None:
+                whole.register_hook(_Average(owner))
+        return whole
+
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
+
+
+def _owner_of(tensor: DTensor) -> Owned | None:
+    """Whose parameter it is, or of one of which group it is computed; None: neither, or not only of such."""
+    owners = owners_by_id()
+    meshes = {getattr(each.param.sharded, "device_mesh", None) for each in owners.values()}
+    if tensor.device_mesh not in meshes:
+        return None  # an activation, say, behind which there may be a large graph
+    if tensor.grad_fn is None:
+        return _sharded_owner(tensor, owners)
+    nodes = list(_leaf_nodes(tensor.grad_fn))
+    first, *others = [_sharded_owner(node.variable, owners) for node in nodes] or [None]
+    if first is None or any(each is None or each.state.group.mesh != first.state.group.mesh for each in others):
+        return None
+    for node in nodes:
+        node.register_prehook(_DistributedLike(node.variable))
+    return first
+
+
+def _sharded_owner(leaf: Tensor, owners: dict[int, Owned]) -> Owned | None:
+    owner = owners.get(id(leaf))
+    return None if owner is None or leaf is owner.param.full else owner  # that has its gradient reduced anyway
+
+
+def _leaf_nodes(root: Any) -> Iterator[Any]:
+    """The ends of a graph, which add gradients to `.grad` of their `variable`."""
+    waiting, seen = [root], {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(each for each, _ in node.next_functions)
+            if hasattr(node, "variable"):
+                yield node
+
+
+class _DistributedLike:
+    """Hook on the end of a graph: an operation may leave the gradient of a sharded parameter unsummed, say."""
+
+    def __init__(self, leaf: Any) -> None:
+        self._placements = leaf.placements
+
+    def __call__(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(each.redistribute(placements=self._placements) for each in gradients)
+
+
+class _Average:
+    """Hook on a whole tensor: its gradient, averaged over the ranks that share `owner`, all of which must call it.
+
+    Raises:
+        RuntimeError: with `create_graph`.
+    """
+
+    def __init__(self, owner: Owned) -> None:
+        self._owner = owner
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        group, name = self._owner.state.group, self._owner.param.name
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"{name}: the gradient of its full_tensor() has no graph, with create_graph=True. Use `with "
+                "fsdp2.full_params(...)` there, in place of full_tensor()."
+            )
+        self._owner.state.context.enter_backward()  # in `.grad` a stand-in may be, for gradients that wait
+        total = gradient.detach().clone(memory_format=torch.contiguous_format)
+        for ranks in group.mesh.axis_groups:
+            all_reduce_now(total, ranks, largest=False)
+        shards, replicas = group.gradients.reduction.divisors()
+        return total.div_(shards * replicas)
