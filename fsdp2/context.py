@@ -76,7 +76,8 @@ class Context:
             state.group.label.run_in(self)
         self.agreement = self._find_agreement()
         self.prefetcher = Prefetcher(self.states)
-        RankGuard(self.root, self.states).attach()
+        self.rank_guard = RankGuard(self.root, self.states)
+        self.rank_guard.attach()
 
     def _find_agreement(self) -> Agreement | None:
         """How ranks stay in one order, if some of them may leave modules out."""
@@ -113,17 +114,20 @@ class Context:
 
         lists = [(places(state.forward_prefetch), places(state.backward_prefetch)) for state in self.states]
         chosen = {name: getattr(self, name) for name in ("finalizes_by_itself", "notices_saved_tensors")}
-        return {**chosen, "prefetch_budget": self.prefetcher.budget, "prefetch": lists}
+        averages = self.rank_guard.stats.are_averaged
+        return {**chosen, "prefetch_budget": self.prefetcher.budget, "averages_stats": averages, "prefetch": lists}
 
     def take_settings(
         self,
         finalizes_by_itself: bool,
         prefetch_budget: int | None,
+        averages_stats: bool,
         notices_saved_tensors: bool,
         prefetch: list[tuple[list[int] | None, list[int] | None]],
     ) -> None:
         """Take over the settings of the context that this one is a copy of."""
         self.finalizes_by_itself, self.prefetcher.budget = finalizes_by_itself, prefetch_budget
+        self.rank_guard.stats.are_averaged = averages_stats
         self.notice_saved_tensors(notices_saved_tensors)
         for state, lists in zip(self.states, prefetch, strict=True):
             state.forward_prefetch, state.backward_prefetch = (

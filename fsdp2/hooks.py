@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from . import torch_compat
 from .context import Context
 from .entry_points import refuse_call
+from .full_tensor import average_in_full_tensor
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .optimizer_steps import follow_optimizer_steps
 from .state import FSDPState
@@ -82,6 +83,7 @@ def install(states: list[FSDPState]) -> None:
 
 def _start(states: list[FSDPState]) -> Context:
     follow_optimizer_steps()
+    average_in_full_tensor()
     if states[0].group.mesh.device.type == "cpu":
         torch_compat.draw_like_plain_tensors()
     for state in states:
@@ -174,22 +176,23 @@ def read_parameters(unit: FSDPState) -> None:
 
 
 def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
+    device = None if in_backward else state.context.takes_inputs_to
+    if device is not None and (state is state.context.root or len(state.context.running) == 1):  # the outermost
+        args, kwargs = to_device((args, kwargs), device)
+    dtype, inputs = state.input_dtype, None
+    if dtype is not None:
+        inputs = tensors_in(args, kwargs)
+        if any(tensor.dtype != dtype and tensor.is_floating_point() for tensor in inputs):
+            if not in_backward:
+                state.context.rank_guard.casts(state, inputs)
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+            inputs = None
     use_in_forward(state, in_backward)
     if not in_backward:
         state.context.prefetcher.in_forward(state)
-        is_outermost = state is state.context.root or len(state.context.running) == 1
-        if state.context.takes_inputs_to is not None and is_outermost:
-            args, kwargs = to_device((args, kwargs), state.context.takes_inputs_to)
-    dtype = state.input_dtype
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
-    hooks_inputs = torch.is_grad_enabled() and not state.completes and state.running == 1
-    if dtype is None and not hooks_inputs:
-        return args, kwargs
-    inputs = tensors_in(args, kwargs)
-    if dtype is not None and any(tensor.dtype != dtype and tensor.is_floating_point() for tensor in inputs):
-        args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
-        inputs = tensors_in(args, kwargs)
-    if hooks_inputs:
+    if torch.is_grad_enabled() and not state.completes and state.running == 1:
+        inputs = tensors_in(args, kwargs) if inputs is None else inputs
         _call_after_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
     return args, kwargs
 

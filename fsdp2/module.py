@@ -273,6 +273,19 @@ class FSDPModule:
         _check_bool("enabled", enabled)
         _root(self, "set_saved_tensor_hooks").context.notice_saved_tensors(enabled)
 
+    def set_running_stats_averaging(self, enabled: bool) -> None:
+        """Choose whether the ranks average what BatchNorm and its like keep for evaluation, `running_mean` and
+        `running_var`, once per step, in one all-reduce of them all. On the root only; on every rank.
+
+        Args:
+            enabled: True, the default. False: each rank keeps those of its own rows.
+
+        Raises:
+            RuntimeError: not the root.
+        """
+        _check_bool("enabled", enabled)
+        _root(self, "set_running_stats_averaging").context.rank_guard.stats.are_averaged = enabled
+
     def set_debug_level(self, level: int) -> None:
         """Choose what ranks verify of each other while they train. On the root only; on every rank, between steps.
 

@@ -19,7 +19,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: dtype of the gradient reduction. None: the dtype of the stored parameter (so fp32 parameters
             that compute in bf16 are reduced in fp32), as in torch from 2.15 on; torch 2.13 reduced in `param_dtype`.
         output_dtype: floating-point tensors in the module's output are cast to it. None: they are left alone.
-        cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`, if that is set.
+        cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`, if that is set. Whole
+            numbers that this makes others of (positions, time steps) raise a RuntimeError on every rank.
         param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, that is
             gathered and used as it is stored; None or `param_dtype`: as the others. Alike on all ranks.
         wire_dtype: dtype in which gradients travel between the ranks that share the parameters, where it is narrower

@@ -31,6 +31,8 @@ class Prefetcher:
         self._has_optional = self._gates != {None}
         self._order: list[FSDPState] = []
         self._order_now: list[FSDPState] = []
+        # Whether the pass that runs may be one of all ranks: one may run alone what all have gathered by hand.
+        self._is_common = False
         # By the conditional module that states lie in; None: in none.
         self._forward: dict[FSDPState | None, Cursor[FSDPState]] = {}
         self._ran: deque[FSDPState] = deque(maxlen=_MAX_HISTORY)
@@ -41,12 +43,13 @@ class Prefetcher:
     def begin_pass(self) -> None:
         self._typical_nbytes = median_low(state.group.nbytes for state in self._states)
         self._forward = self._cursors(self._order)
-        self._order_now = []
+        self._order_now, self._is_common = [], False
         self.drop()
 
     def in_forward(self, state: FSDPState) -> None:
         """`state` is about to compute: begin to gather what followed it in the pass before, or what the user chose."""
         self._order_now.append(state)
+        self._is_common |= not state.held
         cursor = self._forward[state.gate]
         state.last_in_pass = cursor.visit(state) and cursor.is_at_end and state.gate is None
         if state.forward_prefetch is None:
@@ -60,7 +63,8 @@ class Prefetcher:
         self._ran.append(state)
 
     def end_pass(self) -> None:
-        self._order = self._order_now
+        if self._is_common:
+            self._order = self._order_now
 
     def begin_backward(self) -> None:
         self._backward = self._cursors(list(reversed(self._ran)))

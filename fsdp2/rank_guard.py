@@ -1,13 +1,16 @@
 """What ranks must have in common though no gather shows it: the weights they start from, memory that somebody has
-initialised, and trainable parameters that no group manages.
+initialised, and trainable parameters that no group manages. And what each sees by itself, of which all must be told:
+whole numbers among its inputs that a policy rounds.
 
 Ranks look when one of the groups is gathered for the first time; later, at times 2, 4, 8, ..., where there are such
-parameters. A number that all have in common is its own maximum and minimum over them: an all-reduce of some integers.
+parameters, or casts. A number that all have in common is its own maximum and minimum over them: an all-reduce of some
+integers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,9 @@ from . import comm
 from .checksum import bits_of, checksum
 from .mesh import DataMesh
 from .param import FSDPParam
+from .param_group import FSDPParamGroup
+from .rounding import rounded_whole_numbers, tells_of_numbers
+from .running_stats import RunningStats
 from .state import FSDPState, data_mesh_of
 
 _NUM_SAMPLES = 16
@@ -55,8 +61,14 @@ class RankGuard:
     def __init__(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
         self._root, self._states = root, states
         self._times = 0
+        self.stats = RunningStats(root.modules)
+        # How often the inputs of each were cast, and what whole numbers were rounded then.
+        self._casts: dict[FSDPState, int] = {}
+        self._rounded: dict[FSDPState, set[float]] = {}
         # Unmanaged parameters that were the same on all ranks when they were last looked at.
         self._common: set[str] = set()
+        # Over which they look, if it connects them; known at the first time.
+        self._mesh: DataMesh | None = None
 
     def attach(self) -> None:
         """Look when a group that all ranks use communicates: they need not all begin a pass, with what is unsharded."""
@@ -66,8 +78,25 @@ class RankGuard:
         for state in self._states:
             group = state.group
             if group.params and group.mesh == mesh and state.gate is None:
-                (group if mesh.size > 1 else group.gradients).guard = self._communicates
+                group.guard = self._gathers
+                group.gradients.guard = partial(self._reduces, group)
                 return
+
+    def casts(self, state: FSDPState, inputs: Sequence[Tensor]) -> None:
+        """A forward of `state` is about to cast its inputs: look at them, at times 1, 2, 4, ..."""
+        number = self._casts[state] = self._casts.get(state, 0) + 1
+        is_time = not number & (number - 1) and _connects(state.group.mesh)
+        if is_time and state.input_dtype is not None:
+            self._rounded.setdefault(state, set()).update(rounded_whole_numbers(inputs, state.input_dtype))
+
+    def _gathers(self) -> None:
+        self._communicates()
+        self.stats.before_gather(self._mesh)
+
+    def _reduces(self, group: FSDPParamGroup) -> None:
+        if group.mesh.size == 1:
+            self._communicates()
+        self.stats.before_reduction(self._mesh, group.gradients.backward_pass)
 
     def _communicates(self) -> None:
         """
@@ -89,9 +118,13 @@ class RankGuard:
                     _compare_starts(mesh, states)
             widest = data_mesh_of(self._states)
             self._mesh = widest if _connects(widest) else None
-        unmanaged = dict(_find_unmanaged(self._root, self._states)) if self._mesh else {}
-        if self._mesh and unmanaged:
+        if self._mesh is None:
+            return
+        unmanaged = dict(_find_unmanaged(self._root, self._states))
+        if unmanaged:
             self._compare_unmanaged(self._mesh, unmanaged)
+        if any(state.input_dtype is not None for state in self._states):
+            self._tell_of_rounding(self._mesh)
 
     def _compare_unmanaged(self, mesh: DataMesh, unmanaged: dict[str, nn.Parameter]) -> None:
         bounds = _bounds(mesh, [checksum(parameter) for parameter in unmanaged.values()])
@@ -104,6 +137,21 @@ class RankGuard:
                 "ignored_params; or freeze it, or average its gradient before each step."
             )
         self._common = common
+
+    def _tell_of_rounding(self, mesh: DataMesh) -> None:
+        places = (
+            self._states.index(state) + 1 for state, rounded in self._rounded.items() if tells_of_numbers(rounded)
+        )
+        ((_, found),) = _bounds(mesh, [torch.tensor(max(places, default=0))])
+        if found:
+            self._rounded.clear()
+            state = self._states[found - 1]
+            raise RuntimeError(
+                f"{state}: its inputs hold, on some rank, floating-point whole numbers (positions, time steps?) that "
+                f"{state.input_dtype}, to which its MixedPrecisionPolicy casts them, makes others of. Pass "
+                "cast_forward_inputs=False there, and cast in the module what may be rounded; or pass integers; or, if "
+                "it is meant, cast them before the call."
+            )
 
 
 def _compare_starts(mesh: DataMesh, states: Sequence[FSDPState]) -> None:

@@ -117,10 +117,7 @@ Program = Callable[[Side], None]
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """A program that a user may write, and how it is to end with ours: EXACT, or LOUD with a message that `says` so.
-
-    `is_pending`: it may not yet.
-    """
+    """A program that a user may write, and how it is to end with ours: EXACT, or LOUD with a message that `says` so."""
 
     program: Program
     ends: str
@@ -128,7 +125,6 @@ class Situation:
     ranks: int = 2
     only_ours: bool = False
     tolerance: float = 1e-9
-    is_pending: bool = False
 
     @property
     def name(self) -> str:

@@ -18,14 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from outcomes import EXACT, LOUD, Program, Side, Situation
 
-# Groups that run on some ranks only are to be noticed, and to be trained by `fully_shard(..., conditional=True)`.
-PENDING = False
-# Those that do not end as their line says yet, and how they end instead.
-GAPS = {
-    "full_tensor_in_the_loss": "the gradient is that of this rank's loss alone",
-    "inputs_cast": "as in torch, the default of `cast_forward_inputs`",
-    "batch_norm": "as in torch, each rank keeps the statistics of its own rows; `check` notes it",
-}
 SITUATIONS: list[Situation] = []
 
 
@@ -605,12 +597,26 @@ def inputs_not_cast(side: Side) -> None:
     positions_in_low_precision(side, cast_forward_inputs=False)
 
 
-@ends(LOUD, "running_mean")
+@ends(EXACT)
 def batch_norm(side: Side) -> None:
-    """BatchNorm: running statistics, then evaluation"""
+    """BatchNorm, on the rows of each rank: evaluation by the mean of the ranks' statistics"""
     model = side.fully_shard(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    optimizer, stats = sgd(model), (model[1].running_mean, model[1].running_var)
     for step in range(3):
-        model(side.batch(step))
+        before = [each.clone() for each in stats]
+        seen = []
+        for _, rows in side.parts(2, step):
+            for each, old in zip(stats, before, strict=True):
+                each.copy_(old)
+            loss_of(model(rows)).backward()
+            seen.append([each.clone() for each in stats])
+        if not side.is_sharded:
+            for each, of_ranks in zip(stats, zip(*seen, strict=True), strict=True):
+                each.copy_(torch.stack(of_ranks).mean(0))
+            for parameter in model.parameters():
+                parameter.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
     model.eval()
     side.rows("evaluated", model(side.batch(9)))
 
@@ -839,19 +845,19 @@ def train_by_rank(side: Side, model: nn.Module, choices: tuple[Any, Any]) -> Non
     side.weights("trained", model)
 
 
-@ends(LOUD, "towers", is_pending=PENDING)
+@ends(LOUD, "towers")
 def ranks_in_different_modules(side: Side) -> None:
     """Two ranks call different sharded modules of equal shapes"""
     train_by_rank(side, Towers(side, (7, 7)), (0, 1))
 
 
-@ends(LOUD, "towers", is_pending=PENDING)
+@ends(LOUD, "towers")
 def a_module_skipped_on_one_rank(side: Side) -> None:
     """A sharded module is skipped on one rank"""
     train_by_rank(side, Towers(side, (7, 9)), (0, None))
 
 
-@ends(EXACT, is_pending=PENDING, only_ours=True)
+@ends(EXACT, only_ours=True)
 def conditional_modules(side: Side) -> None:
     """Both, with `fully_shard(..., conditional=True)`"""
     for choices in ((0, 1), (0, None)):
@@ -870,7 +876,7 @@ class Branches(nn.Module):
         return self.branches[branch](x)
 
 
-@ends(LOUD, "set_reduce_scatter_unused_params", is_pending=PENDING)
+@ends(LOUD, "set_reduce_scatter_unused_params")
 def ranks_use_different_parameters(side: Side) -> None:
     """Ranks use different parameters, of equal shapes, of one group"""
     train_by_rank(side, side.fully_shard(Branches()), (0, 1))

@@ -133,7 +133,9 @@ def unmanaged() -> None:
 def buffers_differ() -> None:
     model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
     fully_shard(model)
+    train(model)
     expect(check(model))
+    model.set_running_stats_averaging(False)
     train(model)
     (found,) = check(model)
     expect([found], ("buffers differ", ("1.running_mean", "1.running_var"), BOTH))

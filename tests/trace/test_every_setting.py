@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -408,6 +409,25 @@ def what_is_not_watched_is_refused() -> None:
         model.set_saved_tensor_hooks(1)
     with pytest.raises(RuntimeError, match="root"):
         model.b0.set_saved_tensor_hooks(False)
+
+
+@checks("set_running_stats_averaging")
+def statistics_are_averaged_or_left() -> None:
+    """By one more all-reduce, between ranks that are not simulated."""
+    for enabled in (True, False):
+        root = Root()
+        root.b0 = nn.BatchNorm1d(4)
+        model = build(root)
+        model.set_running_stats_averaging(enabled)
+        with mock.patch("fsdp2.rank_guard._connects", return_value=True):
+            backward(model)
+        with CommDebugMode() as seen:
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert seen.get_comm_counts()[torch.ops.c10d.allreduce_] == enabled
+    with pytest.raises(TypeError, match="enabled"):
+        model.set_running_stats_averaging(1)
+    with pytest.raises(RuntimeError, match="root"):
+        model.b1.set_running_stats_averaging(False)
 
 
 @checks("set_debug_level")

@@ -1,0 +1,77 @@
+"""Running statistics of normalisations such as BatchNorm, of which each rank keeps those of its own rows: averaged
+over the ranks, so that all evaluate and save the same.
+
+Training itself normalises with the statistics of a rank's own rows, as under DDP: nn.SyncBatchNorm takes all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import torch_compat
+from .comm import all_reduce_now
+from .mesh import DataMesh
+
+_NAMES = ("running_mean", "running_var")
+
+
+class RunningStats:
+    """Those of all modules below `modules`.
+
+    Ranks average before they reduce gradients. Forwards in training mode without a backward may come between: then they
+    do before the next gather. It depends on nothing but modes and the order of gathers and reductions, which ranks have
+    in common. What a module that evaluates has is left alone: a backward may be about to read it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        # What a user may set.
+        self.are_averaged = True
+        self._found: list[nn.Module] | None = None
+        # Those that may have run in training mode since ranks have averaged.
+        self._changed: list[nn.Module] = []
+        self._reduced: object = None
+
+    def before_gather(self, mesh: DataMesh | None) -> None:
+        """A forward may follow. Every rank must call it."""
+        self._average(mesh, self._changed)
+        self._changed = self._find_training()
+
+    def before_reduction(self, mesh: DataMesh | None, backward_pass: object) -> None:
+        """All forwards of `backward_pass` are over. Every rank must call it; again in the same pass, to no effect."""
+        if self._reduced is not backward_pass:
+            self._reduced, self._changed = backward_pass, []
+            self._average(mesh, self._find_training())
+
+    def _find_training(self) -> list[nn.Module]:
+        if self._found is None:
+            inside = dict.fromkeys(each for outer in self._modules for each in outer.modules())
+            self._found = [each for each in inside if _has_own(each)]
+        return [module for module in self._found if module.training]
+
+    @torch.no_grad()
+    def _average(self, mesh: DataMesh | None, modules: Sequence[nn.Module]) -> None:
+        if mesh is None or not modules or not self.are_averaged:
+            return
+        buffers: list[Any] = [module._buffers[name] for module in modules for name in _NAMES]
+        # Sums of half precision would lose more than they average.
+        wide = [torch.promote_types(buffer.dtype, torch.float32) for buffer in buffers]
+        whole = torch.cat([each.flatten().to(mesh.device, dtype) for each, dtype in zip(buffers, wide, strict=True)])
+        for group in mesh.axis_groups:
+            all_reduce_now(whole, group, largest=False)
+            whole.div_(group.size())
+        # The normalisations' own kernels leave no trace in versions either: in training mode no backward reads them.
+        versions = tuple(buffer._version for buffer in buffers)
+        for buffer, mean in zip(buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(mean.view_as(buffer))
+        torch_compat.set_versions(tuple(buffers), versions)
+
+
+def _has_own(module: nn.Module) -> bool:
+    """Whether it keeps statistics, of a rank's own rows."""
+    has = all(isinstance(module._buffers.get(name), Tensor) for name in _NAMES)
+    return has and not isinstance(module, nn.SyncBatchNorm)

@@ -1,0 +1,199 @@
+"""What BatchNorm and its like keep for evaluation is the mean of what the ranks keep, once a step is over."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
+from helpers import run_checks
+
+WIDTH = 6
+STATS = ("running_mean", "running_var")
+
+
+def batch(seed: int, rank: int) -> Tensor:
+    return torch.randn(4, WIDTH, 5, generator=torch.Generator().manual_seed(10 * seed + rank))
+
+
+def build(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 1), norm(WIDTH), nn.Conv1d(WIDTH, WIDTH, 1), norm(WIDTH))
+
+
+def expected_of(model: nn.Module, ranks: int, passes: int) -> list[Tensor]:
+    """After so many forwards of each rank, each from its own statistics. Weights do not change."""
+    of_ranks = []
+    for rank in range(ranks):
+        own = copy.deepcopy(model)
+        for seed in range(passes):
+            own(batch(seed, rank))
+        of_ranks.append(stats_of(own))
+    return [torch.stack(each).mean(0) for each in zip(*of_ranks, strict=True)]
+
+
+def stats_of(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for name, buffer in model.named_buffers() if name.endswith(STATS)]
+
+
+def expect(model: nn.Module, expected: list[Tensor]) -> None:
+    for found, each in zip(stats_of(model), expected, strict=True):
+        torch.testing.assert_close(found, each)
+
+
+def on_one_mesh(model: Any, **options: Any) -> None:
+    fully_shard(model[0], **options)
+    fully_shard(model, **options)
+
+
+def norms_apart(model: Any) -> None:
+    """The root has nothing of its own to gather or reduce."""
+    for module in (*model, model):
+        fully_shard(module)
+
+
+def pairs(model: Any) -> None:
+    on_one_mesh(model, mesh=init_device_mesh("cpu", (2, 2)))
+
+
+WRAPS = {
+    "sharded": on_one_mesh,
+    "kept": partial(on_one_mesh, reshard_after_forward=False),
+    "norms apart": norms_apart,
+    "replicated": replicate,
+    "pairs": pairs,
+}
+
+
+def each_step(wrap: Callable[[Any], Any], norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+    """They are what a step from the last mean makes of them, on average."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model, plain = build(norm), build(norm)
+    wrap(model)
+    for seed in range(3):
+        of_ranks = []
+        before = copy.deepcopy(plain.state_dict())
+        for each in range(ranks):
+            plain.load_state_dict(before)
+            plain(batch(seed, each))
+            of_ranks.append(stats_of(plain))
+        mean = [torch.stack(each).mean(0) for each in zip(*of_ranks, strict=True)]
+        for buffer, each in zip((b for n, b in plain.named_buffers() if n.endswith(STATS)), mean, strict=True):
+            buffer.copy_(each)
+        model(batch(seed, rank)).sum().backward()
+        expect(model, mean)
+
+
+def in_an_accumulation() -> None:
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = build()
+    expected = expected_of(model, ranks, passes=2)
+    on_one_mesh(model)
+    model.set_requires_gradient_sync(False)
+    model(batch(0, rank)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(batch(1, rank)).sum().backward()
+    expect(model, expected)  # linear in what each batch brings, wherever the means are taken
+
+
+def without_backward() -> None:
+    """As `torch.optim.swa_utils.update_bn` does it, then evaluation."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = build()
+    expected = expected_of(model, ranks, passes=2)
+    on_one_mesh(model)
+    with torch.no_grad():
+        for seed in range(2):
+            model(batch(seed, rank))
+        model.eval()
+        model(batch(2, rank))
+        expect(model, expected)
+        model(batch(2, rank))
+    expect(model, expected)
+
+
+def frozen() -> None:
+    """Statistics that are only used stay as they are, where ranks have others, too; so backward may read them."""
+    rank = torch.distributed.get_rank()
+    model = build()
+    on_one_mesh(model)
+    with torch.no_grad():
+        model[1].running_mean.fill_(rank)
+    model[1].eval()
+    for seed in range(3):
+        model(batch(seed, rank)).sum().backward()
+    assert (model[1].running_mean == rank).all()
+
+
+def one_rank_alone() -> None:
+    """What one does with full parameters waits for nobody; the next step averages what it left."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = build()
+    on_one_mesh(model)
+    for module in (model, model[0]):
+        module.unshard()
+    if rank == 0:
+        with torch.no_grad():
+            model(batch(7, rank))
+    for module in (model, model[0]):
+        module.reshard()
+    model(batch(0, rank)).sum().backward()
+    model.eval()
+    mean = model[1].running_mean.clone()
+    torch.distributed.all_reduce(mean)
+    torch.testing.assert_close(mean / ranks, model[1].running_mean)
+
+
+def not_averaged() -> None:
+    rank = torch.distributed.get_rank()
+    plain, model = build(), build()
+    on_one_mesh(model)
+    model.set_running_stats_averaging(False)
+    for seed in range(2):
+        plain(batch(seed, rank))
+        model(batch(seed, rank)).sum().backward()
+    expect(model, stats_of(plain))
+    expect(copy.deepcopy(model), stats_of(plain))
+
+
+def copies_average() -> None:
+    """And keep the choice."""
+    rank = torch.distributed.get_rank()
+    model = build()
+    on_one_mesh(model)
+    for enabled in (True, False):
+        model.set_running_stats_averaging(enabled)
+        other = copy.deepcopy(model)
+        other(batch(rank, rank)).sum().backward()
+        mean = other[1].running_mean.clone()
+        torch.distributed.all_reduce(mean)
+        assert torch.allclose(mean / torch.distributed.get_world_size(), other[1].running_mean) == enabled
+
+
+def in_mixed_precision() -> None:
+    on = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
+    each_step(partial(on_one_mesh, mp_policy=on))
+
+
+CHECKS = [
+    *((f"each step, {name}", partial(each_step, wrap)) for name, wrap in WRAPS.items() if name != "pairs"),
+    ("instance norm", partial(each_step, on_one_mesh, partial(nn.InstanceNorm1d, track_running_stats=True))),
+    ("no norm", partial(each_step, on_one_mesh, nn.Identity)),
+    ("no statistics", partial(each_step, on_one_mesh, partial(nn.BatchNorm1d, track_running_stats=False))),
+    *((each.__name__, each) for each in (in_an_accumulation, without_backward, frozen, one_rank_alone)),
+    *((each.__name__, each) for each in (not_averaged, copies_average, in_mixed_precision)),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_they_are_averaged(ranks: int) -> None:
+    run_checks(ranks, CHECKS)
+
+
+def test_replicas_of_shards() -> None:
+    run_checks(4, [("each step", partial(each_step, pairs))])

@@ -1,0 +1,48 @@
+"""Which inputs a cast to fewer bits damages: those that hold whole numbers that it makes others of."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp2.rounding import rounded_whole_numbers, tells_of_numbers
+
+DAMAGED = {
+    "positions": torch.arange(2048.0),
+    "time steps": torch.tensor([999.0, 37.0, 501.0, 257.0, 3.0]),
+    "negative": -torch.arange(300.0, 310.0).double(),
+    "on a grid": torch.arange(1024.0).view(32, 32).T,
+    "beyond float16": torch.tensor([70000.0, 80001.0, 90001.0]),
+}
+KEPT = {
+    "pixels": torch.arange(256.0),
+    "noise": torch.randn(4096) * 1000,
+    "additive mask": torch.tensor([0.0, -10000.0, torch.finfo(torch.float32).min]),
+    "infinite mask": torch.tensor([0.0, -torch.inf]),
+    "no number": torch.tensor([torch.nan, 1000.0, 1001.0, 1003.0]),
+    "integers": torch.arange(2048),
+    "nothing": torch.zeros(0),
+    "scalar": torch.tensor(1001.0),
+    "as narrow": torch.arange(2048.0).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_whole_numbers_that_become_others(name: str) -> None:
+    found = rounded_whole_numbers([torch.randn(3), DAMAGED[name]], torch.bfloat16)
+    assert tells_of_numbers(found)
+    assert found <= set(DAMAGED[name].flatten().tolist())
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_all_else(name: str) -> None:
+    assert not tells_of_numbers(rounded_whole_numbers([KEPT[name]], torch.bfloat16))
+
+
+@pytest.mark.parametrize(("dtype", "last"), [(torch.bfloat16, 256), (torch.float16, 2048), (torch.float32, 1 << 24)])
+def test_up_to_which_number(dtype: torch.dtype, last: int) -> None:
+    def found(first: int) -> set[float]:
+        numbers: Tensor = torch.arange(first, first + 8, dtype=torch.float64)
+        return rounded_whole_numbers([numbers], dtype)
+
+    assert not found(last - 7)
+    assert tells_of_numbers(found(last))
