@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import torch_compat
+from .owners import all_states
 from .param import FSDPParam
 from .state import FSDPState
 from .tree import tensors_in
@@ -128,11 +128,8 @@ def _was_gathered(owner: FSDPState, frames: list[FrameType]) -> bool:
 def _sharded(modules: Iterable[nn.Module]) -> Iterator[tuple[FSDPState, FSDPParam]]:
     """The modules' own parameters, where the sharded ones are registered, and whose they are."""
     registered = {id(param) for module in modules for param in module._parameters.values()}
-    for outer in torch_compat.composable_states():
-        state = outer if isinstance(outer, FSDPState) else None
-        while state is not None:
-            yield from ((state, param) for param in state.group.params if id(param.sharded) in registered)
-            state = state.inner
+    for state in all_states():
+        yield from ((state, param) for param in state.group.params if id(param.sharded) in registered)
 
 
 def _expression(module: nn.Module, owner: FSDPState) -> str:

@@ -6,6 +6,7 @@ gradient, though their losses differ.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import cache, wraps
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .comm import all_reduce_now
-from .owners import Owned, owners_by_id
+from .owners import Owned, all_states
+from .state import FSDPState
 
 
 @cache
@@ -39,14 +41,12 @@ def average_in_full_tensor() -> None:
 
 def _owner_of(tensor: DTensor) -> Owned | None:
     """Whose parameter it is, or of one of which group it is computed; None: neither, or not only of such."""
-    owners = owners_by_id()
-    meshes = {getattr(each.param.sharded, "device_mesh", None) for each in owners.values()}
-    if tensor.device_mesh not in meshes:
+    if not any(tensor.device_mesh in state.group.meshes for state in all_states()):
         return None  # an activation, say, behind which there may be a large graph
     if tensor.grad_fn is None:
-        return _sharded_owner(tensor, owners)
+        return _sharded_owner(tensor)
     nodes = list(_leaf_nodes(tensor.grad_fn))
-    first, *others = [_sharded_owner(node.variable, owners) for node in nodes] or [None]
+    first, *others = [_sharded_owner(node.variable) for node in nodes] or [None]
     if first is None or any(each is None or each.state.group.mesh != first.state.group.mesh for each in others):
         return None
     for node in nodes:
@@ -54,9 +54,28 @@ def _owner_of(tensor: DTensor) -> Owned | None:
     return first
 
 
-def _sharded_owner(leaf: Tensor, owners: dict[int, Owned]) -> Owned | None:
-    owner = owners.get(id(leaf))
-    return None if owner is None or leaf is owner.param.full else owner  # that has its gradient reduced anyway
+# Identity of a sharded parameter -> its state, as far as anybody has asked. It may be out of date.
+_known: dict[int, weakref.ref[FSDPState]] = {}
+
+
+def _sharded_owner(leaf: Tensor) -> Owned | None:
+    """None: it is no sharded parameter. (A full one has its gradient reduced anyway.)"""
+    found = _look_up(leaf)
+    if found is None:
+        _known.clear()
+        _known.update((id(param.sharded), weakref.ref(state)) for state in all_states() for param in state.group.params)
+        found = _look_up(leaf)
+    return found
+
+
+def _look_up(leaf: Tensor) -> Owned | None:
+    reference = _known.get(id(leaf))
+    state = None if reference is None else reference()
+    if state is not None:
+        for param in state.group.params:
+            if param.sharded is leaf:
+                return Owned(state, param)
+    return None
 
 
 def _leaf_nodes(root: Any) -> Iterator[Any]:

@@ -449,6 +449,9 @@ class FSDPParamGroup:
             for slot in param.slots
         ]
         self.versions.watch(self.params)
+        # That the sharded parameters are on: few.
+        meshes = (param.dtensor_spec.mesh for param in self.params)
+        self.meshes = list({id(mesh): mesh for mesh in meshes}.values())
 
     def _find_trainable(self) -> list[bool]:
         with torch_compat.no_torch_function():

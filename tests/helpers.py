@@ -260,7 +260,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 def full(tensor: Tensor) -> Tensor:
     """The whole value of a parameter or gradient, detached. Every rank must call it if `tensor` is a DTensor."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def shard_batch(batch: Tensor, rank: int, world_size: int) -> Tensor:

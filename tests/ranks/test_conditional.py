@@ -271,14 +271,13 @@ def shard_groups(model: Any, **options: Any) -> None:
         fully_shard(module, conditional=conditional, **options)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_it_trains_as_plain_models_do(world_size: int) -> None:
     check_all(world_size, shard_groups)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_that_wait(world_size: int) -> None:
-    check_all(world_size, shard_groups, accumulate=True)
+def test_gradients_that_wait() -> None:
+    check_all(3, shard_groups, accumulate=True)
 
 
 def replicas(model: Any) -> None:
@@ -332,7 +331,7 @@ def without_prefetch(model: Any) -> None:
     "shard", [data_parallel, kept_after_forward, kept_after_backward, without_hooks, without_prefetch]
 )
 def test_settings(shard: Callable[[Any], None]) -> None:
-    check_all(3, shard, names=("towers", "dropped layers, recomputed", "experts", "nested"))
+    check_all(2, shard, names=("towers", "dropped layers, recomputed", "experts", "nested"))
 
 
 # ---- what can't be agreed on -----------------------------------------------------------------------------------------
