@@ -11,6 +11,7 @@ import torch
 from . import torch_compat
 from .agreement import Agreement, Turn
 from .checked_comm import level_from_environment
+from .entry_points import refuse_call
 from .prefetch import Prefetcher
 from .rank_guard import RankGuard
 from .reduction_queue import ReductionQueue
@@ -74,6 +75,8 @@ class Context:
             state.group.gradients.queue = self._reductions
             state.group.rename(names)
             state.group.label.run_in(self)
+            # Users call those of the root by hand: its head, its embedding. It takes time in each step.
+            state.group.watch_calls(refuse_call if state.modules == self.root.modules else None)
         self.agreement = self._find_agreement()
         self.prefetcher = Prefetcher(self.states)
         self.rank_guard = RankGuard(self.root, self.states)

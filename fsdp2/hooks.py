@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from . import torch_compat
 from .context import Context
-from .entry_points import refuse_call
 from .full_tensor import average_in_full_tensor
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .optimizer_steps import follow_optimizer_steps
@@ -89,7 +88,6 @@ def _start(states: list[FSDPState]) -> Context:
     for state in states:
         state.group.gradients.on_first = partial(on_first_gradient, state)
         state.group.gradients.on_last = partial(on_last_gradient, state)
-        state.group.watch_calls(refuse_call)
     for module in states[0].modules:
         torch_compat.register_composable(module, states[0], "fully_shard")
     below = (state for module in states[0].modules for state in states_below(module))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ SHARDED = _Settled("SHARDED")
 UNSHARDED = _Settled("UNSHARDED")
 
 _KEY = "fsdp2"
+_requires_grad = attrgetter("requires_grad")
 
 
 class FSDPParamGroup:
@@ -310,15 +312,18 @@ class FSDPParamGroup:
         i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
 
-    def watch_calls(self, on_sharded_call: Callable[[nn.Module, Any, Any], None]) -> None:
+    def watch_calls(self, on_sharded_call: Callable[[nn.Module, Any, Any], None] | None) -> None:
         """Have `on_sharded_call(module, args, kwargs)` run before a call of a module inside, if it is not the group's
-        own forward that makes it: the full parameters are not there. It costs calls inside nothing.
+        own forward that makes it: the full parameters are not there. It costs calls inside nothing. None: no more.
         """
-        inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots)
+        for hooks in self._call_hooks:
+            hooks.pop(_KEY, None)
+        inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots if on_sharded_call)
         self._on_sharded_call = on_sharded_call
         self._call_hooks = [torch_compat.watch_calls(each, _KEY) for each in inside if each not in self.modules]
-        for hooks in self._call_hooks:
-            hooks[_KEY] = on_sharded_call
+        if not self.installed:
+            for hooks in self._call_hooks:
+                hooks[_KEY] = on_sharded_call
 
     def _register(self, face: int) -> None:
         for hooks in self._call_hooks:
@@ -362,8 +367,9 @@ class FSDPParamGroup:
 
     def _is_replaced(self) -> bool:
         # A loop: `any` over a generator takes twice as long, in every gather.
+        local_of = torch_compat.local_of
         for slots, name, sharded, local in self._watched:
-            if slots.get(name) is not sharded or torch_compat.local_of(sharded) is not local:
+            if slots.get(name) is not sharded or local_of(sharded) is not local:
                 return True
         return False
 
@@ -448,6 +454,7 @@ class FSDPParamGroup:
             for param in self.params
             for slot in param.slots
         ]
+        self._faces = [param.sharded for param in self.params]
         self.versions.watch(self.params)
         # That the sharded parameters are on: few.
         meshes = (param.dtensor_spec.mesh for param in self.params)
@@ -455,7 +462,7 @@ class FSDPParamGroup:
 
     def _find_trainable(self) -> list[bool]:
         with torch_compat.no_torch_function():
-            return [param.sharded.requires_grad for param in self.params]
+            return list(map(_requires_grad, self._faces))
 
     def _follow_requires_grad(self) -> None:
         self._trainable = self._find_trainable()

@@ -117,7 +117,9 @@ class FSDPState(TorchState):
     def note_versions(self) -> None:
         """The full parameters are about to be saved for backward, or read by it."""
         if self.context.notices_saved_tensors:
-            self.versions = self.group.shard_versions()
+            now = self.group.shard_versions()
+            if now != self.versions:  # else the same object, which takes no time to compare
+                self.versions = now
 
     def serve(self) -> None:
         """Take part in a gather that other ranks need. Every rank must call it, or gather by itself."""
