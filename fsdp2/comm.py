@@ -21,10 +21,9 @@ from . import torch_compat
 from .headers import GOODBYE, HEADER_NBYTES, REDUCING, Conversation, Exchange, Label, differ
 from .work import AllWork, DividedWork, SumWork, Work
 
-# A tensor of at most so many bytes, as it goes to one rank, travels in the message that carries the header: to copy it
-# twice takes less than a message of its own.
-_MAX_RIDER_NBYTES = 16 * 1024
-LONGEST_FIRST = HEADER_NBYTES + _MAX_RIDER_NBYTES
+# A tensor of at most so many bytes, as it goes to all other ranks together, travels in the messages that carry headers:
+# to copy it twice takes less than messages of its own. See benchmarks/results.
+_MAX_RIDER_NBYTES = 1024 * 1024
 
 
 class Comm(Protocol):
@@ -130,6 +129,9 @@ class PairwiseComm:
     def __init__(self, group: dist.ProcessGroup, label: Label | None = None) -> None:
         self.group, self.rank, self.size, self.label = group, group.rank(), group.size(), label or Label()
         self._conversation = _conversations.setdefault(group, Conversation(group))
+        # Of a message whose sender may be out of step: one that is longer than expected would end the process.
+        self._max_rider = _MAX_RIDER_NBYTES // max(1, self.size - 1)
+        self.longest_first = HEADER_NBYTES + self._max_rider
         # (rank to send to, rank to receive from), step by step, so that no rank is everybody's first.
         steps = range(1, self.size)
         self._peers = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
@@ -173,10 +175,10 @@ class PairwiseComm:
         `tensors`: what this rank gives, to be compared.
         """
         header, conversation = self.label.header(kind, tensors), self._conversation
-        rows = {source: torch.empty(LONGEST_FIRST, dtype=torch.uint8) for _, source in self._peers}
+        rows = {source: torch.empty(self.longest_first, dtype=torch.uint8) for _, source in self._peers}
         exchange = Exchange(conversation, self.label, header, rows, self._take_leave)
         first_tag, tag = conversation.header_tag, conversation.begin(exchange)
-        rides = bool(outgoing) and outgoing[-1][0].nbytes <= _MAX_RIDER_NBYTES
+        rides = bool(outgoing) and outgoing[-1][0].nbytes <= self._max_rider
         bulk = [*zip(outgoing, incoming, strict=True)][: len(outgoing) - rides]
         try:
             for to, source in self._peers:
@@ -217,7 +219,7 @@ class PairwiseComm:
             agrees = agrees and not differ(exchange.rows[source], exchange.header)
             for work in exchange.rest[source] if agrees else ():
                 work.wait()
-        message = torch.empty(LONGEST_FIRST, dtype=torch.uint8)
+        message = torch.empty(self.longest_first, dtype=torch.uint8)
         self.group.recv([message], source, tag).wait()
         while differ(message, GOODBYE):
             self.group.recv([message], source, tag).wait()

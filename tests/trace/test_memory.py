@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.meters import AllocationMeter, CopyMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, gradients, headers, reduce, replicate, units
-from fsdp2.comm import LONGEST_FIRST, PairwiseComm, SoloComm
+from fsdp2.comm import PairwiseComm, SoloComm
 from helpers import fake_world
 
 RANKS, BLOCKS, DIM = 8, 6, 512
@@ -183,14 +184,17 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
 
     The peak comes when the second block's last gradient is computed, two others travel, and what arrived of the older
     one is summed, for which the CPU casts one slice at a time. As much as for fp32 reductions by a reduce-scatter; on
-    gloo these receive, too, and hold about a group more; and what first messages of three reductions arrived in.
+    gloo these receive, too, and hold about a group more; and what first messages of three reductions arrived in, and
+    two that carry a slice (simulated ranks take them at once).
     """
     received, first_messages = 1.0, 0
     if pairwise:
         monkeypatch.setattr(reduce, "make_comm", lambda group, *_: PairwiseComm(group) if group else SoloComm())
         monkeypatch.setattr(PairwiseComm, "direct_min_bytes", 128 * 1024)
         monkeypatch.setattr(headers, "differ", lambda *_: False)  # those of simulated ranks never come
-        received, first_messages = (RANKS - 1) / RANKS, 3 * (RANKS - 1) * LONGEST_FIRST
+        longest_first = PairwiseComm(dist.group.WORLD).longest_first
+        slice_nbytes = GROUP / 4 / 2 / RANKS
+        received, first_messages = (RANKS - 1) / RANKS, 3 * (RANKS - 1) * longest_first + 2 * slice_nbytes
     full = GROUP / 2
     gradients = (1 + 2 * (1 + received)) * full / 4
     expected = 2 * full + gradients + (BLOCKS - 2 + 3 / 4 + 1 / 4) * GROUP / RANKS + first_messages
