@@ -1,7 +1,9 @@
-"""fsdp2 without what watches its users: to measure what that costs. Numbers of a step are right without it, too.
+"""fsdp2 without what watches its users, or with ranks that meet: to measure what that costs. A step's numbers stay the
+same.
 
-python -m benchmarks host --libraries fsdp2 unguarded
-python -m benchmarks.instructions --libraries fsdp2 unguarded no-written no-replaced no-saved no-calls
+    python -m benchmarks host --libraries fsdp2 unguarded
+    python -m benchmarks gloo --libraries fsdp2 no-headers meeting
+    python -m benchmarks.instructions --libraries fsdp2 unguarded no-written no-replaced no-saved no-calls
 """
 
 from collections.abc import Callable
@@ -39,12 +41,28 @@ def drop_calls(model: nn.Module) -> None:
         state.group._call_hooks = []
 
 
+def drop_headers(model: nn.Module) -> None:
+    """On gloo, with each message: is it what this rank expects?"""
+    for state in _states(model):
+        group, reduction = state.group, state.group.gradients.reduction
+        group._comm = reduction.shards = group._plain_comm = _headerless(group._plain_comm)
+
+
+def add_meetings(model: nn.Module) -> None:
+    """The last block may be left out: before each gather and reduction of any, ranks meet."""
+    (state,) = _states(model.blocks[-1])
+    state.conditional = True
+    state.context._take_over()
+
+
 GUARDS: dict[str, tuple[Callable[[nn.Module], None], ...]] = {
     "unguarded": (drop_written, drop_replaced, drop_saved, drop_calls),
     "no-written": (drop_written,),
     "no-replaced": (drop_replaced,),
     "no-saved": (drop_saved,),
     "no-calls": (drop_calls,),
+    "no-headers": (drop_headers,),
+    "meeting": (add_meetings,),
 }
 
 
@@ -66,6 +84,20 @@ class _Unchecked:
         if owner is not None:
             self._of._before_use(owner)
         return tensor
+
+
+def _headerless(comm: Any) -> Any:
+    from fsdp2.work import AllWork
+
+    def exchange(_kind: str, _tensors: Any, outgoing: Any, incoming: Any) -> AllWork:
+        works = []
+        for to, source in comm._peers:
+            for out, into in zip(outgoing, incoming, strict=True):
+                works += [comm.group.send([out[to]], to, 0), comm.group.recv([into[source]], source, 0)]
+        return AllWork(works, [])
+
+    comm._exchange = exchange
+    return comm
 
 
 def _nothing(*_: Any, **__: Any) -> None:
