@@ -1,7 +1,7 @@
 """`weight.full_tensor()` of a sharded parameter in a loss: the gradient is that of the ranks' mean loss, as everywhere.
 
 Torch takes what ranks compute of a whole tensor for the same on all of them. Each then keeps its part of its own
-gradient, though their losses differ.
+gradient, though their losses differ. In code that torch.compile has traced it still does.
 """
 
 from __future__ import annotations
