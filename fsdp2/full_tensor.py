@@ -91,13 +91,15 @@ def _leaf_nodes(root: Any) -> Iterator[Any]:
 
 
 class _DistributedLike:
-    """Hook on the end of a graph: an operation may leave the gradient of a sharded parameter unsummed, say."""
+    """Hook on the end of a graph: an operation may leave the gradient of a sharded parameter unsummed, say; or one number
+    in all places, in whose copy torch 2.11 replicates.
+    """
 
     def __init__(self, leaf: Any) -> None:
         self._placements = leaf.placements
 
     def __call__(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(each.redistribute(placements=self._placements) for each in gradients)
+        return tuple(each.redistribute(placements=self._placements).contiguous() for each in gradients)
 
 
 class _Average:
