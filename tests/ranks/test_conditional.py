@@ -271,7 +271,7 @@ def shard_groups(model: Any, **options: Any) -> None:
         fully_shard(module, conditional=conditional, **options)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])  # three and four below, and in test_random_models.py
 def test_it_trains_as_plain_models_do(world_size: int) -> None:
     check_all(world_size, shard_groups)
 
