@@ -91,8 +91,8 @@ def _leaf_nodes(root: Any) -> Iterator[Any]:
 
 
 class _DistributedLike:
-    """Hook on the end of a graph: an operation may leave the gradient of a sharded parameter unsummed, say; or one number
-    in all places, in whose copy torch 2.11 replicates.
+    """Hook on the end of a graph: an operation may leave the gradient of a sharded parameter unsummed, say; or as one
+    number in all places, of which torch 2.11 makes a replicated copy.
     """
 
     def __init__(self, leaf: Any) -> None:
