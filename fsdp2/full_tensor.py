@@ -6,7 +6,6 @@ gradient, though their losses differ. In code that torch.compile has traced it s
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from functools import cache, wraps
 from typing import Any
@@ -16,8 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .comm import all_reduce_now
-from .owners import Owned, all_states
-from .state import FSDPState
+from .owners import Owned, all_states, sharded_owner
 
 
 @cache
@@ -40,42 +38,20 @@ def average_in_full_tensor() -> None:
 
 
 def _owner_of(tensor: DTensor) -> Owned | None:
-    """Whose parameter it is, or of one of which group it is computed; None: neither, or not only of such."""
+    """Whose sharded parameter it is, or one of those of one mesh that it is computed of; None: neither, or not only of
+    such. (Full ones, which tensor parallelism has made DTensors, have their gradients reduced anyway.)
+    """
     if not any(tensor.device_mesh in state.group.meshes for state in all_states()):
         return None  # an activation, say, behind which there may be a large graph
     if tensor.grad_fn is None:
-        return _sharded_owner(tensor)
+        return sharded_owner(tensor)
     nodes = list(_leaf_nodes(tensor.grad_fn))
-    first, *others = [_sharded_owner(node.variable) for node in nodes] or [None]
+    first, *others = [sharded_owner(node.variable) for node in nodes] or [None]
     if first is None or any(each is None or each.state.group.mesh != first.state.group.mesh for each in others):
         return None
     for node in nodes:
         node.register_prehook(_DistributedLike(node.variable))
     return first
-
-
-# Identity of a sharded parameter -> its state, as far as anybody has asked. It may be out of date.
-_known: dict[int, weakref.ref[FSDPState]] = {}
-
-
-def _sharded_owner(leaf: Tensor) -> Owned | None:
-    """None: it is no sharded parameter. (A full one has its gradient reduced anyway.)"""
-    found = _look_up(leaf)
-    if found is None:
-        _known.clear()
-        _known.update((id(param.sharded), weakref.ref(state)) for state in all_states() for param in state.group.params)
-        found = _look_up(leaf)
-    return found
-
-
-def _look_up(leaf: Tensor) -> Owned | None:
-    reference = _known.get(id(leaf))
-    state = None if reference is None else reference()
-    if state is not None:
-        for param in state.group.params:
-            if param.sharded is leaf:
-                return Owned(state, param)
-    return None
 
 
 def _leaf_nodes(root: Any) -> Iterator[Any]:

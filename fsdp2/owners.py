@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from torch import Tensor
 
 from . import torch_compat
 from .param import FSDPParam
@@ -35,3 +38,27 @@ def owners_by_id() -> dict[int, Owned]:
             for face in (param.sharded, param.full, *registered):
                 found[id(face)] = Owned(state, param)
     return found
+
+
+# Identity of a sharded parameter -> its state, as far as anybody has asked. It may be out of date.
+_known: dict[int, weakref.ref[FSDPState]] = {}
+
+
+def sharded_owner(leaf: Tensor) -> Owned | None:
+    """Whose sharded parameter it is, if it is one. Walks over all parameters only for what it doesn't know yet."""
+    found = _look_up(leaf)
+    if found is None:
+        _known.clear()
+        _known.update((id(param.sharded), weakref.ref(state)) for state in all_states() for param in state.group.params)
+        found = _look_up(leaf)
+    return found
+
+
+def _look_up(leaf: Tensor) -> Owned | None:
+    reference = _known.get(id(leaf))
+    state = None if reference is None else reference()
+    if state is not None:
+        for param in state.group.params:
+            if param.sharded is leaf:
+                return Owned(state, param)
+    return None
