@@ -182,7 +182,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
         inputs = tensors_in(args, kwargs)
         if any(tensor.dtype != dtype and tensor.is_floating_point() for tensor in inputs):
             if not in_backward:
-                state.context.rank_guard.casts(state, inputs)
+                state.context.rank_guard.casts(state, inputs, dtype)
             args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
             inputs = None
     use_in_forward(state, in_backward)

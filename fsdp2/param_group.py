@@ -321,9 +321,8 @@ class FSDPParamGroup:
         inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots if on_sharded_call)
         self._on_sharded_call = on_sharded_call
         self._call_hooks = [torch_compat.watch_calls(each, _KEY) for each in inside if each not in self.modules]
-        if not self.installed:
-            for hooks in self._call_hooks:
-                hooks[_KEY] = on_sharded_call
+        for hooks in self._call_hooks:
+            hooks[_KEY] = on_sharded_call
 
     def _register(self, face: int) -> None:
         for hooks in self._call_hooks:
