@@ -38,29 +38,46 @@ class GroupBuffers:
         transfers: Transfers | None = None,
         few: Comm | None = None,
     ) -> None:
-        if transfers is None:
-            self._stage, self.shards = None, torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
-        else:
-            layout = replace(layout, aliased=False)
-            self.shards = transfers.allocate(layout.shard_nbytes, torch.uint8).zero_()
-            self._stage = _Stage(self.shards, device, transfers)
-        self.layout = layout
+        self.layout = layout if transfers is None else replace(layout, aliased=False)
+        self._rank, self._device, self._transfers = rank, device, transfers
+        self._stage: _Stage | None = None
         self._full_nbytes, kept = layout.full_nbytes, None
         if few is not None:
             kept = _kept_layout(layout, few)
             self._full_nbytes = max(self._full_nbytes, kept.packed_start + kept.packed_nbytes * few.size)
-        self._full = self.shards
-        if not layout.aliased:
+        if not self.layout.aliased:
             self._full = torch.empty(self._full_nbytes, dtype=torch.uint8, device=device)
-        self._plan = GatherPlan(layout, rank, self._stage.memory if self._stage else self.shards, self._full)
-        if self._stage is not None:
-            self._stage.free()
-        self._kept = _KeptPart(kept, few, self._full) if kept is not None and few is not None else None
         # Keep the full storage when it is given up, so that pointers into it stay valid.
         self.keeps_storage = False
         self._is_allocated = True
+        self._renew_shards()
+        self._kept = _KeptPart(kept, few, self._full) if kept is not None and few is not None else None
+
+    def renew_shards(self) -> None:
+        """Have the shards in other memory, without values: of the old one, users may hold parts. If the full parameters
+        lie there, too, so do those that `full_parameter` yields from now on.
+        """
+        if not self._is_allocated:
+            self._full_storage.resize_(self._full_nbytes)  # while a plan is made of it
+        self._renew_shards()
+        if not self._is_allocated:
+            self._full_storage.resize_(0)
+
+    def _renew_shards(self) -> None:
+        nbytes = self.layout.shard_nbytes
+        if self._transfers is None:
+            self.shards = source = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            self.shards = self._transfers.allocate(nbytes, torch.uint8).zero_()
+            self._stage = _Stage(self.shards, self._device, self._transfers)
+            source = self._stage.memory
+        if self.layout.aliased:
+            self._full = self.shards
         self._full_storage = self._full.untyped_storage()
         self.storage_id = torch_compat.storage_id(self._full)
+        self._plan = GatherPlan(self.layout, self._rank, source, self._full)
+        if self._stage is not None:
+            self._stage.free()
 
     def full_parameter(self, i: int) -> Tensor:
         """The memory of full parameter i, as a tensor to build it upon."""
@@ -68,19 +85,12 @@ class GroupBuffers:
         return leaf_over(self._full, self.layout.full_offsets[i], spec.shape, spec.compute_dtype)
 
     def move_into_shards(self, locals_: Sequence[Tensor]) -> list[Tensor]:
-        """Copy each local tensor to its place in the shard buffer, if it isn't there, and return those in place."""
-        placed, copies = [], []
+        """Copy each local tensor to its place in the shard buffer, and return those in place."""
+        placed = []
         for local, spec, offset in zip(locals_, self.layout.specs, self.layout.shard_offsets, strict=True):
             own = alias(self.shards, offset, tuple(local.shape), spec.storage_dtype)
-            if local.data_ptr() == own.data_ptr() and local.numel() > 0:
-                placed.append(local)
-                continue
-            # Users may exchange two parameters, each of which then lies where the other is to go.
-            inside = 0 <= local.data_ptr() - self.shards.data_ptr() < self.layout.shard_nbytes
-            copies.append((own, local.clone() if inside else local))
-            placed.append(own)
-        for own, local in copies:
             own.copy_(local)
+            placed.append(own)
         return placed
 
     def start_gather(

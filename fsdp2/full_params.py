@@ -179,7 +179,7 @@ def _in_use(given: _Given) -> Iterator[Any]:
                 state.context.forget_stale([state])
             state.context.join(state)
             joined.append((state, was_kept))
-            state.group.start_unshard(notice_replacements=not in_backward)
+            state.group.start_unshard(for_backward=in_backward)
         for state in states:
             hooks.use_in_forward(state, in_backward)
             if not in_backward and state.context in inside:

@@ -267,7 +267,7 @@ def _settle(state: FSDPState, module: nn.Module, backward_follows: bool) -> None
 
 def unshard(state: FSDPState) -> None:
     """Have the full parameters in the modules."""
-    state.group.unshard(notice_replacements=not state.context.in_backward)
+    state.group.unshard(for_backward=state.context.in_backward)
     state.group.install()
     state.context.used(state)
 
@@ -279,7 +279,7 @@ def use_in_forward(state: FSDPState, in_backward: bool) -> None:
         before_backward(state, recomputes=True)
     unshard(state)  # if it was ready before: for its weights to be known again in this forward
     if not in_backward:
-        state.note_versions()
+        state.note_versions(state.group.gathered_at)
 
 
 def use_in_backward(state: FSDPState) -> None:
@@ -293,7 +293,7 @@ def before_backward(state: FSDPState, recomputes: bool = False) -> None:
     state.context.enter_backward(recomputes)
     if not state.backward_ready:
         state.backward_ready = True
-        state.note_versions()
+        state.note_versions(state.group.shard_versions())
         unshard(state)
         state.context.prefetcher.in_backward(state)
 

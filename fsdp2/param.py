@@ -181,6 +181,15 @@ class FSDPParam:
         self.full = self.face_of(memory, memory.is_floating_point())
         vars(self.full).update(_user_attributes(self.sharded))
 
+    def move_full(self, memory: Tensor) -> None:
+        """Have the full face over other `memory`."""
+        with torch.no_grad():
+            value = memory[0] if self._is_scalar else memory
+            if isinstance(self.full, DTensor):
+                torch_compat.set_local(self.full, value)
+            else:
+                self.full.data = value
+
     def face_of(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
         """A full parameter, as modules have it, whose data is `memory`, of the gathered shape."""
         kind, value = self._distribution, memory[0] if self._is_scalar else memory
@@ -241,8 +250,14 @@ class FSDPParam:
 
         Raises:
             ValueError: it is gone, has another shape or distribution, or stands in some of several slots only.
+            NotImplementedError: it is computed from others, and gradients are to flow to these.
         """
         found = self._find()
+        if found.grad_fn is not None and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{self.name}: expected a parameter, got a tensor that is computed from others, to which gradients "
+                "would not flow. Detach it, or call a copy of the module that is not sharded."
+            )
         if tuple(found.shape) != self.shape:
             raise ValueError(
                 f"{self.name}: expected a parameter of global shape {self.shape}, got {tuple(found.shape)}. A sharded "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,7 +46,6 @@ SHARDED = _Settled("SHARDED")
 UNSHARDED = _Settled("UNSHARDED")
 
 _KEY = "fsdp2"
-_requires_grad = attrgetter("requires_grad")
 
 
 class FSDPParamGroup:
@@ -96,9 +94,9 @@ class FSDPParamGroup:
         # Forward pre-hooks of the modules that others gather for, and the one that is among them while these don't.
         self._call_hooks: list[dict[Any, Any]] = []
         self._on_sharded_call: Callable[..., None] | None = None
-        # Whether to note what `is_up_to_date` compares, at each gather.
+        # The versions of the shards that were last gathered; for backward they are noted only if `notes_changes`.
         self.notes_changes = False
-        self._gathered_at: tuple[int, ...] | None = None
+        self.gathered_at: tuple[int, ...] | None = None
         # Ranks that can restore the parameters of which each has kept a part after forward.
         self._few: Comm | None = None
         # The parameters that have one are the last in `params`.
@@ -107,6 +105,7 @@ class FSDPParamGroup:
         # None while parameters are on another device, on meta say.
         self._buffers: GroupBuffers | None = None
         self._specs: tuple[ParamSpec, ...] = ()
+        self._trainable: list[bool] = []
         if level_from_environment():
             self.choose_comms(checked=True)
         self._adopt()
@@ -190,16 +189,15 @@ class FSDPParamGroup:
 
     # ---- sharded -> unsharded -> sharded
 
-    def start_unshard(self, notice_replacements: bool = True) -> None:
+    def start_unshard(self, for_backward: bool = False) -> None:
         """Begin to gather, unless that is under way or done. Every rank must call it, in the same order.
 
-        `notice_replacements`: whether users may have put other parameters or local tensors in place of ours since the
-        last time. Between a forward and its backward they may not.
+        `for_backward`: between a forward and its backward users may not change parameters.
         """
         if self.state is not SHARDED:
             return
-        if notice_replacements:
-            self._notice_replacements()
+        if self._buffers is None:
+            self._notice_changes()
         if self.gradients.steps:
             self.gradients.await_steps()
         if self.turn is not None and self.params and self._comm.size > 1:
@@ -207,7 +205,7 @@ class FSDPParamGroup:
         if self.guard is not None:
             self.guard()
         assert self._buffers is not None
-        self._gathered_at = self.shard_versions() if self.notes_changes else None
+        self.gathered_at = self.shard_versions() if self.notes_changes or not for_backward else None
         try:
             if self._extensions.members:
                 self.state = self._buffers.start_gather(self._comm, *self._extensions.start(self._comm))
@@ -217,9 +215,11 @@ class FSDPParamGroup:
             self._name_error(error)
             raise
 
-    def unshard(self, notice_replacements: bool = True) -> None:
-        """Have the full parameters' data: gather, or finish the gather under way."""
-        self.start_unshard(notice_replacements)
+    def unshard(self, for_backward: bool = False) -> None:
+        """Have the full parameters' data, of what the sharded ones are now: gather, or finish the gather under way."""
+        if not (for_backward or self.installed):
+            self._notice_changes()
+        self.start_unshard(for_backward)
         if isinstance(self.state, PendingGather):
             pending, self.state = self.state, SHARDED  # so it is if that fails
             try:
@@ -235,9 +235,9 @@ class FSDPParamGroup:
 
     def unshard_again(self) -> None:
         """Gather what is in use: it gets the values that it has. Every rank must call it, or `unshard`."""
-        self.unshard(notice_replacements=False)
+        self.unshard(for_backward=True)
         self.state = SHARDED
-        self.unshard(notice_replacements=False)
+        self.unshard(for_backward=True)
 
     def _name_error(self, error: RuntimeError) -> None:
         """Say in the message which group it was: neither allocators nor process groups know."""
@@ -287,6 +287,12 @@ class FSDPParamGroup:
             self.gradients.await_steps()
         return self.versions.sharded()
 
+    def _look(self) -> tuple[tuple[int, ...], list[bool]]:
+        """The same, and which parameters are trainable."""
+        if self.gradients.steps:
+            self.gradients.await_steps()
+        return self.versions.sharded_and_trainable()
+
     def copy_full(self, params: Sequence[FSDPParam], dtype: torch.dtype | None) -> list[Tensor]:
         """What the ranks share of `params`, of this group, in other memory than the full parameters have, in the dtypes
         in which they are stored, or, of floating-point ones, in `dtype`. Every rank must call it.
@@ -305,9 +311,12 @@ class FSDPParamGroup:
     def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
         assert self._buffers is not None, "a full parameter was saved"
+        count = len(self.params)
+        if before[2 * count] != now[2 * count]:  # some were replaced
+            return True
         if self._extensions.members and torch_compat.storage_id(weight) != self._buffers.storage_id:
-            first = 2 * len(self._buffers.layout.specs)  # which of the extended ones it is part of is not known
-            return before[first:] != now[first:]
+            extended = slice(2 * len(self._buffers.layout.specs), 2 * count)
+            return before[extended] != now[extended]  # which of them it is part of is not known
         weight = torch_compat.local_of(weight) if isinstance(weight, DTensor) else weight
         i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
@@ -330,8 +339,9 @@ class FSDPParamGroup:
                 hooks.pop(_KEY, None)
             else:
                 hooks[_KEY] = self._on_sharded_call
-        for slots, name, parameter in self._dict_slots[face]:
-            slots[name] = parameter
+        for slots, name, parameter, other in self._dict_slots[face]:
+            if slots.get(name) is other:  # else a user has put something there, which the next forward will look at
+                slots[name] = parameter
         for module, name, parameter in self._setattr_slots[face]:
             setattr(module, name, parameter)
 
@@ -341,12 +351,17 @@ class FSDPParamGroup:
         """Take over what a user put in place of our parameters or their local tensors (`.to`, loading, assignment)."""
         if not self.is_lent:
             self.reshard()
-            self._notice_replacements(accept_whole, may_be_meta)
+            self._notice_changes(accept_whole, may_be_meta)
 
-    def _notice_replacements(self, accept_whole: bool = False, may_be_meta: bool = False) -> None:
-        if self._buffers is None or self._is_replaced() or self._is_newly_extended():
+    def _notice_changes(self, accept_whole: bool = False, may_be_meta: bool = False) -> None:
+        """Follow what a user did to the parameters, and let go of what was gathered ahead of that."""
+        versions, trainable = self._look()
+        if versions != self.gathered_at:
+            self.reshard()  # also what is kept for few ranks to restore
+        if self._buffers is None or self._is_replaced() or not (self._looked or self._is_extended_as_before()):
+            self.reshard()
             self._readopt(accept_whole)
-        elif self._trainable != self._find_trainable():
+        elif self._trainable != trainable:
             self._follow_requires_grad()
         if self._buffers is None and not may_be_meta:
             names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != self._rest]
@@ -357,12 +372,7 @@ class FSDPParamGroup:
 
     def is_up_to_date(self) -> bool:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""
-        return (
-            self._gathered_at is not None
-            and self._gathered_at == self.shard_versions()
-            and (self.installed or not self._is_replaced())
-            and self._trainable == self._find_trainable()
-        )
+        return self._look() == (self.gathered_at, self._trainable) and (self.installed or not self._is_replaced())
 
     def _is_replaced(self) -> bool:
         # A loop: `any` over a generator takes twice as long, in every gather.
@@ -372,12 +382,10 @@ class FSDPParamGroup:
                 return True
         return False
 
-    def _is_newly_extended(self) -> bool:
-        """Whether, since the last time that shards were put in place, a user has set an extension's methods on some."""
-        looked, self._looked = self._looked, True
-        return not looked and any(
-            p.is_extended != spec.extended for p, spec in zip(self.params, self._specs, strict=True)
-        )
+    def _is_extended_as_before(self) -> bool:
+        """Whether no user has set an extension's methods on a shard since all were put in place: looked at once."""
+        self._looked = all(p.is_extended == spec.extended for p, spec in zip(self.params, self._specs, strict=True))
+        return self._looked
 
     def _readopt(self, accept_whole: bool) -> None:
         if self.is_lent:
@@ -397,6 +405,7 @@ class FSDPParamGroup:
                 )
         for param, parameter in zip(self.params, found, strict=True):
             param.replace(parameter)
+        self.versions.note_replacement()
         self._adopt()
 
     def _adopt(self) -> None:
@@ -415,6 +424,8 @@ class FSDPParamGroup:
         with torch.inference_mode(False), torch.no_grad():
             if self._buffers is None or self._buffers.layout.specs != plain:
                 self._allocate(gather_layout(plain, self.mesh.size, self._comm.direct_min_bytes))
+            else:
+                self._renew_shards()
             assert self._buffers is not None
             shared = self.params[: len(plain)]
             placed = self._buffers.move_into_shards([param.local for param in shared])
@@ -433,6 +444,14 @@ class FSDPParamGroup:
         self._buffers.free()
         self._buffers.keeps_storage = self.keeps_storage
 
+    def _renew_shards(self) -> None:
+        """Have other memory for the shards: users may hold what lies in the present one, to put it back."""
+        assert self._buffers is not None
+        self._buffers.renew_shards()
+        if self._buffers.layout.aliased:
+            for i in range(len(self._buffers.layout.specs)):
+                self.params[i].move_full(self._buffers.full_parameter(i))
+
     def _find_extensions(self) -> None:
         self.params.sort(key=lambda param: param.is_extended)
         self._extensions, self._looked = GroupExtensions(self.params, self.mesh, self._policy), False
@@ -441,9 +460,13 @@ class FSDPParamGroup:
 
     def _finish_extensions(self) -> None:
         if self._extensions.finish():
+            was_installed = self.installed
+            self.uninstall()
             self._watch()
             self._follow_requires_grad()
             self._prepare_slots()
+            if was_installed:
+                self.install()
         self.versions.accept()
 
     def _watch(self) -> None:
@@ -453,18 +476,13 @@ class FSDPParamGroup:
             for param in self.params
             for slot in param.slots
         ]
-        self._faces = [param.sharded for param in self.params]
         self.versions.watch(self.params)
         # That the sharded parameters are on: few.
         meshes = (param.dtensor_spec.mesh for param in self.params)
         self.meshes = list({id(mesh): mesh for mesh in meshes}.values())
 
-    def _find_trainable(self) -> list[bool]:
-        with torch_compat.no_torch_function():
-            return list(map(_requires_grad, self._faces))
-
     def _follow_requires_grad(self) -> None:
-        self._trainable = self._find_trainable()
+        _, self._trainable = self._look()
         for param, trainable in zip(self.params, self._trainable, strict=True):
             param.full.requires_grad_(trainable)
         specs = self._specs if self._buffers else ()
@@ -476,8 +494,11 @@ class FSDPParamGroup:
         self._dict_slots, self._setattr_slots = ([], []), ([], [])
         self.storage_ids = frozenset([self._buffers.storage_id]) | self._extensions.storage_ids()
         for param in self.params:
+            faces = param.sharded, param.full
             for slot in param.slots:
-                target = slot.module._parameters if slot.is_plain else slot.module
-                for face, parameter in enumerate((param.sharded, param.full)):
-                    slots = self._dict_slots if slot.is_plain else self._setattr_slots
-                    slots[face].append((target, slot.name, parameter))
+                for face in (0, 1):
+                    if slot.is_plain:
+                        place = (slot.module._parameters, slot.name, faces[face], faces[1 - face])
+                        self._dict_slots[face].append(place)
+                    else:
+                        self._setattr_slots[face].append((slot.module, slot.name, faces[face]))

@@ -54,9 +54,9 @@ class Prefetcher:
         state.last_in_pass = cursor.visit(state) and cursor.is_at_end and state.gate is None
         if state.forward_prefetch is None:
             ahead = _until_optional(cursor) if self._has_optional else cursor.ahead()
-            self._start(self._within_budget(ahead), notice_replacements=True)
+            self._start(self._within_budget(ahead), for_backward=False)
         else:
-            self._start(state.forward_prefetch, notice_replacements=True)
+            self._start(state.forward_prefetch, for_backward=False)
 
     def ran(self, state: FSDPState) -> None:
         """A forward of `state` has ended that backward will come back to."""
@@ -76,9 +76,9 @@ class Prefetcher:
         if state.backward_prefetch is None:
             ahead = _until_optional(cursor) if self._has_optional else cursor.ahead()
             expected = (other for other in ahead if other.unshard_in_backward)
-            self._start(self._within_budget(expected), notice_replacements=False)
+            self._start(self._within_budget(expected), for_backward=True)
         else:
-            self._start(state.backward_prefetch, notice_replacements=False)
+            self._start(state.backward_prefetch, for_backward=True)
 
     def forget_forwards(self) -> None:
         """No backward comes back to what has run so far."""
@@ -105,10 +105,10 @@ class Prefetcher:
             return within_budget(expected, _bytes_to_gather, self._typical_nbytes)
         return within_budget(expected, _bytes_to_gather, self.budget, at_least_one=False)
 
-    def _start(self, chosen: Iterable[FSDPState], notice_replacements: bool) -> None:
+    def _start(self, chosen: Iterable[FSDPState], for_backward: bool) -> None:
         for state in chosen:
             if state.group.state is SHARDED:
-                state.group.start_unshard(notice_replacements)
+                state.group.start_unshard(for_backward)
                 self.prefetched.add(state)
 
 

@@ -93,6 +93,6 @@ class SavedTensors:
             what = "tensor" if owner is None else f"parameter (of {owner})"
             raise RuntimeError(
                 f"a {what} of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place "
-                "operation since forward. Use torch.autograd.set_detect_anomaly(True) to find what needs it."
+                "operation since forward, or replaced. torch.autograd.set_detect_anomaly(True) finds what needs it."
             )
         return tensor

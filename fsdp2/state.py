@@ -114,12 +114,11 @@ class FSDPState(TorchState):
             self.kept = False
             self._reshard()
 
-    def note_versions(self) -> None:
-        """The full parameters are about to be saved for backward, or read by it."""
-        if self.context.notices_saved_tensors:
-            now = self.group.shard_versions()
-            if now != self.versions:  # else the same object, which takes no time to compare
-                self.versions = now
+    def note_versions(self, now: tuple[int, ...] | None) -> None:
+        """The full parameters are about to be saved for backward, or read by it: `now`, these are the sharded ones'."""
+        if self.context.notices_saved_tensors and now != self.versions:  # else the same object: no time to compare
+            assert now is not None, "noted at each gather for a forward"
+            self.versions = now
 
     def serve(self) -> None:
         """Take part in a gather that other ranks need. Every rank must call it, or gather by itself."""

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from operator import attrgetter
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from . import torch_compat
 from .param import FSDPParam
 
-_version_of = attrgetter("_version")
+_version_of, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 
 
 class GroupVersions:
@@ -31,6 +32,8 @@ class GroupVersions:
     def __init__(self) -> None:
         self.guards = False
         self._sharded: list[Tensor] = []
+        # Counts how often parameters were replaced.
+        self._replacements = torch.empty(0)
         self._full: tuple[Tensor, ...] = ()
         # Of each of the full ones: its parameter's name, and place in the group.
         self._names: list[str] = []
@@ -48,11 +51,16 @@ class GroupVersions:
         """Follow the faces that these have now."""
         # Operations on a DTensor count there, operations on what to_local() returns count at the local tensor.
         self._sharded = [tensor for param in params for tensor in (param.sharded, param.local)]
+        self._sharded.append(self._replacements)
         faces = [(face, param.name, i) for i, param in enumerate(params) for face in _with_local(param.full)]
         self._full = tuple(face for face, _, _ in faces)
         self._names, self._places = [name for _, name, _ in faces], [i for _, _, i in faces]
         self._made_of = self.sharded()
         self.accept()
+
+    def note_replacement(self) -> None:
+        """Others have taken the place of parameters, or of their local tensors."""
+        increment_version(self._replacements)
 
     def accept(self) -> None:
         """Take what the counts of the full parameters are now for valid."""
@@ -60,9 +68,16 @@ class GroupVersions:
         self._set_valid(tuple(map(_version_of, self._full)))
 
     def sharded(self) -> tuple[int, ...]:
-        """Two per sharded parameter, one of which grows with each in-place operation on it, or an optimizer's step."""
+        """Two per sharded parameter, one of which grows with each in-place operation on it, or an optimizer's step; and
+        then one that grows with replacements.
+        """
         with torch_compat.no_torch_function():
             return tuple(map(_version_of, self._sharded))
+
+    def sharded_and_trainable(self) -> tuple[tuple[int, ...], list[bool]]:
+        """The same, and which of the sharded parameters are trainable."""
+        with torch_compat.no_torch_function():
+            return tuple(map(_version_of, self._sharded)), list(map(_requires_grad, self._sharded[:-1:2]))
 
     def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
         """What was done to these, which were on the meta device, has left them without values."""
@@ -109,6 +124,8 @@ class GroupVersions:
         before, self._made_of = self._made_of, sharded
         if before != self._made_of:
             changed = {i // 2 for i, (old, new) in enumerate(zip(before, self._made_of, strict=True)) if old != new}
+            if len(self._sharded) // 2 in changed:  # some were replaced
+                changed.update(self._places)
             self._set_valid(
                 tuple(count + 2 * (i in changed) for i, count in zip(self._places, self._valid, strict=True))
             )

@@ -311,6 +311,72 @@ def written_in_forward(side: Side) -> None:
     train(side, model)
 
 
+@ends(EXACT)
+def later_weights_written_in_forward(side: Side) -> None:
+    """Weights of a later block written in the model's forward"""
+
+    class Normalises(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for block in self.blocks:
+                    block.up.weight.div_(block.up.weight.norm())
+            return super().forward(x)
+
+    model = shard(side, Normalises())
+    train(side, model)
+
+
+@ends(EXACT)
+def averages_in_place_of_weights(side: Side) -> None:
+    """Averaged weights registered for an evaluation, then the trained ones again"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    for step in range(2):
+        loss_of(model(side.batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained = [(m, name, param) for m in model.modules() for name, param in m._parameters.items()]
+        for module, name, param in trained:
+            setattr(module, name, nn.Parameter(param.detach() * 0.5))
+        with torch.no_grad():
+            side.rows(f"average {step}", model(side.batch(5)))
+        for module, name, param in trained:
+            setattr(module, name, param)
+    side.weights("trained", model)
+
+
+@ends(EXACT)
+def replaced_before_backward(side: Side) -> None:
+    """A parameter replaced between forward and backward"""
+    model = shard(side, Net())
+    loss = loss_of(model(side.batch(0)))
+    up = model.blocks[0].up
+    up.weight = nn.Parameter(up.weight.detach() * 0.5)
+    loss.backward()
+    model.zero_grad()
+    side.rows("output", model(side.batch(1)))
+
+
+@ends(EXACT)
+def functional_call(side: Side) -> None:
+    """`functional_call` with other weights, and with the model's afterwards"""
+    model = shard(side, Net())
+    chosen = {name: param.detach().mul(0.5).requires_grad_() for name, param in model.named_parameters()}
+    loss_of(torch.func.functional_call(model, chosen, (side.batch(0),))).backward()
+    for name, value in chosen.items():
+        side.value(name, value.grad)
+    train(side, model)
+
+
+@ends(LOUD, "to which gradients would not flow")
+def functional_call_with_computed_weights(side: Side) -> None:
+    """`functional_call` with weights that are computed from the model's"""
+    model = shard(side, Net())
+    computed = {name: param * 0.5 for name, param in model.named_parameters()}
+    loss_of(torch.func.functional_call(model, computed, (side.batch(0),))).backward()
+    side.grads("gradients", model)
+
+
 class Generates(Net):
     def generate(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))

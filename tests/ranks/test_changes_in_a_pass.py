@@ -1,0 +1,241 @@
+"""What a forward, or code between it and its backward, changes about the parameters of modules that are sharded then:
+those that run later, and may be gathered already, and those that have run.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import FSDPModule
+from scenarios import WIDTH, Block, Run, check, loss_of, whole
+
+Change = Callable[[nn.Linear], object]
+
+
+class Tower(nn.Module):
+    """Changes one of its linears before the block that holds it runs, twice before the last one does."""
+
+    def __init__(self, change: Change, depth: int = 4) -> None:
+        super().__init__()
+        self.change = change
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = len(self.blocks) - 1
+        for i, block in enumerate(self.blocks):
+            if i == 0:
+                self.change(self.blocks[last].up)
+            if i in (1, last):
+                self.change(self.blocks[i].up)
+            x = block(x)
+        return x
+
+
+def in_place(change: Callable[[Tensor], object]) -> Change:
+    def changing(linear: nn.Linear) -> None:
+        with torch.no_grad():
+            change(linear.weight)
+
+    return changing
+
+
+def copied(linear: nn.Linear) -> None:
+    with torch.no_grad():
+        linear.bias.copy_(linear.bias * 0.5 + 0.1)
+
+
+def replaced(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.detach() * 0.9)
+
+
+def local_replaced(linear: nn.Linear) -> None:
+    weight = linear.weight
+    if hasattr(weight, "_local_tensor"):
+        weight._local_tensor = weight._local_tensor * 0.9
+    else:
+        with torch.no_grad():
+            weight.mul_(0.9)
+
+
+def frozen_and_thawed(linear: nn.Linear) -> None:
+    linear.weight.requires_grad_(not linear.weight.requires_grad)
+
+
+CHANGES: dict[str, Change] = {
+    "mul_": in_place(lambda weight: weight.mul_(0.9)),
+    "mul_ of the local tensor": in_place(lambda weight: getattr(weight, "_local_tensor", weight).mul_(0.9)),
+    "norm": in_place(lambda weight: weight.div_(weight.norm())),
+    "copy_": copied,
+    "replaced": replaced,
+    "local tensor replaced": local_replaced,
+    "frozen and thawed": frozen_and_thawed,
+}
+
+
+def blocks(run: Run, model: nn.Module, **options: Any) -> None:
+    for block in model.blocks:  # type: ignore[union-attr]
+        run.shard(block, **options)
+    run.shard(model, **options)
+
+
+def settle(model: nn.Module, stays: bool) -> None:
+    """Whether full parameters stay for the passes that follow."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(not stays)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_later_module_computes_with_what_it_has_when_it_runs(world_size: int) -> None:
+    """From the second pass on its parameters may have been gathered before the change."""
+
+    def scenario(run: Run, change: str, stays: bool) -> None:
+        model = run.build(Tower, CHANGES[change])
+        blocks(run, model)
+        settle(model, stays)
+        for step in range(3):
+            loss_of(model(run.batch(seed=step))).backward()
+            run.grads(f"trained {step}", model)
+            model.zero_grad()
+            with torch.no_grad():
+                run.rows(f"evaluated {step}", model(run.batch(seed=step + 10)))
+        run.params("last", model)
+
+    check(scenario, world_size, change=tuple(CHANGES), stays=(False, True))
+
+
+class Twice(nn.Module):
+    """Its block runs with a weight that is changed before it runs again, and no gradient needs the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.block(x).detach()
+        with torch.no_grad():
+            self.block.weight.mul_(0.5)
+        return self.head(first + self.block(x))
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, False, 2], ids=str)
+def test_a_module_that_runs_twice_computes_with_what_it_has_then(reshard_after_forward: Any) -> None:
+    """Also where full parameters, or a part of them, are left behind by the first run. Of four ranks 2 restore."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Twice)
+        run.shard(model.block, reshard_after_forward=reshard_after_forward)
+        run.shard(model)
+        for step in range(2):
+            loss_of(model(run.batch(seed=step, rows=8))).backward()
+            run.grads(f"trained {step}", model)
+            model.zero_grad()
+
+    check(scenario, world_size=4)
+
+
+def test_what_is_put_in_place_of_a_parameter_before_backward_stays() -> None:
+    """Backward computes with what forward has used, as in plain training, and registers that meanwhile."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Tower, lambda linear: None)
+        blocks(run, model)
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=step)))
+            before = model.blocks[1].up.weight
+            after = nn.Parameter(before.detach() * 0.9)
+            model.blocks[1].up.weight = after
+            loss.backward()
+            run.value(f"registered {step}", model.blocks[1].up.weight is after)
+            run.value(f"gradients {step}", (before.grad is None, after.grad is None))
+            run.grads(f"trained {step}", model)
+            model.zero_grad()
+        run.params("last", model)
+
+    check(scenario)
+
+
+def test_backward_refuses_what_another_forward_has_taken_in_place_of_its_parameters() -> None:
+    """Plain training computes with the old ones; here nobody has them any more. The next step is exact."""
+
+    def scenario(run: Run, wrap: Any) -> None:
+        model = run.build(Tower, lambda linear: None)
+        wrap(run, model)
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=step)))
+            up = model.blocks[1].up
+            before, up.weight = up.weight, nn.Parameter(up.weight.detach() * 0.9)
+            with torch.no_grad():
+                run.rows(f"evaluated {step}", model(run.batch(seed=step + 10)))
+            if step == 0:
+                up.weight = before
+            if run.sharded:
+                with pytest.raises(RuntimeError, match=r"needed for the gradient was modified .* or replaced"):
+                    loss.backward()
+            model.zero_grad()
+            loss_of(model(run.batch(seed=step))).backward()
+            run.grads(f"trained {step}", model)
+            model.zero_grad()
+            run.params(f"in the end {step}", model)
+
+    check(scenario, wrap=(blocks, whole))
+
+
+def test_what_has_been_replaced_keeps_its_values() -> None:
+    """Weights of an average take the place of those that train, and these come back."""
+
+    def scenario(run: Run, wrap: Any) -> None:
+        model = run.build(Tower, lambda linear: None)
+        wrap(run, model)
+        for step in range(2):
+            loss_of(model(run.batch(seed=step))).backward()
+            model.zero_grad()
+            kept = [(linear, name, param) for linear in model.modules() for name, param in linear._parameters.items()]
+            for linear, name, param in kept:
+                setattr(linear, name, nn.Parameter(param.detach() * 0.5))
+            with torch.no_grad():
+                run.rows(f"average {step}", model(run.batch(seed=step)))
+            for linear, name, param in kept:
+                setattr(linear, name, param)
+            run.params(f"back {step}", model)
+            with torch.no_grad():
+                run.rows(f"evaluated {step}", model(run.batch(seed=step)))
+
+    check(scenario, wrap=(blocks, whole))
+    check(scenario, world_size=1, wrap=(blocks, whole))
+
+
+def test_functional_call() -> None:
+    """Leaves in place of parameters have the gradients, and are gone afterwards; where gradients are to flow further,
+    it is refused.
+    """
+
+    def scenario(run: Run) -> None:
+        model = run.build(Tower, lambda linear: None)
+        blocks(run, model)
+        before = dict(model.named_parameters())
+        for step in range(2):
+            with torch.no_grad():
+                values = {name: param * 0.9 for name, param in before.items()}
+                run.rows(f"called {step}", torch.func.functional_call(model, values, (run.batch(seed=step),)))
+            chosen = {name: param.detach().mul(0.9).requires_grad_() for name, param in before.items()}
+            loss_of(torch.func.functional_call(model, chosen, (run.batch(seed=step),))).backward()
+            after = dict(model.named_parameters())
+            run.value(f"replaced {step}", [name for name in after if after[name] is not before[name]])
+            run.grads(f"of parameters {step}", model)
+            gradients = nn.Module()
+            for i, value in enumerate(chosen.values()):
+                gradients.register_parameter(f"p{i}", nn.Parameter(value.grad))
+            run.params(f"of what was called with {step}", gradients)
+            if run.sharded:
+                computed = {name: param * 0.9 for name, param in before.items()}
+                with pytest.raises(NotImplementedError, match=r"blocks\.0\.\w+\.\w+: .* gradients would not flow"):
+                    torch.func.functional_call(model, computed, (run.batch(seed=step),))
+            loss_of(model(run.batch(seed=step))).backward()
+            run.grads(f"trained {step}", model)
+            model.zero_grad()
+
+    check(scenario)
