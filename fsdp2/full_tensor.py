@@ -6,7 +6,6 @@ gradient, though their losses differ. In code that torch.compile has traced it s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache, wraps
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .comm import all_reduce_now
+from .graph_hooks import leaf_nodes
 from .owners import Owned, all_states, sharded_owner
 
 
@@ -45,25 +45,13 @@ def _owner_of(tensor: DTensor) -> Owned | None:
         return None  # an activation, say, behind which there may be a large graph
     if tensor.grad_fn is None:
         return sharded_owner(tensor)
-    nodes = list(_leaf_nodes(tensor.grad_fn))
+    nodes = list(leaf_nodes([tensor.grad_fn]))
     first, *others = [sharded_owner(node.variable) for node in nodes] or [None]
     if first is None or any(each is None or each.state.group.mesh != first.state.group.mesh for each in others):
         return None
     for node in nodes:
         node.register_prehook(_DistributedLike(node.variable))
     return first
-
-
-def _leaf_nodes(root: Any) -> Iterator[Any]:
-    """The ends of a graph, which add gradients to `.grad` of their `variable`."""
-    waiting, seen = [root], {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting.extend(each for each, _ in node.next_functions)
-            if hasattr(node, "variable"):
-                yield node
 
 
 class _DistributedLike:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +54,18 @@ def after_tensors(tensors: Sequence[Tensor], callback: Callable[[], None]) -> No
 
     for tensor in tensors:
         tensor.register_hook(hook)
+
+
+def leaf_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """The ends of a graph, which add gradients to `.grad` of their `variable`."""
+    waiting, seen = list(roots), {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(each for each, _ in node.next_functions)
+            if hasattr(node, "variable"):
+                yield node
 
 
 def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_compat
+from .autograd_inputs import accept_sharded_inputs
 from .context import Context
+from .data_attribute import follow_data
+from .dtensor_operations import draw_like_plain_tensors
 from .full_tensor import average_in_full_tensor
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .optimizer_steps import follow_optimizer_steps
@@ -83,8 +86,10 @@ def install(states: list[FSDPState]) -> None:
 def _start(states: list[FSDPState]) -> Context:
     follow_optimizer_steps()
     average_in_full_tensor()
+    follow_data()
+    accept_sharded_inputs()
     if states[0].group.mesh.device.type == "cpu":
-        torch_compat.draw_like_plain_tensors()
+        draw_like_plain_tensors()
     for state in states:
         state.group.gradients.on_first = partial(on_first_gradient, state)
         state.group.gradients.on_last = partial(on_last_gradient, state)

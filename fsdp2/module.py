@@ -92,13 +92,13 @@ class FSDPModule:
         """Choose whether the full parameters are freed after backward.
 
         Without, the next forward uses them (in gradient accumulation, say) unless a parameter has changed: after a step
-        of any torch optimizer, or an in-place operation that torch counts (`._version`), they are gathered anew. Call
-        `reshard` after changes that it does not count: through `.data`, by a collective, by foreach operations.
+        of any torch optimizer, or an operation in place, they are gathered anew. Call `reshard` after changes that show
+        nowhere: by a collective, or through the `.data` of a local tensor.
         """
         _check_bool("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
             state.reshard_after_backward = reshard_after_backward
-            state.group.notes_changes = not reshard_after_backward
+            state.group.note_changes(not reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Choose whether the full parameters are gathered when backward reaches the module.

@@ -17,6 +17,7 @@ from .buffers import GroupBuffers
 from .checked_comm import level_from_environment
 from .comm import Comm, make_comm, subgroup
 from .custom_comm import CommChoice
+from .dtensor_operations import count_foreach_operations
 from .extension import GroupExtensions, refuse_part
 from .gather import PendingGather
 from .gradients import GroupGradients
@@ -94,8 +95,8 @@ class FSDPParamGroup:
         # Forward pre-hooks of the modules that others gather for, and the one that is among them while these don't.
         self._call_hooks: list[dict[Any, Any]] = []
         self._on_sharded_call: Callable[..., None] | None = None
-        # The versions of the shards that were last gathered; for backward they are noted only if `notes_changes`.
-        self.notes_changes = False
+        # The versions of the shards that were last gathered; for backward they are noted only if `_notes_changes`.
+        self._notes_changes = False
         self.gathered_at: tuple[int, ...] | None = None
         # Ranks that can restore the parameters of which each has kept a part after forward.
         self._few: Comm | None = None
@@ -112,7 +113,7 @@ class FSDPParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: no memory, no process group."""
-        names = ("modules", "params", "mesh", "name", "keeps_storage", "notes_changes", "_policy", "_pin", "_choice")
+        names = ("modules", "params", "mesh", "name", "keeps_storage", "_notes_changes", "_policy", "_pin", "_choice")
         few = self._few.size if self._few is not None else None
         return {**{name: vars(self)[name] for name in names}, "few": few, "gradients": self.gradients.settings()}
 
@@ -122,7 +123,8 @@ class FSDPParamGroup:
         for param in before["params"]:
             param.wake()
         self.__init__(*(before[name] for name in ("modules", "params", "mesh", "_policy", "_pin")))  # type: ignore[misc]
-        self.name, self.notes_changes = before["name"], before["notes_changes"]
+        self.name = before["name"]
+        self.note_changes(before["_notes_changes"])
         self.gradients.take_settings(**before["gradients"])
         self.keep_storage(before["keeps_storage"])
         self.choose_comms(**vars(before["_choice"]))
@@ -205,7 +207,7 @@ class FSDPParamGroup:
         if self.guard is not None:
             self.guard()
         assert self._buffers is not None
-        self.gathered_at = self.shard_versions() if self.notes_changes or not for_backward else None
+        self.gathered_at = self.shard_versions() if self._notes_changes or not for_backward else None
         try:
             if self._extensions.members:
                 self.state = self._buffers.start_gather(self._comm, *self._extensions.start(self._comm))
@@ -369,6 +371,12 @@ class FSDPParamGroup:
                 f"expected parameters on {self._rest}, got {', '.join(names)}. Materialise the model "
                 f"before its first forward: model.to_empty(device={self._rest.type!r}), then initialise or load."
             )
+
+    def note_changes(self, notes: bool) -> None:
+        """Choose whether `is_up_to_date` can say so of what is gathered for backward, too."""
+        self._notes_changes = notes
+        if notes:
+            count_foreach_operations()
 
     def is_up_to_date(self) -> bool:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""

@@ -130,7 +130,8 @@ class FSDPState(TorchState):
 
     def hold(self) -> None:
         """The user is about to gather the group: passes that do not free it shall not gather it again."""
-        self.held = self.group.notes_changes = True
+        self.held = True
+        self.group.note_changes(True)
 
     def release(self) -> None:
         """Reshard, unless a forward of the group runs (a backward may run inside it)."""
@@ -152,7 +153,8 @@ class FSDPState(TorchState):
         return self.held and self.group.is_up_to_date()
 
     def _reshard(self) -> None:
-        self.held, self.group.notes_changes = False, not self.reshard_after_backward
+        self.held = False
+        self.group.note_changes(not self.reshard_after_backward)
         self.group.reshard(free=not self.context.graph_reads_weights)
 
 

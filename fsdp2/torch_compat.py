@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from pkgutil import iter_modules
 from typing import Any, TypeVar, cast
@@ -19,7 +20,7 @@ from torch.autograd import Variable
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Parameter
@@ -31,18 +32,19 @@ __all__ = [
     "DTensorSpec",
     "active_pack_hook",
     "backend_name",
+    "call_unhandled",
     "chunk_cat",
     "composable_states",
     "concatenate_meshes",
     "copy_all",
     "default_store",
     "distributed_parameter",
-    "draw_like_plain_tensors",
     "dtensor",
     "dtensor_spec",
     "gradient_hooks",
     "graph_task",
     "group_over",
+    "handle_operations",
     "has_backend",
     "inner_tensors",
     "keep_out_of_graphs",
@@ -59,6 +61,7 @@ __all__ = [
     "set_local",
     "set_versions",
     "single_tensor_collectives",
+    "spec_of",
     "storage_id",
     "strided_shard",
     "take_hooks",
@@ -92,6 +95,8 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._
 
 # The very local tensor of a DTensor: `to_local()` returns a new view on each call, which has no identity.
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+# How it is distributed, its shape and dtype.
+spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 
 
 def distributed_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Parameter:
@@ -103,9 +108,13 @@ def distributed_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool)
     return cast(Parameter, tensor.requires_grad_(requires_grad))
 
 
-def set_local(tensor: Tensor, local: Tensor) -> None:
-    """Put `local`, of equal shape and dtype, behind an existing DTensor: users and optimizers hold that object."""
+def set_local(tensor: Tensor, local: Tensor, like: DTensor | None = None) -> None:
+    """Put `local` behind an existing DTensor: users and optimizers hold that object. It has equal shape and dtype, or
+    those of `like`, which says how it is distributed.
+    """
     tensor._local_tensor = local  # type: ignore[attr-defined]
+    if like is not None:
+        tensor._spec = like._spec  # type: ignore[attr-defined]
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -288,51 +297,40 @@ def untraced(function: Function) -> Function:
 
 
 _dynamo_knows = False
-_TRACED = "entry_points"
+_TRACED = ("autograd_inputs", "entry_points")
 
 
 @untraced
 def keep_out_of_graphs() -> None:
-    """Tell dynamo, once it is there, that none of our functions is to be compiled but those around users' methods."""
+    """Tell dynamo, once it is there, to compile none of our functions but those around users' methods, and torch's."""
     global _dynamo_knows
     if not _dynamo_knows and "torch._dynamo" in sys.modules:
         _dynamo_knows = True
         rules, package = sys.modules["torch._dynamo"].trace_rules, sys.modules[__package__]
-        first, *others = (module.name for module in iter_modules(package.__path__) if module.name != _TRACED)
+        first, *others = (module.name for module in iter_modules(package.__path__) if module.name not in _TRACED)
         # Each `add` takes 10 ms, to compile a pattern of all.
         rules.SKIP_DIRS.extend(f"{package.__path__[0]}/{name}.py" for name in others)
         rules.add(f"{__package__}.{first}")
 
 
-_RANDOM_OPS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default, torch.ops.aten.bernoulli_.float)
+# Held while an operation runs without its handler.
+_unhandled = threading.RLock()
 
 
-@cache
-def draw_like_plain_tensors() -> None:
-    """From now on what draws random values into a DTensor on a mesh of CPUs gives each rank its part of what a plain
-    tensor would get from the same seed, for any number of ranks. Torch gives all ranks the same values there.
-    """
-    for op in _RANDOM_OPS:
-        DTensor._op_dispatcher._custom_op_handlers[op] = _draw  # type: ignore[assignment]
+def handle_operations(ops: Iterable[Any], handler: Callable[..., Any]) -> None:
+    """From now on `handler(op, args, kwargs)` runs in place of each of `ops` on DTensors, below autograd."""
+    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(ops, handler))
 
 
-def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target, *rest = args
-    local = local_of(target)
-    if local.device.type != "cpu" or any(placement.is_partial() for placement in target.placements):
-        return _dispatch_plainly(op, args, kwargs)
-    whole = op(torch.empty(target.shape, dtype=local.dtype), *rest, **kwargs)
-    local.copy_(local_of(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)))
-    return target
-
-
-def _dispatch_plainly(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `op` does without the handler that it has."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        handlers[op] = handler
+    with _unhandled:
+        handler = handlers.pop(op)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = handler
 
 
 def take_hooks(source: Tensor, target: Tensor) -> None:

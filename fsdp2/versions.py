@@ -20,6 +20,16 @@ from .param import FSDPParam
 
 _version_of, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 
+# Identity of a sharded parameter -> who watches it, or has watched another of the same identity.
+_watching: weakref.WeakValueDictionary[int, GroupVersions] = weakref.WeakValueDictionary()
+
+
+def note_data(sharded: Tensor, data: Tensor) -> None:
+    """`sharded`, if it is a sharded parameter, has given somebody `data`, its `.data`, which counts for itself."""
+    versions = _watching.get(id(sharded))
+    if versions is not None:
+        versions.note_data(sharded, data)
+
 
 class GroupVersions:
     """The version counters of one group.
@@ -31,7 +41,11 @@ class GroupVersions:
 
     def __init__(self) -> None:
         self.guards = False
+        self._params: Sequence[FSDPParam] = ()
         self._sharded: list[Tensor] = []
+        # What a parameter last gave as its `.data`, and how often what it gave before was written to.
+        self._data: dict[FSDPParam, Tensor] = {}
+        self._data_writes: dict[FSDPParam, int] = {}
         # Counts how often parameters were replaced.
         self._replacements = torch.empty(0)
         self._full: tuple[Tensor, ...] = ()
@@ -45,10 +59,14 @@ class GroupVersions:
         # The counts of the sharded ones when the full ones were last made of them.
         self._made_of: tuple[int, ...] = ()
         # Parameters that were given memory with nothing in it: their local tensors of then, and the counts.
-        self._unwritten: list[tuple[FSDPParam, weakref.ref[Tensor], tuple[int, int]]] = []
+        self._unwritten: list[tuple[FSDPParam, weakref.ref[Tensor], tuple[int, ...]]] = []
 
     def watch(self, params: Sequence[FSDPParam]) -> None:
         """Follow the faces that these have now."""
+        self._data_writes.update((param, self._count_data(param)) for param in self._data)
+        self._data.clear()
+        self._params = params
+        _watching.update((id(param.sharded), self) for param in params)
         # Operations on a DTensor count there, operations on what to_local() returns count at the local tensor.
         self._sharded = [tensor for param in params for tensor in (param.sharded, param.local)]
         self._sharded.append(self._replacements)
@@ -69,26 +87,39 @@ class GroupVersions:
 
     def sharded(self) -> tuple[int, ...]:
         """Two per sharded parameter, one of which grows with each in-place operation on it, or an optimizer's step; and
-        then one that grows with replacements.
+        then one that grows with replacements; if somebody has asked any for its `.data`, one with operations on that.
         """
         with torch_compat.no_torch_function():
-            return tuple(map(_version_of, self._sharded))
+            counts = tuple(map(_version_of, self._sharded))
+        return (*counts, sum(map(self._count_data, self._params))) if self._data_writes else counts
 
     def sharded_and_trainable(self) -> tuple[tuple[int, ...], list[bool]]:
         """The same, and which of the sharded parameters are trainable."""
         with torch_compat.no_torch_function():
-            return tuple(map(_version_of, self._sharded)), list(map(_requires_grad, self._sharded[:-1:2]))
+            counts, trainable = tuple(map(_version_of, self._sharded)), list(map(_requires_grad, self._sharded[:-1:2]))
+        return (self.sharded() if self._data_writes else counts), trainable
+
+    def note_data(self, sharded: Tensor, data: Tensor) -> None:
+        """`sharded` has given somebody `data`, which shares its memory, and not its count of operations."""
+        for param in self._params:
+            if param.sharded is sharded:
+                self._data_writes[param] = self._count_data(param)
+                self._data[param] = data
+
+    def _count_data(self, param: FSDPParam) -> int:
+        count, data = self._data_writes.get(param, 0), self._data.get(param)
+        return count if data is None else count + data._version + torch_compat.local_of(data)._version
 
     def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
         """What was done to these, which were on the meta device, has left them without values."""
-        self._unwritten += [(param, weakref.ref(param.local), _counts(param)) for param in params]
+        self._unwritten += [(param, weakref.ref(param.local), self._counts(param)) for param in params]
 
     def unwritten(self) -> list[FSDPParam]:
         """Those of them that no in-place operation has written to since, and nobody has replaced, as far as counts
-        tell: collectives, foreach operations and what goes through `.data` don't count.
+        tell: collectives don't count.
         """
         with torch_compat.no_torch_function():
-            left = [each for each in self._unwritten if each[1]() is each[0].local and _counts(each[0]) == each[2]]
+            left = [each for each in self._unwritten if each[1]() is each[0].local and self._counts(each[0]) == each[2]]
         self._unwritten = left
         return [param for param, *_ in left]
 
@@ -123,7 +154,9 @@ class GroupVersions:
         """
         before, self._made_of = self._made_of, sharded
         if before != self._made_of:
-            changed = {i // 2 for i, (old, new) in enumerate(zip(before, self._made_of, strict=True)) if old != new}
+            changed = {
+                i // 2 for i, old, new in zip(range(len(self._sharded)), before, sharded, strict=False) if old != new
+            }
             if len(self._sharded) // 2 in changed:  # some were replaced
                 changed.update(self._places)
             self._set_valid(
@@ -134,12 +167,11 @@ class GroupVersions:
         self._is_expired = False
         torch_compat.set_versions(self._full, self._valid)
 
+    def _counts(self, param: FSDPParam) -> tuple[int, ...]:
+        return param.sharded._version, param.local._version, self._count_data(param)
+
     def _set_valid(self, counts: tuple[int, ...]) -> None:
         self._valid, self._expired = counts, tuple(count + 1 for count in counts)
-
-
-def _counts(param: FSDPParam) -> tuple[int, int]:
-    return param.sharded._version, param.local._version
 
 
 def _with_local(full: Tensor) -> tuple[Tensor, ...]:

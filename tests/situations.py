@@ -377,6 +377,86 @@ def functional_call_with_computed_weights(side: Side) -> None:
     side.grads("gradients", model)
 
 
+@ends(EXACT)
+def data_assigned(side: Side) -> None:
+    """Averages by `p.data = ...`, kept, assigned for an evaluation, and taken back"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    average = {name: param.data.clone() for name, param in model.named_parameters()}
+    for step in range(3):
+        loss_of(model(side.batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, param in model.named_parameters():
+            average[name] = 0.5 * average[name] + 0.5 * param.data
+        trained = {name: param.data for name, param in model.named_parameters()}
+        for name, param in model.named_parameters():
+            param.data = average[name]
+        with torch.no_grad():
+            side.rows(f"average {step}", model(side.batch(5)))
+        for name, param in model.named_parameters():
+            param.data = trained[name]
+    side.weights("trained", model)
+
+
+@ends(EXACT)
+def data_written(side: Side) -> None:
+    """`p.data` written to, where full parameters stay"""
+    model = shard(side, Net(), reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)
+    for step in range(3):
+        loss_of(model(side.batch(step))).backward()
+        for param in model.parameters():
+            param.data.sub_(0.1 * param.grad)
+        model.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(EXACT)
+def foreach_operations(side: Side) -> None:
+    """foreach operations on weights, where full parameters stay"""
+    model = shard(side, Net(), reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)
+    for step in range(3):
+        loss_of(model(side.batch(step))).backward()
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 0.9)
+        model.zero_grad()
+        side.rows(f"output {step}", model(side.batch(step)))
+
+
+@ends(EXACT)
+def noise_like_weights(side: Side) -> None:
+    """Noise drawn by `randn_like(p)`"""
+    model = shard(side, Net())
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.1)
+    side.weights("noisy", model)
+
+
+@ends(EXACT)
+def backward_of_chosen_parameters(side: Side) -> None:
+    """`backward(inputs=...)` with parameters of the model"""
+    model = shard(side, Net())
+    for step in range(2):
+        loss_of(model(side.batch(step))).backward(inputs=list(model.blocks.parameters()))
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "call backward(inputs=...)")
+def gradients_by_parameters(side: Side) -> None:
+    """`torch.autograd.grad` by the model's parameters, unused ones allowed"""
+    model = shard(side, Net())
+    params = dict(model.named_parameters())
+    slopes = torch.autograd.grad(loss_of(model(side.batch(0))), list(params.values()), allow_unused=True)
+    for name, slope in zip(params, slopes, strict=True):
+        side.value(name, slope)
+
+
 class Generates(Net):
     def generate(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))

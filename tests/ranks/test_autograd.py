@@ -710,8 +710,19 @@ def test_gradients_by_parameters() -> None:
                 loss_of(model(run.batch(seed=step))).backward(inputs=chosen)
             run.step(f"some {step}", model, optimizer)
             if run.sharded:
-                with pytest.raises(RuntimeError, match="not have been used in the graph"):
-                    torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+                for options in {}, {"allow_unused": True}:
+                    loss = loss_of(model(x)) + model.scale.square().sum().full_tensor()
+                    with pytest.raises(NotImplementedError, match=r"call backward\(inputs=\.\.\.\)"):
+                        torch.autograd.grad(loss, list(model.parameters()), **options)
+            penalty = sum(param.square().sum() for param in model.parameters())
+            for (name, _), slope in zip(
+                model.named_parameters(), torch.autograd.grad(penalty, list(model.parameters())), strict=True
+            ):
+                run.value(f"penalty by {name}", slope.full_tensor() if run.sharded else slope)
+            loss_of(model(run.batch(seed=step))).backward(inputs=list(model.blocks.parameters()))
+            run.step(f"some sharded {step}", model, optimizer)
+            loss_of(model(run.batch(seed=step))).backward(inputs=model.scale)
+            run.step(f"one sharded {step}", model, optimizer)
 
     check(scenario, wrap=WRAPS)
 

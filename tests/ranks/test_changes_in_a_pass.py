@@ -60,6 +60,22 @@ def local_replaced(linear: nn.Linear) -> None:
             weight.mul_(0.9)
 
 
+class KeptData:
+    """Goes on writing to what it got once."""
+
+    def __init__(self) -> None:
+        self.data: dict[nn.Linear, Tensor] = {}
+
+    def __call__(self, linear: nn.Linear) -> None:
+        if linear not in self.data:
+            self.data[linear] = linear.weight.data
+        self.data[linear].mul_(0.9)
+
+
+def data_assigned(linear: nn.Linear) -> None:
+    linear.weight.data = linear.weight.data * 0.9
+
+
 def frozen_and_thawed(linear: nn.Linear) -> None:
     linear.weight.requires_grad_(not linear.weight.requires_grad)
 
@@ -67,6 +83,9 @@ def frozen_and_thawed(linear: nn.Linear) -> None:
 CHANGES: dict[str, Change] = {
     "mul_": in_place(lambda weight: weight.mul_(0.9)),
     "mul_ of the local tensor": in_place(lambda weight: getattr(weight, "_local_tensor", weight).mul_(0.9)),
+    "mul_ of .data": lambda linear: linear.weight.data.mul_(0.9),
+    "mul_ of what .data was": KeptData(),
+    ".data assigned": data_assigned,
     "norm": in_place(lambda weight: weight.div_(weight.norm())),
     "copy_": copied,
     "replaced": replaced,

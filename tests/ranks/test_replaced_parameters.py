@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from helpers import assert_same_names, assert_shard_of, run_checks, shard_batch
+from helpers import assert_same, assert_same_names, assert_shard_of, run_checks, shard_batch
 from models import ConvNet, OddMLP, TinyGPT, TinyModel, mean_loss
 
 ROWS = 12
@@ -296,13 +296,20 @@ def local_tensor_replaced() -> None:
 
 
 def data_assigned() -> None:
-    """`p.data = ...` of a DTensor: whatever torch makes of it, users see and modules compute with the same values."""
+    """`p.data = ...` of a DTensor: users see the values, and modules compute with them; what was there before keeps its
+    own. A plain tensor is refused.
+    """
     twins = Twins(OddMLP())
     twins.train(1)
     with torch.no_grad():
         for p, ours in zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True):
-            ours.data = twins.distribute(new_values(p.shape)).data
-            p.copy_(ours.full_tensor())
+            before, new = ours.data, new_values(p.shape)
+            ours.data = twins.distribute(new).data
+            assert_same(ours.full_tensor(), new, 0, 0, "assigned")
+            assert_same(before.full_tensor(), p, 1e-5, 1e-6, "before")
+            with pytest.raises(TypeError, match="expected a DTensor, got Tensor"):
+                ours.data = new
+            p.copy_(new)
     twins.train()
 
 

@@ -285,6 +285,16 @@ def swap(run: Run, model: Any) -> None:
     torch.utils.swap_tensors(model.head.weight, nn.Parameter(_values(model.head.weight, seed=4)))
 
 
+@torch.no_grad()
+def foreach_of_two(run: Run, model: nn.Module) -> None:
+    params = list(model.parameters())
+    torch._foreach_lerp_(params, [_values(p, seed=2) for p in params], 0.1)
+
+
+def assign_data(param: Tensor) -> None:
+    param.data = param.data * 0.9
+
+
 def in_inference_mode(run: Run, model: nn.Module) -> None:
     with torch.inference_mode():
         for param in model.parameters():
@@ -318,13 +328,16 @@ CHANGES: dict[str, Callable[[Run, nn.Module], object]] = {
     "replaced": replace,
     "swapped": swap,
     "the local tensor in a state dict": lambda run, model: [_local(p).mul_(0.9) for p in model.state_dict().values()],
+    ".data": in_place(lambda p: p.data.mul_(0.9)),
+    "copy_ to .data": in_place(lambda p: p.data.copy_(_values(p, seed=2))),
+    ".data assigned": in_place(assign_data),
+    "foreach": lambda run, model: torch._foreach_mul_([p.detach() for p in model.parameters()], 0.9),
+    "foreach of two lists": foreach_of_two,
+    "foreach of .data": lambda run, model: torch._foreach_mul_([p.data for p in model.parameters()], 0.9),
     "freezing": lambda run, model: model.twice.requires_grad_(False),  # type: ignore[union-attr]
 }
 
 UNCOUNTED: dict[str, Callable[[Run, nn.Module], object]] = {
-    ".data": in_place(lambda p: p.data.mul_(0.9)),
-    "copy_ to .data": in_place(lambda p: p.data.copy_(_values(p, seed=2))),
-    "foreach": lambda run, model: torch._foreach_mul_([p.detach() for p in model.parameters()], 0.9),
     "the local tensor's .data": in_place(lambda p: _local(p).data.mul_(0.9)),
 }
 
@@ -359,7 +372,7 @@ def test_full_parameters_that_were_kept_are_not_used_once_they_are_stale() -> No
 
 
 def test_full_parameters_are_not_stale_after_what_torch_does_not_count() -> None:
-    """In-place operations through `.data` and the foreach kernels leave versions as they are: users call reshard."""
+    """Operations through a plain tensor's `.data` leave versions as they are: users call reshard."""
 
     def scenario(run: Run, change: str, wrap: Wrap) -> None:
         model = run.build(Model)

@@ -1,0 +1,86 @@
+"""`loss.backward(inputs=...)` and `torch.autograd.grad(loss, ...)` with sharded parameters.
+
+In the graph of a forward full ones stand for them, so torch finds no path to them: the first does nothing then, without
+a word, and so does the second if it is told that some may be unused.
+
+torch.compile traces what is here; but for that it runs outside of graphs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, wraps
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .graph_hooks import leaf_nodes
+from .owners import Owned, sharded_owner
+
+
+@cache
+def accept_sharded_inputs() -> None:
+    """From now on `backward` computes gradients of sharded parameters among its `inputs`, and `grad` refuses to."""
+    torch.autograd.backward = _with_full_inputs(torch.autograd.backward)
+    torch.autograd.grad = _without_full_inputs(torch.autograd.grad)
+
+
+def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
+    parameters = signature(backward)
+
+    @wraps(backward)
+    def backward_of_sharded(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("inputs") is not None or len(args) > len(parameters.parameters) - 1:
+            bound = parameters.bind(*args, **kwargs)
+            bound.arguments["inputs"] = _add_full(_listed(bound.arguments["inputs"]))
+            return backward(*bound.args, **bound.kwargs)
+        return backward(*args, **kwargs)
+
+    return backward_of_sharded
+
+
+def _without_full_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(grad)
+    def grad_of_sharded(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _refuse_full(_listed(outputs), _listed(inputs))
+        return grad(outputs, inputs, *args, **kwargs)
+
+    return grad_of_sharded
+
+
+def _listed(given: Any) -> Sequence[Any]:
+    if isinstance(given, Tensor):
+        return (given,)
+    return tuple(given.values() if isinstance(given, Mapping) else given)
+
+
+def _add_full(inputs: Sequence[Any]) -> list[Any]:
+    return [*inputs, *(owned.param.full for owned in _owned(inputs))]
+
+
+def _refuse_full(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """
+    Raises:
+        NotImplementedError: the full one of a sharded parameter among `inputs` has part in `outputs`.
+    """
+    full = {owned.param.full: owned for owned in _owned(inputs)}
+    if not full:
+        return
+    for node in leaf_nodes([output.grad_fn for output in outputs if isinstance(output, Tensor)]):
+        if node.variable in full:
+            raise NotImplementedError(
+                f"{full[node.variable].param.name}: torch.autograd.grad has no gradients of sharded parameters, which "
+                "have to be reduced. To have them in .grad, call backward(inputs=...); or call the model and "
+                "torch.autograd.grad inside `with fsdp2.full_params(model) as full:`, and ask for those of `full`."
+            )
+
+
+def _owned(inputs: Sequence[Any]) -> Iterator[Owned]:
+    for each in inputs:
+        owned = sharded_owner(each) if isinstance(each, DTensor) and each.is_leaf else None
+        if owned is not None:
+            yield owned

@@ -1,0 +1,99 @@
+"""Operations on DTensors that torch 2.11 to 2.15 carries out otherwise than on plain tensors, without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .torch_compat import DTensorSpec, call_unhandled, handle_operations, local_of, spec_of
+
+_aten = torch.ops.aten
+_DRAW_IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
+_DRAW_LIKE = (
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.randint_like.default,
+    _aten.randint_like.low_dtype,
+)
+
+
+@cache
+def draw_like_plain_tensors() -> None:
+    """From now on what draws random values into a DTensor on a mesh of CPUs, or for one like it, gives each rank its
+    part of what a plain tensor would get from the same seed, for any number of ranks. Torch gives all the same values.
+    """
+    handle_operations(_DRAW_IN_PLACE, _draw)
+    handle_operations(_DRAW_LIKE, _draw_like)
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    if _is_drawn_by_torch(target):
+        return call_unhandled(op, args, kwargs)
+    local_of(target).copy_(local_of(_drawn_whole(op, args, kwargs)))
+    return target
+
+
+def _draw_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call_unhandled(op, args, kwargs) if _is_drawn_by_torch(args[0]) else _drawn_whole(op, args, kwargs)
+
+
+def _is_drawn_by_torch(target: DTensor) -> bool:
+    return local_of(target).device.type != "cpu" or any(each.is_partial() for each in target.placements)
+
+
+def _drawn_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """This rank's part of what a plain tensor like the first argument would get."""
+    target, *rest = args
+    whole = op(torch.empty(target.shape, dtype=target.dtype), *rest, **kwargs)
+    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+
+
+@cache
+def count_foreach_operations() -> None:
+    """From now on foreach operations in place on DTensors show in their versions, as those on plain tensors do."""
+    packets = [getattr(_aten, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
+    handle_operations((getattr(packet, name) for packet in packets for name in packet.overloads()), _count)
+
+
+def _count(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    local_args = _local_arguments(args)
+    if local_args is None:
+        call_unhandled(op, args, kwargs)
+    else:
+        op(*local_args, **kwargs)
+    increment_version([each for each in args[0] if isinstance(each, DTensor)])
+
+
+def _local_arguments(args: tuple[Any, ...]) -> list[Any] | None:
+    """The same for local tensors, if all that happens to an element happens to it there, too: where tensors that meet
+    are distributed alike. To plan that takes DTensor longer than to compute.
+    """
+    found, specs = [], _specs_of(args[0])
+    if specs is None or any(each.is_partial() for spec in set(specs) for each in spec.placements):
+        return None
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return None
+        if isinstance(arg, list | tuple) and isinstance(arg[0], Tensor):
+            others = _specs_of(arg)
+            pairs = set(zip(specs, others or (), strict=False))
+            if others is None or any(spec != other for spec, other in pairs):
+                return None
+            arg = list(map(local_of, arg))
+        found.append(arg)
+    return found
+
+
+def _specs_of(tensors: Sequence[Tensor]) -> list[DTensorSpec] | None:
+    """None: some are no DTensors."""
+    try:
+        return list(map(spec_of, tensors))
+    except AttributeError:
+        return None
