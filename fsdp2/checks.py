@@ -150,6 +150,11 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
             f"{name} is the same parameter as {owner}, which another fully_shard call has sharded. Tied parameters "
             "must be in one group: pass the modules that hold them as one list, fully_shard([a, b])."
         )
+    if parameter.grad is not None:
+        raise ValueError(
+            f"{name} has a gradient, of which nobody knows whether each rank has all of it, or a part. Call step() or "
+            "zero_grad() before fully_shard."
+        )
     if any(isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse for slot in slots):
         raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
     if any(getattr(slot.module, "max_norm", None) is not None for slot in slots):

@@ -56,6 +56,29 @@ def _drawn_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
 
 
 @cache
+def ask_all_ranks_for_items() -> None:
+    """From now on `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but
+    `if p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
+    """
+    handle_operations([_aten._local_scalar_dense.default], _item)
+
+
+def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """
+    Raises:
+        RuntimeError: the number is what all parts come to.
+    """
+    (target,) = args
+    parts = [each for each in target.placements if each.is_partial()]
+    if parts and target.dtype != torch.bool:
+        raise RuntimeError(
+            f"item() of a DTensor of placement {parts[0]}: this rank holds a part of the number only. Call "
+            "full_tensor().item() instead, on every rank."
+        )
+    return op(target.full_tensor()) if parts else call_unhandled(op, args, kwargs)
+
+
+@cache
 def count_foreach_operations() -> None:
     """From now on foreach operations in place on DTensors show in their versions, as those on plain tensors do."""
     packets = [getattr(_aten, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import checks, hooks
+from . import checks, hooks, torch_compat
 from .mesh import (
     DataMesh,
     DataParallelMeshDims,
@@ -232,7 +233,17 @@ class _Plan(NamedTuple):
         original = self.slots[0].get()
         param = FSDPParam(self.slots, self.name, self.mesh, self.distribution, rest, self.keeps_dtype)
         setattr(original, SHARDED_AS, f"{root}'s {self.name}")
+        if original.requires_grad:
+            torch_compat.replace_hooks(original, partial(_refuse_gradient, f"{root}'s {self.name}"))
         return param
+
+
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    """Hook on what was a parameter before it was sharded."""
+    raise RuntimeError(
+        f"something has computed with what {name} was before fully_shard (a list or view of parameters, another module "
+        "that shares it, a loss from before?), which is no parameter of the model any more. Use what modules have now."
+    )
 
 
 def _plan(

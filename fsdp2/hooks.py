@@ -22,7 +22,7 @@ from . import torch_compat
 from .autograd_inputs import accept_sharded_inputs
 from .context import Context
 from .data_attribute import follow_data
-from .dtensor_operations import draw_like_plain_tensors
+from .dtensor_operations import ask_all_ranks_for_items, draw_like_plain_tensors
 from .full_tensor import average_in_full_tensor
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .optimizer_steps import follow_optimizer_steps
@@ -88,6 +88,7 @@ def _start(states: list[FSDPState]) -> Context:
     average_in_full_tensor()
     follow_data()
     accept_sharded_inputs()
+    ask_all_ranks_for_items()
     if states[0].group.mesh.device.type == "cpu":
         draw_like_plain_tensors()
     for state in states:

@@ -66,6 +66,12 @@ def sharded_class(cls: Any) -> Any:
         if copied is not None:
             units.attach(copied)
 
+    def shallow_copy(self: nn.Module) -> Any:
+        raise NotImplementedError(
+            f"copy.copy({cls.__name__}): two modules can't gather the parameters that they would share. Use "
+            "copy.deepcopy."
+        )
+
     def deepcopy(self: nn.Module, memo: Any) -> Any:
         raise NotImplementedError(
             f"{cls.__name__} has a __deepcopy__ of its own, which knows nothing of shards. Copy the model before "
@@ -79,6 +85,7 @@ def sharded_class(cls: Any) -> Any:
         "_apply": apply,
         "to_empty": to_empty,
         "__reduce_ex__": reduce,
+        "__copy__": shallow_copy,
         "__setstate__": setstate,
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,

@@ -57,6 +57,7 @@ __all__ = [
     "owns_memory",
     "reads_metadata",
     "register_composable",
+    "replace_hooks",
     "scale_each",
     "set_local",
     "set_versions",
@@ -339,6 +340,13 @@ def take_hooks(source: Tensor, target: Tensor) -> None:
         hooks = getattr(source, name)
         if hooks:
             setattr(target, name, hooks)
+
+
+def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Have no other hook on the gradient of `tensor`, where another tensor may have taken the ones before."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(tensor, name, None)
+    tensor.register_hook(hook)
 
 
 def register_composable(module: nn.Module, state: ComposableState, name: str) -> None:

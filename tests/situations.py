@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from outcomes import EXACT, LOUD, Program, Side, Situation
@@ -455,6 +455,65 @@ def gradients_by_parameters(side: Side) -> None:
     slopes = torch.autograd.grad(loss_of(model(side.batch(0))), list(params.values()), allow_unused=True)
     for name, slope in zip(params, slopes, strict=True):
         side.value(name, slope)
+
+
+class KeepsReferences(Net):
+    """Holds weights where no module does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [block.up.weight for block in self.blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x + torch.tanh(x @ weight.T) @ weight
+        return super().forward(x)
+
+
+@ends(LOUD, "no parameter of the model any more")
+def weights_in_a_list(side: Side) -> None:
+    """Weights that a model keeps in a list of its own"""
+    train(side, shard(side, KeepsReferences()))
+
+
+@ends(LOUD, "no parameter of the model any more")
+def tied_to_a_module_outside(side: Side) -> None:
+    """Weights tied to a module that is not sharded"""
+    model, head = Net(), nn.Linear(5, 5).double()
+    head.weight = model.stem.weight
+    shard(side, model)
+    loss_of(model(side.batch(0)) @ head.weight[:3]).backward()
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "has a gradient, of which nobody knows")
+def gradients_from_before(side: Side) -> None:
+    """Gradients from before `fully_shard`"""
+    model = Net()
+    loss_of(model(side.batch(0))).backward()
+    shard(side, model)
+    train(side, model)
+
+
+@ends(LOUD, "this rank holds a part of the number only")
+def items(side: Side) -> None:
+    """`p.norm().item()`"""
+    model = shard(side, Net())
+    side.value("norms", [param.norm().item() for param in model.parameters()])
+
+
+@ends(EXACT)
+def not_a_number(side: Side) -> None:
+    """`if p.grad.isnan().any():`, on two ranks one of which has some"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward()
+    with torch.no_grad():
+        last = torch.arange(5.0) == 4
+        if side.is_sharded:
+            last = distribute_tensor(last, model.stem.bias.device_mesh, [Shard(0)])
+        model.stem.bias.grad.masked_fill_(last, float("nan"))
+    found = [name for name, param in model.named_parameters() if param.grad.isnan().any()]
+    side.value("not a number", found)
 
 
 class Generates(Net):

@@ -1,6 +1,7 @@
 """What `fully_shard` and the methods it adds refuse, by name and before anything has changed; and what they accept."""
 
 import abc
+import copy
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -113,6 +114,12 @@ def sparse_embedding_tied_to_a_head() -> nn.Module:
     return model
 
 
+def with_gradient() -> nn.Module:
+    model = Block()
+    model.inner.weight.grad = torch.ones(4, 4)
+    return model
+
+
 def tied_across_groups() -> nn.Module:
     first, second = Block(), Block()
     second.inner.weight = first.inner.weight
@@ -189,6 +196,7 @@ CASES = {
     "uninitialised": weight(nn.UninitializedParameter, ValueError, "uninitialised"),
     "lazy module": Case(ValueError, r"^0\.weight.*uninitialised", lambda: nn.Sequential(nn.LazyLinear(3))),
     "in a list": Case(ValueError, r"^\[1\]\.inner\.weight", lambda: [Block(), Block(nn.UninitializedParameter())]),
+    "with a gradient": Case(ValueError, r"inner\.weight has a gradient.*zero_grad", with_gradient),
     "tied across groups": Case(ValueError, r"inner\.weight is the same .*inner\.weight.*list", tied_across_groups),
     "sparse embedding": Case(NotImplementedError, r"^0\.weight.*sparse", embedding),
     "sparse embedding bag": Case(
@@ -329,6 +337,31 @@ def test_replicas_have_no_wire_dtype() -> None:
         )
     with fake_world(1):
         fully_shard(Block(), mp_policy=policy)
+
+
+def test_what_was_a_parameter_gets_no_gradient() -> None:
+    """Whoever still holds it would compute with what nobody trains. The hooks of the parameter are not its own."""
+    seen = []
+    with fake_world(2):
+        model = Block()
+        before, view = model.inner.weight, model.inner.weight.t()
+        before.register_hook(seen.append)
+        fully_shard(model)
+        x = torch.ones(2, 4)
+        for stray in (before, view):
+            with pytest.raises(RuntimeError, match=r"what Block's inner\.weight was before fully_shard"):
+                (model(x) @ stray).sum().backward()
+        assert not seen
+        model(x).sum().backward()
+        assert len(seen) == 1
+
+
+def test_shallow_copies_are_refused() -> None:
+    with fake_world(2):
+        model = sharded(Block())
+        with pytest.raises(NotImplementedError, match=r"copy\.copy\(Block\): .* Use copy\.deepcopy"):
+            copy.copy(model)
+        model(torch.ones(2, 4)).sum().backward()
 
 
 def test_a_refused_model_can_be_sharded_afterwards() -> None:

@@ -1,0 +1,123 @@
+"""Operations on DTensors, beside the same on plain tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp2.dtensor_operations import ask_all_ranks_for_items, count_foreach_operations, draw_like_plain_tensors
+from helpers import assert_same, run_ranks
+
+SHAPES = [(5, 3), (1,), (4, 2, 2), (2, 6)]
+
+
+def values(seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [torch.rand(shape, dtype=torch.float64) + 0.5 for shape in SHAPES]
+
+
+def distributed(tensors: list[Tensor], *placements: Any) -> list[Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return [distribute_tensor(each, mesh, placements, src_data_rank=None) for each in tensors]
+
+
+Lists = Callable[[int], list[Any]]
+NUMBERS = [1.0, 2.0, 3.0, 4.0]
+# In place on a first list; `of(seed)` are other lists of the same tensors.
+OPERATIONS: dict[str, Callable[[list[Any], Lists], object]] = {
+    "a number": lambda own, of: torch._foreach_mul_(own, 0.5),
+    "numbers": lambda own, of: torch._foreach_mul_(own, NUMBERS),
+    "a list": lambda own, of: torch._foreach_add_(own, of(2)),
+    "a list, scaled": lambda own, of: torch._foreach_add_(own, of(2), alpha=3),
+    "itself": lambda own, of: torch._foreach_mul_(own, own),
+    "two lists": lambda own, of: torch._foreach_addcdiv_(own, of(2), of(3), value=0.1),
+    "two lists and numbers": lambda own, of: torch._foreach_addcmul_(own, of(2), of(3), NUMBERS),
+    "lerp": lambda own, of: torch._foreach_lerp_(own, of(2), 0.25),
+    "none": lambda own, of: torch._foreach_sqrt_(own),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_foreach_operations_are_those_on_plain_tensors_and_count(world_size: int) -> None:
+    def body(rank: int, _: int) -> None:
+        count_foreach_operations()
+        for name, operate in OPERATIONS.items():
+            for kind, other in ((Shard(0), Shard(0)), (Replicate(), Replicate()), (Replicate(), Shard(0))):
+                plain, own = values(1), distributed(values(1), kind)
+                before = [each._version for each in own]
+                operate(plain, values)
+                operate(own, lambda seed, other=other: distributed(values(seed), other))
+                for each, expected, count in zip(own, plain, before, strict=True):
+                    assert_same(each.full_tensor(), expected, 1e-12, 1e-12, f"{name}, {kind}, {other}")
+                    assert each._version == count + 1, f"{name}, {kind}, {other}"
+
+    run_ranks(world_size, body)
+
+
+def test_foreach_operations_on_other_tensors_are_left_alone() -> None:
+    """Parts of sums are not what they stand for: torch says so, or adds first."""
+
+    def body(rank: int, _: int) -> None:
+        count_foreach_operations()
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.ones(4)
+        parts = distribute_tensor(whole, mesh, [Shard(0)]).sum(0, keepdim=True)
+        assert parts.placements[0].is_partial()
+        target = distribute_tensor(torch.ones(1), mesh, [Replicate()])
+        torch._foreach_add_([target], [parts])
+        assert_same(target.full_tensor(), torch.full((1,), 5.0), 0, 0, "sum")
+        plain = torch.ones(2)
+        torch._foreach_add_([plain], 1.0)
+        assert_same(plain, torch.full((2,), 2.0), 0, 0, "plain")
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_draws_like_a_weight_are_those_like_a_plain_tensor(world_size: int) -> None:
+    draws: list[Callable[[Any], Any]] = [
+        torch.rand_like,
+        torch.randn_like,
+        lambda like: torch.randn_like(like, dtype=torch.float32),
+        lambda like: torch.randint_like(like, 7),
+        lambda like: torch.randint_like(like, 3, 7),
+    ]
+
+    def body(rank: int, _: int) -> None:
+        draw_like_plain_tensors()
+        for i, draw in enumerate(draws):
+            for placement in (Shard(0), Shard(1), Replicate()):
+                (like,) = distributed([torch.zeros(5, 3, dtype=torch.float64)], placement)
+                torch.manual_seed(i)
+                drawn = draw(like)
+                torch.manual_seed(i)
+                expected = draw(torch.zeros(5, 3, dtype=torch.float64))
+                assert drawn.placements == like.placements
+                assert drawn.dtype == expected.dtype
+                assert_same(drawn.full_tensor(), expected, 0, 0, f"{i}, {placement}")
+
+    run_ranks(world_size, body)
+
+
+def test_items() -> None:
+    """What all ranks hold is read; parts of a number are refused; of a truth, taken together."""
+
+    def body(rank: int, _: int) -> None:
+        ask_all_ranks_for_items()
+        (tensor,) = distributed([torch.tensor([1.0, 2.0, 3.0, float("nan")])], Shard(0))
+        assert isinstance(tensor, DTensor)
+        assert tensor.isnan().any()
+        assert not (tensor > 5).any()
+        assert not (tensor > 0).all()
+        assert tensor.nansum().full_tensor().item() == 6
+        assert float(distributed([torch.tensor(2.0)], Replicate())[0]) == 2
+        for number in (tensor.nansum(), tensor.isnan().sum(), tensor.nan_to_num().max(), tensor.nan_to_num().norm()):
+            with pytest.raises(RuntimeError, match=r"a part of the number only\. Call full_tensor\(\)\.item\(\)"):
+                number.item()
+
+    run_ranks(2, body)
