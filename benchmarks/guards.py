@@ -15,13 +15,13 @@ from torch import Tensor, nn
 def drop_written(model: nn.Module) -> None:
     """After a forward: was a full parameter written to?"""
     for state in _states(model):
-        state.group.versions.check_written = _nothing
+        state.group.versions.check_written = state.note_content = _nothing
 
 
 def drop_replaced(model: nn.Module) -> None:
     """Before a gather: was a parameter or its local tensor replaced, frozen or thawed?"""
     for state in _states(model):
-        state.group._notice_replacements = _nothing
+        state.group._notice_changes = _nothing
 
 
 def drop_saved(model: nn.Module) -> None:

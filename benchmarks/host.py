@@ -108,7 +108,7 @@ def _setting(label: str, precision: str, hooked: bool) -> str:
 def count_step_calls(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> int:
     """Python functions that one step in steady state calls; without a library, the plain model's."""
     step = build_step(library, shape, precision, hooked)
-    repeat(3, step)
+    repeat(4, step)  # at steps 1, 2, 4, 8, ... guards look at more
     return count_calls(step)
 
 

@@ -150,6 +150,8 @@ def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any
     try:
         args, kwargs = before_forward(state, args, kwargs, in_backward)
         output = forward(*args, **kwargs)
+        if state.content is not None and state.running == 1 and not in_backward:
+            state.check_content()
         if state.context.agreement is not None and not in_backward:
             state.context.meet_at_end(state)
     except BaseException:
@@ -193,6 +195,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
             inputs = None
     use_in_forward(state, in_backward)
     if not in_backward:
+        state.note_content()
         state.context.prefetcher.in_forward(state)
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
     if torch.is_grad_enabled() and not state.completes and state.running == 1:

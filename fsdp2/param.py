@@ -183,12 +183,11 @@ class FSDPParam:
 
     def move_full(self, memory: Tensor) -> None:
         """Have the full face over other `memory`."""
-        with torch.no_grad():
-            value = memory[0] if self._is_scalar else memory
-            if isinstance(self.full, DTensor):
-                torch_compat.set_local(self.full, value)
-            else:
-                self.full.data = value
+        value = memory[0] if self._is_scalar else memory
+        if isinstance(self.full, DTensor):
+            torch_compat.set_local(self.full, value)
+        else:
+            self.full.data = value
 
     def face_of(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
         """A full parameter, as modules have it, whose data is `memory`, of the gathered shape."""

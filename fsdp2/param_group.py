@@ -140,7 +140,8 @@ class FSDPParamGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded group, in compute dtypes, padding included."""
-        return self._extensions.nbytes + (self._buffers.layout.full_nbytes if self._buffers else 0)
+        plain = self._buffers.layout.full_nbytes if self._buffers else 0
+        return plain + self._extensions.nbytes if self._extensions.members else plain
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Name the group and its parameters after the FQNs of their modules."""
@@ -314,7 +315,7 @@ class FSDPParamGroup:
         """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
         assert self._buffers is not None, "a full parameter was saved"
         count = len(self.params)
-        if before[2 * count] != now[2 * count]:  # some were replaced
+        if before[2 * count :] != now[2 * count :]:  # some were replaced, or nothing is known of before
             return True
         if self._extensions.members and torch_compat.storage_id(weight) != self._buffers.storage_id:
             extended = slice(2 * len(self._buffers.layout.specs), 2 * count)
@@ -457,6 +458,12 @@ class FSDPParamGroup:
         assert self._buffers is not None
         self._buffers.renew_shards()
         if self._buffers.layout.aliased:
+            self.move_full()
+
+    def move_full(self) -> None:
+        """Have the full parameters over the memory that is theirs, which must be there."""
+        assert self._buffers is not None
+        with torch.inference_mode(False), torch.no_grad():
             for i in range(len(self._buffers.layout.specs)):
                 self.params[i].move_full(self._buffers.full_parameter(i))
 

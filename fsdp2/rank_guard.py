@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from . import comm
 from .checksum import bits_of, checksum
+from .looks import is_time_to_look
 from .mesh import DataMesh
 from .param import FSDPParam
 from .param_group import FSDPParamGroup
@@ -85,7 +86,7 @@ class RankGuard:
     def casts(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         """A forward of `state` is about to cast its inputs to `dtype`: look at them, at times 1, 2, 4, ..."""
         number = self._casts[state] = self._casts.get(state, 0) + 1
-        if _is_time(number) and _connects(state.group.mesh):
+        if is_time_to_look(number) and _connects(state.group.mesh):
             self._rounded.setdefault(state, set()).update(rounded_whole_numbers(inputs, dtype))
 
     def _gathers(self) -> None:
@@ -103,7 +104,7 @@ class RankGuard:
             RuntimeError: ranks differ in what they must have in common; on every rank.
         """
         number = self._times + 1
-        if _is_time(number):
+        if is_time_to_look(number):
             self._look(is_first=number == 1)
         self._times = number  # unless that raises: then it is looked at again
 
@@ -151,11 +152,6 @@ class RankGuard:
                 "cast_forward_inputs=False there, and cast in the module what may be rounded; or pass integers; or, if "
                 "it is meant, cast them before the call."
             )
-
-
-def _is_time(number: int) -> bool:
-    """Whether to look at time `number`: 1, 2, 4, 8, ..."""
-    return not number & (number - 1)
 
 
 def _compare_starts(mesh: DataMesh, states: Sequence[FSDPState]) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from .full_content import FullContent
+from .looks import is_time_to_look
 from .mesh import DataMesh
 from .param_group import SHARDED, FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .torch_interface import TorchState
+from .versions import refuse_written
 
 
 class FSDPState(TorchState):
@@ -68,6 +71,9 @@ class FSDPState(TorchState):
         self.completes = False
         # What floating-point inputs are cast to.
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        # How many forwards of `modules` have begun; what the full parameters held then, if the one that runs looks.
+        self.forwards = 0
+        self.content: FullContent | None = None
         # Of the sharded parameters, when they were last gathered on purpose.
         self.versions: tuple[int, ...] = ()
 
@@ -81,7 +87,7 @@ class FSDPState(TorchState):
                 f"{self}: a sharded module can't be copied or pickled while a forward or backward runs, nor inside "
                 "full_params"
             )
-        runtime = ("context", "finished", "versions", "forward_prefetch", "backward_prefetch", "gate")
+        runtime = ("context", "finished", "versions", "content", "forward_prefetch", "backward_prefetch", "gate")
         kept = {name: value for name, value in vars(self).items() if name not in runtime}
         settings = self.context.settings() if self.context.root is self else None
         return {**kept, "kept": False, "held": False, "backward_ready": False, "completes": False, "settings": settings}
@@ -90,7 +96,7 @@ class FSDPState(TorchState):
         """Become usable, in a copy of which all modules are there. Return the settings that the context is to take."""
         self.group.wake()
         self.finished, self.versions, self.forward_prefetch, self.backward_prefetch = set(), (), None, None
-        self.gate = None
+        self.gate = self.content = None
         settings: dict[str, Any] | None = vars(self).pop("settings")
         return settings
 
@@ -119,6 +125,21 @@ class FSDPState(TorchState):
         if self.context.notices_saved_tensors and now != self.versions:  # else the same object: no time to compare
             assert now is not None, "noted at each gather for a forward"
             self.versions = now
+
+    def note_content(self) -> None:
+        """A forward begins, with full parameters: in the 1st, 2nd, 4th, 8th, ... note what they hold."""
+        if self.running == 1:
+            self.forwards += 1
+            self.content = FullContent(self.group.params) if is_time_to_look(self.forwards) else None
+
+    def check_content(self) -> None:
+        """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""
+        content, self.content = self.content, None
+        if content is not None:
+            written = content.written()
+            if written:
+                self.group.move_full()
+            refuse_written(written)
 
     def serve(self) -> None:
         """Take part in a gather that other ranks need. Every rank must call it, or gather by itself."""

@@ -31,6 +31,16 @@ def note_data(sharded: Tensor, data: Tensor) -> None:
         versions.note_data(sharded, data)
 
 
+def refuse_written(names: Sequence[str]) -> None:
+    """Raise RuntimeError if there are any."""
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names)} was modified in place during forward, or between unshard() and it. The change is lost "
+            "when the parameter is sharded again: modify the sharded parameter between steps, or keep such a value in "
+            "a buffer."
+        )
+
+
 class GroupVersions:
     """The version counters of one group.
 
@@ -134,13 +144,7 @@ class GroupVersions:
 
     def check_written(self) -> None:
         """Raise RuntimeError if a full parameter was written to since the last call."""
-        written = self.take_written()
-        if written:
-            raise RuntimeError(
-                f"{', '.join(written)} was modified in place during forward, or between unshard() and it. The change "
-                "is lost when the parameter is sharded again: modify the sharded parameter between steps, or keep "
-                "such a value in a buffer."
-            )
+        refuse_written(self.take_written())
 
     def expire(self) -> None:
         """The full parameters' data is given up: what autograd has saved of it is not valid, until `renew`."""

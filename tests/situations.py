@@ -311,6 +311,32 @@ def written_in_forward(side: Side) -> None:
     train(side, model)
 
 
+@ends(LOUD, "modified in place during forward")
+def data_written_in_forward(side: Side) -> None:
+    """The same through `.data`"""
+
+    class Normalised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data.div_(self.weight.data.norm())
+            return super().forward(x)
+
+    model = side.fully_shard(Normalised(5, 3))
+    train(side, model)
+
+
+@ends(LOUD, "modified in place during forward")
+def data_assigned_in_forward(side: Side) -> None:
+    """Others assigned to `.data` in a forward"""
+
+    class Normalised(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = self.weight.detach() / self.weight.detach().norm()
+            return super().forward(x)
+
+    model = side.fully_shard(Normalised(5, 3))
+    train(side, model)
+
+
 @ends(EXACT)
 def later_weights_written_in_forward(side: Side) -> None:
     """Weights of a later block written in the model's forward"""

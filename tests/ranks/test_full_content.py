@@ -1,0 +1,167 @@
+"""Writes to full parameters through `.data`, inside the forward that computes with them: they would be lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from helpers import assert_same, run_ranks
+from scenarios import WIDTH, Run, blocks, check, kept, loss_of, sgd, whole
+
+Write = Callable[[nn.Parameter], object]
+
+
+class Writes(nn.Module):
+    """Writes to a weight of its own when told to: before it computes with it, or after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4)
+        self.down = nn.Linear(4, WIDTH)
+        self.write: Write | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.write is not None:
+            self.write(self.up.weight)
+        x = x + self.down(torch.tanh(self.up(x)))
+        if self.write is not None:
+            self.write(self.down.weight)
+        return x
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Writes() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def scaled(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.5)
+
+
+def one_changed(weight: nn.Parameter) -> None:
+    weight.data[0, 0] = 7
+
+
+def assigned(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.5
+
+
+def same_assigned(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clone()
+
+
+WRITES: tuple[Write, ...] = (scaled, one_changed, assigned, same_assigned)
+
+
+def attempt(model: Any, write: Write, x: Tensor) -> None:
+    block = model.blocks[1]
+    block.write = write
+    try:
+        model(x)
+    finally:
+        block.write = None
+
+
+@pytest.mark.parametrize("wrap", [whole, blocks, kept])
+def test_a_write_raises_and_leaves_the_model_as_it_was(wrap: Callable[..., None]) -> None:
+    """In the 1st, 2nd and 4th forward; an attempt is one."""
+
+    def scenario(run: Run, write: Write, number: int) -> None:
+        model = run.build(Tower)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(number - 1):
+            run.step(f"before {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+        if run.sharded:
+            with pytest.raises(
+                RuntimeError, match=r"1\.up\.weight, blocks\.1\.down\.weight was modified in place during"
+            ):
+                attempt(model, write, run.batch(seed=9))
+        for step in range(2):
+            with torch.no_grad():
+                run.rows(f"evaluated {step}", model(run.batch(seed=20 + step)))
+            run.step(f"after {step}", model, optimizer, loss_of(model(run.batch(seed=30 + step))))
+
+    check(scenario, write=WRITES, number=(1, 2, 4))
+
+
+def cast(model: Tower) -> None:
+    for block in model.blocks:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+
+
+def offloaded(model: Tower) -> None:
+    for block in model.blocks:
+        fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def parallel(model: Tower) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+
+
+def test_other_kinds_of_full_parameters() -> None:
+    def body(_: int, __: int) -> None:
+        for shard in (cast, offloaded, parallel):
+            for write in (scaled, assigned):
+                torch.manual_seed(1)
+                model = Tower()
+                shard(model)
+                x = torch.randn(4, WIDTH)
+                before = model(x)
+                with (
+                    torch.no_grad(),
+                    pytest.raises(RuntimeError, match=r"up\.weight, down\.weight was modified in place"),
+                ):
+                    attempt(model, write, x)
+                assert_same(model(x), before, 0, 0, f"{shard.__name__}, {write.__name__}")
+
+    run_ranks(4, body)
+
+
+class FailsOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.fails:
+            self.fails = False
+            raise ValueError("on purpose")
+        return x
+
+
+def test_no_alarm_without_a_write() -> None:
+    """After a forward that failed half-way, of which nothing was compared; where forwards nest; with NaN in weights."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(FailsOnce)
+        run.shard(model)
+        optimizer = sgd(model)
+        for step in range(5):
+            model.fails = True
+            with pytest.raises(ValueError, match="on purpose"):
+                model(run.batch(seed=step))
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+        with torch.no_grad():
+            model.linear.weight.fill_(float("nan"))
+        for _ in range(4):
+            assert model(run.batch(seed=7)).isnan().all()
+        run.value("reached", True)
+
+    check(scenario)
