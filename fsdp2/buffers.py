@@ -84,6 +84,11 @@ class GroupBuffers:
         spec = self.layout.specs[i]
         return leaf_over(self._full, self.layout.full_offsets[i], spec.shape, spec.compute_dtype)
 
+    def full_words(self, i: int) -> Tensor:
+        """The same as int64, with the padding behind it."""
+        spec, offset = self.layout.specs[i], self.layout.full_offsets[i]
+        return view_bytes(self._full, offset, -(-spec.full_nbytes // 8), torch.int64)
+
     def move_into_shards(self, locals_: Sequence[Tensor]) -> list[Tensor]:
         """Copy each local tensor to its place in the shard buffer, and return those in place."""
         placed = []

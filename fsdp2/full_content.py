@@ -11,27 +11,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
-from .checksum import bits_of, read
+from .checksum import read
 from .param import FSDPParam
 
 
 class FullContent:
-    """What full parameters hold when a forward begins. They must have their data."""
+    """What full parameters hold when a forward begins: `memories`, the words that are theirs, which must be there."""
 
-    def __init__(self, params: Sequence[FSDPParam]) -> None:
-        self._params = [param for param in params if type(_memory(param)) is Tensor and not _memory(param).is_meta]
-        self._pointers = [_memory(param).data_ptr() for param in self._params]
+    def __init__(self, params: Sequence[FSDPParam], memories: Sequence[Tensor]) -> None:
+        held = [(param, memory) for param, memory in zip(params, memories, strict=True) if memory.numel()]
+        self._params, self._memories = [param for param, _ in held], [memory for _, memory in held]
         self._sums = self._find_sums()
 
     def _find_sums(self) -> list[int]:
-        return read([bits_of(_memory(param)).sum() for param in self._params])
+        """Modulo 2 ** 64: another value in one place shows, an exchange of values does not."""
+        return read([memory.sum() for memory in self._memories])
 
     def written(self) -> list[str]:
-        """Names of those that hold something else now; of those whose memory is another, too."""
-        pointers = [_memory(param).data_ptr() for param in self._params]
-        found = zip(self._params, self._pointers, pointers, self._sums, self._find_sums(), strict=True)
-        return [param.name for param, *(before, pointer, old, new) in found if (before, old) != (pointer, new)]
+        """Names of those whose memory holds something else now, or that lie over other memory."""
+        found = zip(self._params, self._memories, self._sums, self._find_sums(), strict=True)
+        return [p.name for p, memory, old, new in found if old != new or _local(p).data_ptr() != memory.data_ptr()]
 
 
-def _memory(param: FSDPParam) -> Tensor:
-    return torch_compat.local_of(param.full) if isinstance(param.full, DTensor) else param.full.detach()
+def _local(param: FSDPParam) -> Tensor:
+    return torch_compat.local_of(param.full) if isinstance(param.full, DTensor) else param.full

@@ -155,6 +155,7 @@ def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any
         if state.context.agreement is not None and not in_backward:
             state.context.meet_at_end(state)
     except BaseException:
+        state.content = None
         after_forward(state, module, None, in_backward)
         raise
     return after_forward(state, module, output, in_backward)

@@ -19,6 +19,7 @@ from .comm import Comm, make_comm, subgroup
 from .custom_comm import CommChoice
 from .dtensor_operations import count_foreach_operations
 from .extension import GroupExtensions, refuse_part
+from .full_content import FullContent
 from .gather import PendingGather
 from .gradients import GroupGradients
 from .headers import Label
@@ -459,6 +460,12 @@ class FSDPParamGroup:
         self._buffers.renew_shards()
         if self._buffers.layout.aliased:
             self.move_full()
+
+    def note_content(self) -> FullContent:
+        """Note what the full parameters hold, but for those that say themselves how they are gathered."""
+        assert self._buffers is not None, "they have their data"
+        count = len(self._buffers.layout.specs)
+        return FullContent(self.params[:count], [self._buffers.full_words(i) for i in range(count)])
 
     def move_full(self) -> None:
         """Have the full parameters over the memory that is theirs, which must be there."""

@@ -130,7 +130,7 @@ class FSDPState(TorchState):
         """A forward begins, with full parameters: in the 1st, 2nd, 4th, 8th, ... note what they hold."""
         if self.running == 1:
             self.forwards += 1
-            self.content = FullContent(self.group.params) if is_time_to_look(self.forwards) else None
+            self.content = self.group.note_content() if is_time_to_look(self.forwards) else None
 
     def check_content(self) -> None:
         """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""
