@@ -9,27 +9,65 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from .torch_compat import DTensorSpec, call_unhandled, handle_operations, local_of, spec_of
+from .torch_compat import DTensorSpec, argument_names, call_unhandled, handle_operations, local_of, spec_of, whole_of
 
 _aten = torch.ops.aten
-_DRAW_IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
+_DRAW_IN_PLACE = (
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.bernoulli_.float,
+    _aten.exponential_.default,
+    _aten.log_normal_.default,
+    _aten.cauchy_.default,
+    _aten.geometric_.default,
+    _aten.random_.default,
+    _aten.random_.to,
+    getattr(_aten.random_, "from"),
+)
 _DRAW_LIKE = (
     _aten.rand_like.default,
     _aten.randn_like.default,
     _aten.randint_like.default,
     _aten.randint_like.low_dtype,
 )
+# The values of the first argument matter, too.
+_DRAW_FROM = (
+    _aten.bernoulli.default,
+    _aten.multinomial.default,
+    _aten.normal.Tensor_float,
+    _aten.normal.float_Tensor,
+    _aten.normal.Tensor_Tensor,
+    _aten.poisson.default,
+)
+_NONE, _MEAN = 0, 1  # as a loss's `reduction`
+_MEAN_LOSSES = {
+    _aten.mse_loss.default: _aten.mse_loss_backward.default,
+    _aten.smooth_l1_loss.default: _aten.smooth_l1_loss_backward.default,
+    _aten.huber_loss.default: _aten.huber_loss_backward.default,
+    _aten.soft_margin_loss.default: _aten.soft_margin_loss_backward.default,
+    _aten.binary_cross_entropy.default: _aten.binary_cross_entropy_backward.default,
+}
 
 
 @cache
-def draw_like_plain_tensors() -> None:
-    """From now on what draws random values into a DTensor on a mesh of CPUs, or for one like it, gives each rank its
-    part of what a plain tensor would get from the same seed, for any number of ranks. Torch gives all the same values.
+def compute_like_plain_tensors() -> None:
+    """From now on these do with DTensors what they do with plain tensors.
+
+    - What draws random values into a DTensor on a mesh of CPUs, or for one like it, gives each rank its part of what a
+      plain tensor would get from the same seed, for any number of ranks. Torch gives all the same values.
+    - `mse_loss` and its kin are the mean over all elements, also where ranks hold different numbers of them. Torch
+      takes the mean of the ranks' means.
+    - `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
+      p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
     """
     handle_operations(_DRAW_IN_PLACE, _draw)
     handle_operations(_DRAW_LIKE, _draw_like)
+    handle_operations(_DRAW_FROM, _draw_from)
+    handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
+    handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
+    handle_operations([_aten._local_scalar_dense.default], _item)
 
 
 def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -44,6 +82,15 @@ def _draw_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call_unhandled(op, args, kwargs) if _is_drawn_by_torch(args[0]) else _drawn_whole(op, args, kwargs)
 
 
+def _draw_from(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = next(each for each in args if isinstance(each, DTensor))
+    if _is_drawn_by_torch(first):
+        return call_unhandled(op, args, kwargs)
+    whole = op(*(whole_of(each) if isinstance(each, DTensor) else each for each in args), **kwargs)
+    placements = first.placements if whole.shape == first.shape else [Replicate()] * first.device_mesh.ndim
+    return distribute_tensor(whole, first.device_mesh, placements, src_data_rank=None)
+
+
 def _is_drawn_by_torch(target: DTensor) -> bool:
     return local_of(target).device.type != "cpu" or any(each.is_partial() for each in target.placements)
 
@@ -55,12 +102,20 @@ def _drawn_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
     return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
 
 
-@cache
-def ask_all_ranks_for_items() -> None:
-    """From now on `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but
-    `if p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
-    """
-    handle_operations([_aten._local_scalar_dense.default], _item)
+def _mean_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    own, *others = args
+    named = {**dict(zip(argument_names(op)[1:], others, strict=False)), **kwargs}
+    if named.get("reduction", _MEAN) != _MEAN:
+        return call_unhandled(op, args, kwargs)
+    return op(own, **{**named, "reduction": _NONE}).mean()
+
+
+def _mean_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, own, *others = args
+    named = {**dict(zip(argument_names(op)[2:], others, strict=False)), **kwargs}
+    if named.get("reduction", _MEAN) != _MEAN:
+        return call_unhandled(op, args, kwargs)
+    return op(grad, own, **{**named, "reduction": _NONE}) / own.numel()
 
 
 def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,7 +130,7 @@ def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"item() of a DTensor of placement {parts[0]}: this rank holds a part of the number only. Call "
             "full_tensor().item() instead, on every rank."
         )
-    return op(target.full_tensor()) if parts else call_unhandled(op, args, kwargs)
+    return op(whole_of(target)) if parts else call_unhandled(op, args, kwargs)
 
 
 @cache

@@ -22,10 +22,11 @@ from . import torch_compat
 from .autograd_inputs import accept_sharded_inputs
 from .context import Context
 from .data_attribute import follow_data
-from .dtensor_operations import ask_all_ranks_for_items, draw_like_plain_tensors
+from .dtensor_operations import compute_like_plain_tensors
 from .full_tensor import average_in_full_tensor
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .optimizer_steps import follow_optimizer_steps
+from .parts import write_through_parts
 from .state import FSDPState
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 
@@ -88,9 +89,8 @@ def _start(states: list[FSDPState]) -> Context:
     average_in_full_tensor()
     follow_data()
     accept_sharded_inputs()
-    ask_all_ranks_for_items()
-    if states[0].group.mesh.device.type == "cpu":
-        draw_like_plain_tensors()
+    write_through_parts()
+    compute_like_plain_tensors()
     for state in states:
         state.group.gradients.on_first = partial(on_first_gradient, state)
         state.group.gradients.on_last = partial(on_last_gradient, state)

@@ -1,10 +1,13 @@
-"""When to look at what takes time to look at: often at first, when a program is written, and ever more seldom."""
+"""When to look at what takes time to look at: often at first, when a program is written, and then now and again."""
 
 import torch
 
+_PERIOD = 128
+
 
 def is_time_to_look(number: int) -> bool:
-    """At time number 1, 2, 4, 8, ...; never while a CUDA graph is recorded, for the host would wait for the device."""
-    if number & (number - 1):
-        return False
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    """At time number 1, 2, 4, ..., 64, and every 128th, to find what has changed since; never while a CUDA graph is
+    recorded, for the host would wait for the device.
+    """
+    is_time = not (number % _PERIOD and number & (number - 1))
+    return is_time and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -222,7 +222,10 @@ def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
     if any(placement.is_partial() for placement in placements) or any(
         not placements[axis].is_replicate() for axis in data_axes
     ):
-        raise ValueError(f"expected Replicate on the data-parallel axes of {mesh.mesh}, got placements {placements}")
+        raise ValueError(
+            f"expected Replicate on the data-parallel axes of {mesh.mesh}, got placements {placements}. If fully_shard "
+            "has sharded it with another module, apply it to the module that both have in common first, by itself."
+        )
     rows = torch_compat.local_of(parameter).shape[dim] if parameter.dim() else 0
     if len(mesh.shard_axes) > 1 and rows % mesh.size:
         raise ValueError(

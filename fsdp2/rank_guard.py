@@ -2,7 +2,7 @@
 initialised, and trainable parameters that no group manages. And what each sees by itself, of which all must be told:
 whole numbers among its inputs that a policy rounds.
 
-Ranks look when one of the groups is gathered for the first time; later, at times 2, 4, 8, ..., where there are such
+Ranks look when one of the groups is gathered for the first time; later, at the times of looks.py, where there are such
 parameters, or casts. A number that all have in common is its own maximum and minimum over them: an all-reduce of some
 integers.
 """

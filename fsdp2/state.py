@@ -127,7 +127,7 @@ class FSDPState(TorchState):
             self.versions = now
 
     def note_content(self) -> None:
-        """A forward begins, with full parameters: in the 1st, 2nd, 4th, 8th, ... note what they hold."""
+        """A forward begins, with full parameters: in the 1st, 2nd, 4th, ... note what they hold."""
         if self.running == 1:
             self.forwards += 1
             self.content = self.group.note_content() if is_time_to_look(self.forwards) else None

@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from pkgutil import iter_modules
@@ -20,17 +20,20 @@ from torch.autograd import Variable
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Parameter
 
 __all__ = [
+    "DISPATCHES_TO_SUBCLASSES",
     "ZERO_FUNCTIONS",
     "ZERO_OPS",
     "ComposableState",
     "DTensorSpec",
     "active_pack_hook",
+    "argument_names",
     "backend_name",
     "call_unhandled",
     "chunk_cat",
@@ -45,11 +48,14 @@ __all__ = [
     "graph_task",
     "group_over",
     "handle_operations",
+    "handler_of",
     "has_backend",
     "inner_tensors",
+    "is_view",
     "keep_out_of_graphs",
     "local_of",
     "mesh_over",
+    "new_dtensor",
     "no_torch_function",
     "norm_each",
     "on_backward_end",
@@ -58,6 +64,7 @@ __all__ = [
     "reads_metadata",
     "register_composable",
     "replace_hooks",
+    "returned_of",
     "scale_each",
     "set_local",
     "set_versions",
@@ -67,7 +74,10 @@ __all__ = [
     "strided_shard",
     "take_hooks",
     "untraced",
+    "views_and_writes",
     "watch_calls",
+    "whole_of",
+    "written_by",
 ]
 
 
@@ -82,11 +92,12 @@ def dtensor_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
-# (local tensor, spec) -> DTensor, without a copy, a check or an autograd node. The constructor is wrapped to be skipped
-# by dynamo, which costs as much as itself again, on every gradient.
-dtensor: Callable[[Tensor, DTensorSpec], DTensor] = partial(
-    inspect.unwrap(DTensor.__new__), DTensor, requires_grad=False
+# (class, local tensor, spec) -> DTensor, without a copy, a check or an autograd node. The constructor is wrapped to be
+# skipped by dynamo, which costs as much as itself again, on every gradient.
+new_dtensor: Callable[[type[DTensor], Tensor, DTensorSpec], DTensor] = partial(
+    inspect.unwrap(DTensor.__new__), requires_grad=False
 )
+dtensor: Callable[[Tensor, DTensorSpec], DTensor] = partial(new_dtensor, DTensor)
 
 
 # (tensors, counts): set their version counters, whatever they were. The public context manager around it can only
@@ -116,6 +127,15 @@ def set_local(tensor: Tensor, local: Tensor, like: DTensor | None = None) -> Non
     tensor._local_tensor = local  # type: ignore[attr-defined]
     if like is not None:
         tensor._spec = like._spec  # type: ignore[attr-defined]
+
+
+def whole_of(tensor: DTensor) -> Tensor:
+    """What `full_tensor()` returns, of the same memory where each rank has all: for handlers of operations, in which
+    torch 2.11 can't run functions of autograd's. Every rank must call it.
+    """
+    spec = spec_of(tensor)
+    replicated = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+    return redistribute_local_tensor(local_of(tensor), spec, replicated)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -323,6 +343,12 @@ def handle_operations(ops: Iterable[Any], handler: Callable[..., Any]) -> None:
     DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(ops, handler))
 
 
+def handler_of(op: Any) -> Callable[..., Any]:
+    """What runs in place of `op` on DTensors now."""
+    handler: Callable[..., Any] = DTensor._op_dispatcher._custom_op_handlers.get(op, call_unhandled)
+    return handler
+
+
 def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `op` does without the handler that it has."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -332,6 +358,44 @@ def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return op(*args, **kwargs)
         finally:
             handlers[op] = handler
+
+
+# Whether an operation on a subclass of DTensor calls its `__torch_dispatch__`.
+DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
+
+
+def views_and_writes() -> list[Any]:
+    """The operations that return views, and those that write to an argument's memory."""
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
+    ops = [getattr(each, name) for each in packets if hasattr(each, "overloads") for name in each.overloads()]
+    return [op for op in ops if (op._schema.is_mutable or is_view(op)) and op is not torch.ops.aten.detach_.default]
+
+
+def argument_names(op: Any) -> list[str]:
+    return [each.name for each in op._schema.arguments]
+
+
+def is_view(op: Any) -> bool:
+    """Whether `op` returns views of its first argument."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in op._schema.returns)
+
+
+def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that `op` writes to, and what is in those that are lists."""
+    if not op._schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += given if isinstance(given, list | tuple) else [given]
+    return found
+
+
+def returned_of(op: Any, written: Sequence[Tensor]) -> Any:
+    """What `op`, which writes to `written`, returns of them: itself, each of several, or nothing."""
+    count = len(op._schema.returns)
+    return tuple(written) if count > 1 else written[0] if count else None
 
 
 def take_hooks(source: Tensor, target: Tensor) -> None:

@@ -297,6 +297,49 @@ def written_in_full_params(side: Side) -> None:
     side.rows("output", model(side.batch(0)))
 
 
+@ends(EXACT)
+def rows_of_a_gradient_cleared(side: Side) -> None:
+    """Only some rows of an embedding are trained: `weight.grad[:5].zero_()`"""
+    model = side.fully_shard(nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 3)))
+    optimizer = sgd(model)
+    for step in range(2):
+        loss_of(model(side.batch(step)[:, 0].abs().mul(20).long() % 9)).backward()
+        model[0].weight.grad[:5].zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(EXACT)
+def rows_initialised(side: Side) -> None:
+    """Built on meta, `reset_parameters` of an embedding with a padding row; one more row set to the mean of all"""
+    with torch.device("meta" if side.is_sharded else "cpu"):
+        model = nn.Sequential(nn.Embedding(9, 5, padding_idx=1), nn.Linear(5, 3))
+    side.fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    for module in model:
+        module.reset_parameters()
+    with torch.no_grad():
+        model[0].weight[-1].copy_(model[0].weight[:-1].mean(0))
+    side.weights("initial", model)
+
+
+@ends(EXACT)
+def weights_kept_near_others(side: Side) -> None:
+    """A regulariser: `mse_loss` of weights and what they were"""
+    model = shard(side, Net())
+    others = [param.detach() * 0.5 for param in model.parameters()]
+    optimizer = sgd(model)
+    for step in range(2):
+        terms = [nn.functional.mse_loss(param, other) for param, other in zip(model.parameters(), others, strict=True)]
+        loss_of(model(side.batch(step))).backward()
+        sum(term.full_tensor() if isinstance(term, DTensor) else term for term in terms).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
 @ends(LOUD, "modified in place during forward")
 def written_in_forward(side: Side) -> None:
     """Weights written in a forward"""

@@ -1,16 +1,17 @@
 """Operations on DTensors, beside the same on plain tensors."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2.dtensor_operations import ask_all_ranks_for_items, count_foreach_operations, draw_like_plain_tensors
+from fsdp2.dtensor_operations import compute_like_plain_tensors, count_foreach_operations
 from helpers import assert_same, run_ranks
 
 SHAPES = [(5, 3), (1,), (4, 2, 2), (2, 6)]
@@ -89,7 +90,7 @@ def test_draws_like_a_weight_are_those_like_a_plain_tensor(world_size: int) -> N
     ]
 
     def body(rank: int, _: int) -> None:
-        draw_like_plain_tensors()
+        compute_like_plain_tensors()
         for i, draw in enumerate(draws):
             for placement in (Shard(0), Shard(1), Replicate()):
                 (like,) = distributed([torch.zeros(5, 3, dtype=torch.float64)], placement)
@@ -104,19 +105,93 @@ def test_draws_like_a_weight_are_those_like_a_plain_tensor(world_size: int) -> N
     run_ranks(world_size, body)
 
 
+PLAIN = torch.arange(15, dtype=torch.float64).reshape(5, 3) / 15
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "normal_": lambda own: own.normal_(1, 2),
+    "uniform_": lambda own: own.uniform_(-1, 1),
+    "bernoulli_": lambda own: own.bernoulli_(0.3),
+    "exponential_": lambda own: own.exponential_(),
+    "log_normal_": lambda own: own.log_normal_(),
+    "cauchy_": lambda own: own.cauchy_(),
+    "geometric_": lambda own: own.geometric_(0.4),
+    "random_": lambda own: own.random_(),
+    "random_ up to": lambda own: own.random_(9),
+    "random_ from": lambda own: own.random_(3, 9),
+    "bernoulli": torch.bernoulli,
+    "poisson": lambda own: torch.poisson(own * 9),
+    "multinomial": lambda own: torch.multinomial(own + 0.1, 2),
+    "normal of means": lambda own: torch.normal(own, 2.0),
+    "normal of deviations": lambda own: torch.normal(1.0, own),
+    "normal of both": lambda own: torch.normal(own, own),
+    "dropout": nn.functional.dropout,
+    "gumbel_softmax": nn.functional.gumbel_softmax,
+    "trunc_normal_": nn.init.trunc_normal_,
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_draws_are_those_into_a_plain_tensor(world_size: int) -> None:
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        for name, draw in DRAWS.items():
+            for placement in (Shard(0), Shard(1), Replicate()):
+                (own,) = distributed([PLAIN.clone()], placement)
+                torch.manual_seed(1)
+                drawn = draw(own)
+                torch.manual_seed(1)
+                assert_same(drawn.full_tensor(), draw(PLAIN.clone()), 0, 0, f"{name}, {placement}")
+
+    run_ranks(world_size, body)
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse_loss": nn.functional.mse_loss,
+    "smooth_l1_loss": partial(nn.functional.smooth_l1_loss, beta=0.2),
+    "huber_loss": partial(nn.functional.huber_loss, delta=0.2),
+    "soft_margin_loss": nn.functional.soft_margin_loss,
+    "binary_cross_entropy": nn.functional.binary_cross_entropy,
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_are_means_over_elements(world_size: int) -> None:
+    """As a term that keeps weights near others is."""
+
+    def gradient(loss: Callable[..., Any], own: Any, target: Any, reduction: str) -> tuple[Any, Any]:
+        own.requires_grad_()
+        value = loss(own, target, reduction=reduction)
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        (2 * value.sum()).backward()
+        return value, own.grad
+
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        for name, loss in LOSSES.items():
+            for reduction in ("mean", "sum", "none"):
+                expected = gradient(loss, PLAIN.clone(), PLAIN.flip(0), reduction)
+                for kind in (Shard(0), Shard(1), Replicate()):
+                    got = gradient(loss, *distributed([PLAIN.clone(), PLAIN.flip(0)], kind), reduction)
+                    case = f"{name}, {reduction}, {kind}"
+                    assert_same(got[0], expected[0], 1e-12, 1e-12, case)
+                    assert_same(got[1].full_tensor(), expected[1], 1e-12, 1e-12, f"{case}: gradient")
+
+    run_ranks(world_size, body)
+
+
 def test_items() -> None:
     """What all ranks hold is read; parts of a number are refused; of a truth, taken together."""
 
     def body(rank: int, _: int) -> None:
-        ask_all_ranks_for_items()
+        compute_like_plain_tensors()
         (tensor,) = distributed([torch.tensor([1.0, 2.0, 3.0, float("nan")])], Shard(0))
         assert isinstance(tensor, DTensor)
         assert tensor.isnan().any()
         assert not (tensor > 5).any()
         assert not (tensor > 0).all()
-        assert tensor.nansum().full_tensor().item() == 6
+        (numbers,) = distributed([torch.tensor([1.0, 2.0, 3.0, 0.0])], Shard(0))
+        assert numbers.sum().full_tensor().item() == 6
         assert float(distributed([torch.tensor(2.0)], Replicate())[0]) == 2
-        for number in (tensor.nansum(), tensor.isnan().sum(), tensor.nan_to_num().max(), tensor.nan_to_num().norm()):
+        for number in (numbers.sum(), tensor.isnan().sum(), numbers.max(), numbers.norm()):
             with pytest.raises(RuntimeError, match=r"a part of the number only\. Call full_tensor\(\)\.item\(\)"):
                 number.item()
 

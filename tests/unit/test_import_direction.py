@@ -78,6 +78,7 @@ ORDER = (
     "mesh",
     "policy",
     "dtensor_operations",
+    "parts",
     "graph_hooks",
     "tree",
     "torch_compat",

@@ -1,0 +1,216 @@
+"""`p[2]`, `p.split(4)[0]`, `p.diagonal()`: parts of a DTensor that torch hands out as copies, where ranks hold rows.
+
+What is written to a copy is lost, without a word: `embedding.weight[padding_idx].zero_()`, or rows of a gradient
+cleared. Ours know what they are parts of, and write there, as views of plain tensors do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from . import torch_compat
+from .torch_compat import local_of, set_local, spec_of
+from .tree import map_tensors, tensors_in
+
+_aten = torch.ops.aten
+# Views that torch gathers for. All others are in the memory of what they are views of.
+_VIEWS = (
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.diagonal.default,
+)
+View = Callable[[Tensor], Tensor]
+
+
+@cache
+def write_through_parts() -> None:
+    """From now on writing to a part of a DTensor writes to the DTensor, and `p[...] = 0` is possible. It gathers the
+    whole on every rank, each of which must do it, as each must to take the part.
+    """
+    torch_compat.handle_operations(_VIEWS, _take_part)
+    torch_compat.handle_operations([_aten.fill_.Tensor], _fill)
+
+
+class Part(DTensor):
+    """`view(base)`, of which each rank holds a copy."""
+
+    _base_of: DTensor
+    _view_of: View
+    _version_of: int
+
+    @classmethod
+    def of(cls, base: DTensor, view: View, copied: DTensor) -> Part:
+        part = cast(Part, torch_compat.new_dtensor(cls, local_of(copied), spec_of(copied)))
+        part._base_of, part._view_of, part._version_of = base, view, _version(_root(base))
+        if not torch_compat.DISPATCHES_TO_SUBCLASSES:
+            _dispatch_to_parts()
+        return part
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if any(isinstance(each, Part) for each in torch_compat.written_by(op, args, kwargs)):
+            return _write(op, args, kwargs)
+        result = op(*map_tensors(args, _plain), **map_tensors(kwargs, _plain))
+        if isinstance(args[0], Part) and torch_compat.is_view(op):
+            return _as_parts(result, args[0], op, args, kwargs)
+        return result
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        _plain(self)  # renews what this rank holds
+        return super().full_tensor(**options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return memo.setdefault(id(self), _plain(self).clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).clone().__reduce_ex__(protocol)
+
+
+def _take_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result, base = torch_compat.call_unhandled(op, args, kwargs), args[0]
+    # Of activations, autograd keeps what is written to them; and what torch.compile traces is no memory.
+    is_activation = torch.is_grad_enabled() and base.grad_fn is not None
+    if type(base) is not DTensor or is_activation or type(local_of(base)) is not Tensor:
+        return result
+    return _as_parts(result, base, op, args, kwargs)
+
+
+def _as_parts(result: Any, base: DTensor, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `op(*args)` has returned: views of `base`, or copies, which become parts."""
+    view = partial(_view, op, args[1:], kwargs)
+    if isinstance(result, DTensor):
+        return Part.of(base, view, result) if _is_copied(base, result) else result
+    return [
+        Part.of(base, partial(_item, view, i), each) if _is_copied(base, each) else each
+        for i, each in enumerate(result)
+    ]
+
+
+def _view(op: Any, rest: tuple[Any, ...], kwargs: dict[str, Any], whole: Tensor) -> Any:
+    return op(whole, *rest, **kwargs)
+
+
+def _item(view: Callable[[Tensor], Sequence[Tensor]], i: int, whole: Tensor) -> Tensor:
+    return view(whole)[i]
+
+
+def _is_copied(base: DTensor, result: DTensor) -> bool:
+    """Of the specs alone, which all ranks have in common: memory may be the same on one that holds nothing of it."""
+    return isinstance(base, Part) or _count_shards(result) < _count_shards(base)
+
+
+def _count_shards(tensor: DTensor) -> int:
+    return sum(not (each.is_replicate() or each.is_partial()) for each in spec_of(tensor).placements)
+
+
+@cache
+def _dispatch_to_parts() -> None:
+    """Torch 2.11 sends operations on parts where those on any DTensor go. What is only read is not renewed there."""
+    for op in torch_compat.views_and_writes():
+        torch_compat.handle_operations([op], partial(_parts_first, torch_compat.handler_of(op)))
+
+
+def _parts_first(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(each, Part) for each in tensors_in(args, kwargs)):
+        return Part.__torch_dispatch__(op, (), args, kwargs)
+    return handler(op, args, kwargs)
+
+
+# ---- reading and writing
+
+
+def _plain(tensor: Any) -> Any:
+    """A DTensor of torch's that is in the memory of a part, which has the values of what it is part of."""
+    if not isinstance(tensor, Part):
+        return tensor
+    root = _root(tensor)
+    if _version(root) != tensor._version_of:
+        _renew(tensor, _whole(root))
+    return torch_compat.dtensor(local_of(tensor), spec_of(tensor))
+
+
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out `op` on whole tensors, and keep what it has written of them.
+
+    Raises:
+        NotImplementedError: they are distributed in a way of which this rank's part isn't known.
+    """
+    written = [each for each in torch_compat.written_by(op, args, kwargs) if isinstance(each, DTensor)]
+    roots = {id(root): root for root in map(_root, written)}
+    for root in roots.values():
+        _refuse_strided(root)
+    wholes = {key: _whole(root) for key, root in roots.items()}
+
+    def whole_of(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        key = id(_root(tensor))
+        return _view_in(tensor, wholes[key] if key in wholes else _whole(_root(tensor)))
+
+    op(*map_tensors(args, whole_of), **map_tensors(kwargs, whole_of))
+    for key, root in roots.items():
+        local_of(root).copy_(local_of(_cut(wholes[key], root)))
+    increment_version([root for root in roots.values() if not root.is_inference()])  # foreach operations don't
+    for each in written:
+        if isinstance(each, Part):
+            _renew(each, wholes[id(_root(each))])
+    return torch_compat.returned_of(op, written)
+
+
+def _root(tensor: DTensor) -> DTensor:
+    while isinstance(tensor, Part):
+        tensor = tensor._base_of
+    return tensor
+
+
+def _version(root: DTensor) -> int:
+    return 0 if root.is_inference() else root._version
+
+
+def _view_in(tensor: DTensor, whole: Tensor) -> Tensor:
+    """What `tensor` is of `whole`, its root's."""
+    return tensor._view_of(_view_in(tensor._base_of, whole)) if isinstance(tensor, Part) else whole
+
+
+def _whole(root: DTensor) -> Tensor:
+    """A copy. Every rank must call it."""
+    return torch_compat.whole_of(root).clone(memory_format=torch.contiguous_format)
+
+
+def _cut(whole: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of `whole`, without communication."""
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _renew(part: Part, whole: Tensor) -> None:
+    """Give `part` what it is of `whole`, its root's."""
+    set_local(part, local_of(_cut(_view_in(part, whole).contiguous(), part)))
+    part._version_of = _version(_root(part))
+
+
+def _refuse_strided(root: DTensor) -> None:
+    if not all(type(each) in (Shard, Replicate) for each in root.placements):
+        raise NotImplementedError(
+            f"writing to a part of a DTensor of global shape {tuple(root.shape)} and placements {root.placements}: "
+            "this is possible with Shard and Replicate only. Write to all of it, or, of a sharded parameter, inside "
+            "`with fsdp2.full_params(module, writeback=True):`."
+        )
+
+
+def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With a tensor, as `p[:, 1] = 0` does. Torch refuses to."""
+    target, value = args
+    if any(each.is_partial() for each in target.placements):
+        return torch_compat.call_unhandled(op, args, kwargs)
+    local_of(target).fill_(torch_compat.whole_of(value) if isinstance(value, DTensor) else value)
+    return target

@@ -1,0 +1,222 @@
+"""Parts of DTensors, read and written to, beside the same of plain tensors; of sharded parameters: test_situations."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp2 import fully_shard, torch_compat
+from fsdp2.parts import Part, write_through_parts
+from helpers import assert_same, run_ranks
+
+PLAIN = torch.arange(24, dtype=torch.float64).reshape(6, 4) - 9
+PLACEMENTS = (Shard(0), Shard(1), Replicate())
+
+
+def of_plain(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def item_set(own: Any, index: Any, value: Any) -> None:
+    own[index] = value
+
+
+def twice(own: Any) -> None:
+    """A part is read after another, and the whole, were written to."""
+    row, rows = own[1], own[1:3]
+    rows.mul_(2)
+    row.add_(1)
+    own.neg_()
+    rows[0].add_(row)
+    own[0] = row * rows[0]
+
+
+def of_lists(own: Any) -> None:
+    torch._foreach_mul_(list(own.chunk(3)), 2.0)
+    torch._foreach_add_([own[0], own[5]], [own[1], own[2]])
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "a row": lambda own: own[1].zero_(),
+    "the last row": lambda own: own[-1].fill_(3),
+    "rows": lambda own: own[1:5].mul_(2),
+    "every second row": lambda own: own[::2].add_(1),
+    "a column": lambda own: own[:, 1].zero_(),
+    "columns": lambda own: own[:, 1:3].zero_(),
+    "an element": lambda own: own[1, 2].fill_(3),
+    "a block": lambda own: own[1:5, 1:3].fill_(3),
+    "of .data": lambda own: own.data[1].zero_(),
+    "of detach()": lambda own: own.detach()[1:3].zero_(),
+    "of t()": lambda own: own.t()[1].mul_(2),
+    "a view of a row": lambda own: own[1].unsqueeze(0)[0].zero_(),
+    "narrow": lambda own: own.narrow(0, 1, 2).zero_(),
+    "split": lambda own: own.split(4)[1].zero_(),
+    "split_with_sizes": lambda own: own.split([1, 5])[1].zero_(),
+    "chunks": lambda own: [chunk.mul_(i) for i, chunk in enumerate(own.chunk(3))],
+    "diagonal": lambda own: own.diagonal().fill_(1),
+    "copy_": lambda own: own[1:3].copy_(own[3:5]),
+    "normal_": lambda own: own[2:].normal_(),
+    "out": lambda own: torch.mul(own[0], 2, out=own[1]),
+    "init": lambda own: nn.init.constant_(own[1], 0.5),
+    "item": lambda own: item_set(own, 1, 5),
+    "item of a column": lambda own: item_set(own, (slice(None), 1), 5.0),
+    "item of an element": lambda own: item_set(own, (1, 2), 5),
+    "item of rows": lambda own: item_set(own, slice(1, 3), 0),
+    "item of all": lambda own: item_set(own, ..., 7),
+    "item that is another": lambda own: item_set(own, 1, own[2]),
+    "in place by an operator": lambda own: own[1:3].__imul__(3),
+    "lists": of_lists,
+}
+if torch_compat.DISPATCHES_TO_SUBCLASSES:
+    WRITES["one after the other"] = twice
+# Of copies only: torch refuses to mix tensors where it has views.
+WRITES_OF_PLAIN_TENSORS: dict[str, Callable[[Any], object]] = {
+    "copy_": lambda own: own[1].copy_(torch.arange(4.0)),
+    "item": lambda own: item_set(own, slice(1, 3), torch.ones(4)),
+    "add_": lambda own: own[1:3].add_(torch.ones(2, 4)),
+    "a view of rows": lambda own: own[1:4].view(-1)[2:9].zero_(),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_is_written_to_a_part_is_written(world_size: int) -> None:
+    def body(rank: int, _: int) -> None:
+        write_through_parts()
+        mesh = init_device_mesh("cpu", (world_size,))
+        cases = [(*item, placement) for item in WRITES.items() for placement in PLACEMENTS]
+        for name, write, placement in cases + [(*item, Shard(0)) for item in WRITES_OF_PLAIN_TENSORS.items()]:
+            torch.manual_seed(1)
+            write(plain := PLAIN.clone())
+            torch.manual_seed(1)
+            own = nn.Parameter(distribute_tensor(PLAIN.clone(), mesh, [placement]))
+            local, version = own.to_local().data_ptr(), own._version
+            with torch.no_grad():
+                write(own)
+            assert_same(own.full_tensor(), plain, 0, 0, f"{name}, {placement}")
+            assert own.to_local().data_ptr() == local
+            counts = name != "of .data" and (name != "lists" or placement == Shard(0))
+            assert own._version > version or not counts, name
+
+    run_ranks(world_size, body)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "clone": lambda part: part.clone(),
+    "arithmetic": lambda part: part * 2 + part,
+    "reduced": lambda part: part.sum(),
+    "a view": lambda part: part.flatten()[1:],
+    "deepcopy": copy.deepcopy,
+    "pickled": lambda part: pickle.loads(pickle.dumps(part)) if not isinstance(part, DTensor) else part,
+    "norms": lambda part: torch.stack(torch._foreach_norm([part, part])),
+}
+
+
+def test_parts_are_read_like_any_dtensor() -> None:
+    def body(rank: int, _: int) -> None:
+        write_through_parts()
+        mesh = init_device_mesh("cpu", (2,))
+        for name, read in READS.items():
+            own = distribute_tensor(PLAIN.clone(), mesh, [Shard(0)])
+            part = own[1:3]
+            assert isinstance(part, Part)
+            result = read(part)
+            assert type(result) is (Part if name in ("a view", "pickled") else DTensor), name
+            assert_same(of_plain(result), read(PLAIN[1:3]), 0, 0, name)
+            own.mul_(3)
+            if not torch_compat.DISPATCHES_TO_SUBCLASSES:
+                continue
+            assert_same(part.full_tensor(), PLAIN[1:3] * 3, 0, 0, f"{name}: full_tensor after a write to the whole")
+            assert_same(of_plain(read(part)), read(PLAIN[1:3] * 3), 0, 0, f"{name}: after a write to the whole")
+
+    run_ranks(2, body)
+
+
+def test_gradients_flow_through_parts() -> None:
+    def body(rank: int, _: int) -> None:
+        write_through_parts()
+        mesh = init_device_mesh("cpu", (2,))
+        own, plain = nn.Parameter(distribute_tensor(PLAIN, mesh, [Shard(0)])), PLAIN.clone().requires_grad_()
+        for each in (own, plain):
+            of_plain((each[1:4] * each[2]).sum() + each[0].square().sum()).backward()
+        assert_same(own.grad.full_tensor(), plain.grad, 0, 0, "gradient")
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            own[1].zero_()
+        assert_same(own.full_tensor(), PLAIN, 0, 0, "unchanged")
+
+    run_ranks(2, body)
+
+
+def test_on_two_axes() -> None:
+    """Cut along one dim by each, and with a placement that torch has no way to cut by."""
+
+    def body(rank: int, _: int) -> None:
+        write_through_parts()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Shard(0))):
+            plain = PLAIN.clone()
+            own = distribute_tensor(PLAIN.clone(), mesh, placements)
+            for each in (own, plain):
+                each[1].zero_()
+                each[2:4, 1:3] = 5
+                each[:, 0].mul_(2)
+            assert_same(own.full_tensor(), plain, 0, 0, str(placements))
+
+        linear = nn.Linear(4, 6, bias=False)
+        linear.weight = nn.Parameter(distribute_tensor(PLAIN.clone(), mesh["tp"], [Shard(0)]))
+        fully_shard(linear, mesh=mesh["dp"])
+        # Torch 2.11 can't take a part of such.
+        says = r"shape \(6, 4\).*full_params\(module, writeback|use_strided_shard_as_shard_order"
+        with torch.no_grad(), pytest.raises((NotImplementedError, ValueError), match=says):
+            linear.weight[1].zero_()
+        assert_same(linear.weight.full_tensor(), PLAIN, 0, 0, "unchanged")
+
+    run_ranks(4, body)
+
+
+def test_sharded_parameters_and_their_gradients() -> None:
+    """Rows of a weight set, and rows of its gradient cleared, as those who train a few new tokens do."""
+
+    def body(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 5, padding_idx=2), nn.Linear(5, 3)).double()
+        plain = copy.deepcopy(model)
+        fully_shard(model)
+        tokens = torch.arange(7)
+        for each in (model, plain):
+            optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+            with torch.no_grad():
+                torch.manual_seed(4)
+                each[0].reset_parameters()
+                each[1].bias[1:] = 0.25
+            for _ in range(2):
+                each(tokens).square().mean().backward()
+                each[0].weight.grad[:4] = 0
+                each[1].weight.grad[1].mul_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same(own.full_tensor(), expected, 1e-12, 1e-12, name)
+
+    for world_size in (1, 2, 3):
+        run_ranks(world_size, body)
+    assert not dist.is_initialized()
+
+
+def test_activations_are_left_alone() -> None:
+    """Autograd knows what is written to them."""
+
+    def body(rank: int, _: int) -> None:
+        write_through_parts()
+        mesh = init_device_mesh("cpu", (2,))
+        own: Tensor = distribute_tensor(PLAIN.clone(), mesh, [Shard(0)]).requires_grad_()
+        assert not isinstance((own * 2)[1], Part)
+        assert not isinstance(own[:, 1], Part)
+
+    run_ranks(2, body)
