@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import torch_compat
 from .comm import Comm, all_gather_now, make_comm
-from .headers import REDUCING, TABLE, Header, digest_of, out_of_step, text_of, without_sizes
+from .headers import REDUCING, SUMMING, TABLE, Header, digest_of, out_of_step, text_of, without_sizes
 from .work import Work
 
 _VARIABLE = "FSDP2_DEBUG"
@@ -59,7 +59,7 @@ class CheckedComm:
         return self._checked(REDUCING, inputs, lambda: self._comm.reduce_scatter(outputs, inputs, divisor))
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        return self._checked("summing replicas of", [tensor], lambda: self._comm.all_reduce(tensor, divisor))
+        return self._checked(SUMMING, [tensor], lambda: self._comm.all_reduce(tensor, divisor))
 
     def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work]) -> Work:
         header = self.label.placed_header(kind, tensors)

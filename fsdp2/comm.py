@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import torch_compat
-from .headers import GOODBYE, HEADER_NBYTES, REDUCING, Conversation, Exchange, Label, differ
+from .headers import GOODBYE, HEADER_NBYTES, REDUCING, SUMMING, Conversation, Exchange, Label, differ
 from .work import AllWork, DividedWork, SumWork, Work
 
 # A tensor of at most so many bytes, as it goes to all other ranks together, travels in the messages that carry headers:
@@ -155,7 +155,7 @@ class PairwiseComm:
         return SumWork([exchange], [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        exchange = self._exchange("summing replicas of", [tensor], [], [])
+        exchange = self._exchange(SUMMING, [tensor], [], [])
         exchange.wait()  # gloo's own messages have no header: ranks must agree before there are any
         if tensor.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
             tensor.div_(divisor)

@@ -24,7 +24,7 @@ from .work import Work
 HEADER_NBYTES = 192
 _DIGEST_NBYTES = 8
 _LONGEST_NAME = 100
-REDUCING = "reducing"
+REDUCING, SUMMING = "reducing", "summing replicas of"
 TABLE = "\nWhere each rank was:"
 
 # Tags of messages, which must not meet a user's: of headers, one for each time that ranks were out of step, and of what
@@ -84,7 +84,7 @@ class Label:
 
     def header(self, kind: str, tensors: Sequence[Tensor]) -> Header:
         """Of a collective that takes `tensors` of this rank; built once."""
-        part = self.part if kind == REDUCING else ""
+        part = self.part if kind in (REDUCING, SUMMING) else ""
         key = (kind, self.name, part, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
         header = self._headers.get(key)
         if header is None:
@@ -98,7 +98,7 @@ class Label:
         runtime = self._runtime()
         phase, step = ("by hand", 0) if runtime is None else runtime.where()
         sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
-        part = self.part if kind == REDUCING else ""
+        part = self.part if kind in (REDUCING, SUMMING) else ""
         return Header.of(self._doing(kind), f" ({phase}, step {step})", sizes, part, phase)
 
     def _doing(self, kind: str) -> str:
@@ -134,7 +134,7 @@ def out_of_step(texts: Mapping[int, str]) -> str:
         doing = {rank: text.replace("\t", ", tensors of ", 1) for rank, text in texts.items()}
     unused = (
         " If ranks use different parameters of one group, call set_reduce_scatter_unused_params(True)."
-        if all(text.startswith(REDUCING) for text in texts.values())
+        if all(text.startswith((REDUCING, SUMMING)) for text in texts.values())
         else ""
     )
     ranks: dict[str, list[str]] = {}

@@ -191,7 +191,8 @@ def _first_unwritten(state: FSDPState) -> Tensor:
 
 
 def _connects(mesh: DataMesh) -> bool:
-    return comm.moves_data(mesh.axis_groups, mesh.device)
+    """Whether its ranks, or its only one, can tell each other anything."""
+    return mesh.num_ranks == 1 or comm.moves_data(mesh.axis_groups, mesh.device)
 
 
 def _bounds(mesh: DataMesh, numbers: Sequence[Tensor]) -> list[tuple[int, int]]:

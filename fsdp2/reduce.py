@@ -86,6 +86,8 @@ class PendingReduce:
         # The result still is to be summed between replicas, later: it stays in the reduce dtype.
         self.is_partial = reduction.replicas is not None and not reduction.all_reduce
         self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
+        # For the second stage, before which other reductions may begin.
+        self._part = "" if reduction.replicas is None else reduction.replicas.label.part
         self._advance_if_free()
 
     def advance(self) -> None:
@@ -98,6 +100,7 @@ class PendingReduce:
             self._output.as_strided(shard.shape, (1,), self._layout.offsets[i]).add_(shard)
         comm = self._reduction.replicas
         if comm is not None and self.has_second_stage:
+            comm.label.part = self._part
             self._work = comm.all_reduce(self._output, self._reduction.divisors()[1])
 
     def _advance_if_free(self) -> None:

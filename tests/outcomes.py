@@ -39,6 +39,10 @@ ADVICE = re.compile(
 NO_END = re.compile(r"timed out|timeout|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
 
 
+# What `fully_shard` gets where a program says nothing else.
+Options = Callable[[], dict[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a program ended. `text`: what was raised, or which value differed first. `warned`: whether a warning came."""
@@ -54,8 +58,10 @@ class Side:
     What it shows are whole tensors, the same on every side.
     """
 
-    def __init__(self, library: ModuleType | None = None, rank: int = 0, num_ranks: int = 1) -> None:
-        self.library, self.rank, self.num_ranks = library, rank, num_ranks
+    def __init__(
+        self, library: ModuleType | None = None, rank: int = 0, num_ranks: int = 1, options: Options = dict
+    ) -> None:
+        self.library, self.rank, self.num_ranks, self.options = library, rank, num_ranks, options
         self.shown: dict[str, Any] = {}
         self.models: list[nn.Module] = []
 
@@ -69,7 +75,7 @@ class Side:
         if self.library is None:
             return module
         self.models += [module] if isinstance(module, nn.Module) else module
-        return self.library.fully_shard(module, **options)
+        return self.library.fully_shard(module, **{**self.options(), **options})
 
     def policy(self, **options: Any) -> Any:
         return (self.library or fsdp2).MixedPrecisionPolicy(**options)
@@ -135,7 +141,9 @@ class Situation:
         return (inspect.getdoc(self.program) or self.name).splitlines()[0].rstrip(".")
 
 
-def run_on(ranks: int, situations: list[Situation], library: ModuleType, timeout: float) -> dict[str, list[Outcome]]:
+def run_on(
+    ranks: int, situations: list[Situation], library: ModuleType, timeout: float, options: Options = dict
+) -> dict[str, list[Outcome]]:
     """Run them one after the other in one launch; for each, how it ended on every rank.
 
     Raises:
@@ -145,7 +153,7 @@ def run_on(ranks: int, situations: list[Situation], library: ModuleType, timeout
     def body(rank: int, _: int) -> list[Outcome]:
         outcomes = []
         for situation in situations:
-            outcomes.append(_end_of(situation, Side(library, rank, ranks)))
+            outcomes.append(_end_of(situation, Side(library, rank, ranks, options)))
             dist.barrier()
         return outcomes
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from outcomes import EXACT, LOUD, Program, Side, Situation
@@ -579,7 +579,7 @@ def not_a_number(side: Side) -> None:
     with torch.no_grad():
         last = torch.arange(5.0) == 4
         if side.is_sharded:
-            last = distribute_tensor(last, model.stem.bias.device_mesh, [Shard(0)])
+            last = distribute_tensor(last, model.stem.bias.device_mesh, model.stem.bias.placements)
         model.stem.bias.grad.masked_fill_(last, float("nan"))
     found = [name for name, param in model.named_parameters() if param.grad.isnan().any()]
     side.value("not a number", found)
@@ -1163,3 +1163,9 @@ def unused_parameters_reduced(side: Side) -> None:
     if side.is_sharded:
         model.set_reduce_scatter_unused_params(True)
     train_by_rank(side, model, (0, 1))
+
+
+@ends(LOUD, "set_reduce_scatter_unused_params")
+def replicas_use_different_parameters(side: Side) -> None:
+    """Replicas use different parameters, of equal shapes, of one group"""
+    train_by_rank(side, side.fully_shard(Branches(), **hsdp(side, 1)), (0, 1))

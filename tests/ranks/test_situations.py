@@ -1,19 +1,22 @@
 """Each situation of situations.py ends as its line says: EXACT, or LOUD with the right message."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from outcomes import CRYPTIC, EXACT, HANG, LOUD, SILENT, Program, Side, Situation, merged, outcome_of, run_on
+from outcomes import CRYPTIC, EXACT, HANG, LOUD, SILENT, Options, Program, Side, Situation, merged, outcome_of, run_on
 from situations import SITUATIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def problems(situations: list[Situation], ranks: int) -> list[str]:
+def problems(situations: list[Situation], ranks: int, options: Options = dict) -> list[str]:
     found = []
-    outcomes = run_on(ranks, situations, fsdp2, timeout=120)
+    outcomes = run_on(ranks, situations, fsdp2, 120, options)
     for situation in situations:
         outcome = merged(outcomes[situation.name])
         if (outcome.kind, situation.says in outcome.text) != (situation.ends, True):
@@ -25,6 +28,24 @@ def problems(situations: list[Situation], ranks: int) -> list[str]:
 @pytest.mark.parametrize("ranks", sorted({situation.ranks for situation in SITUATIONS}))
 def test_each_ends_well(ranks: int) -> None:
     found = problems([s for s in SITUATIONS if s.ranks == ranks], ranks)
+    assert not found, "\n".join(found)
+
+
+def replicas() -> dict[str, Any]:
+    return {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))}
+
+
+VARIANTS: dict[str, Options] = {
+    "replicas": replicas,
+    "kept": lambda: {"reshard_after_forward": False},
+    "resharded": lambda: {"reshard_after_forward": True},
+    "offloaded": lambda: {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_ends_well_in_other_ways_to_shard(variant: str) -> None:
+    found = problems([s for s in SITUATIONS if s.ranks == 2], 2, VARIANTS[variant])
     assert not found, "\n".join(found)
 
 
