@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdp2 import reduce
 from fsdp2.comm import SoloComm
+from fsdp2.headers import Label
 from fsdp2.layout import ParamSpec, bucket_layout, split_pieces
 from fsdp2.pack import pack_piece
 from fsdp2.reduce import ReducePlan, Reduction
@@ -43,6 +44,7 @@ class RankComm:
 
     def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, size
+        self.label = Label()
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
 
