@@ -131,7 +131,7 @@ class Replicas:
     size = 2
 
     def __init__(self) -> None:
-        self.called: list[Tensor] = []
+        self.label, self.called = Label(), list[Tensor]()
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> "Replicas":
         self.called.append(tensor)
