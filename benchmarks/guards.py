@@ -36,9 +36,7 @@ def drop_saved(model: nn.Module) -> None:
 def drop_calls(model: nn.Module) -> None:
     """When a module inside is called: are its parameters gathered?"""
     for state in _states(model):
-        for hooks in state.group._call_hooks:
-            hooks.clear()
-        state.group._call_hooks = []
+        state.group.watch_calls(None)
 
 
 def drop_headers(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ from .report import Row, describe_machine, format_table
 from .timing import repeat
 
 HERE = Path(__file__).resolve().parent
-WARMUP, STEPS = 4, 4
+WARMUP, STEPS = 4, 3  # at steps 1, 2, 4, 8, ... guards look at more
 # Callgrind counts while this function of the interpreter runs: the operator `@=`, which nothing else uses.
 WATCHED = "PyNumber_InPlaceMatrixMultiply"
 

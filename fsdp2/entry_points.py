@@ -85,7 +85,7 @@ def _explained(name: str, method: Any) -> Callable[..., Any]:
 def explain(error: RuntimeError, entry: nn.Module, name: str, is_generator: bool = False) -> None:
     """Raise a better error, if `error` comes of sharded parameters that `entry.name(...)` has met."""
     if isinstance(error, _NotGatheredError):
-        owners = [error.owner] if entry in error.owner.modules and not error.owner.group.installed else []
+        owners = [error.owner] if entry in error.owner.modules and not error.owner.group.faces.installed else []
     else:
         owners = _owners_met(error) if _ON_SHARDS.search(str(error)) else []
     if not owners:
@@ -122,7 +122,7 @@ def _owners_met(error: RuntimeError) -> list[FSDPState]:
 
 def _was_gathered(owner: FSDPState, frames: list[FrameType]) -> bool:
     """Whether what raised is a part of its forward: then its parameters may be DTensors, of tensor parallelism."""
-    return owner.group.installed or any(frame.f_locals.get("state") is owner for frame in frames)
+    return owner.group.faces.installed or any(frame.f_locals.get("state") is owner for frame in frames)
 
 
 def _sharded(modules: Iterable[nn.Module]) -> Iterator[tuple[FSDPState, FSDPParam]]:

@@ -177,7 +177,7 @@ def read_parameters(unit: FSDPState) -> None:
     """Somebody reads a parameter of `unit` from its module: register the full ones, if the outer module runs."""
     assert unit.outer is not None, "every unit has one"
     in_backward = unit.context.in_backward
-    if not unit.group.installed and (in_backward or unit.outer.running):
+    if not unit.group.faces.installed and (in_backward or unit.outer.running):
         use_in_forward(unit, in_backward)
         unit.read_outside = not in_backward
 
@@ -278,7 +278,7 @@ def _settle(state: FSDPState, module: nn.Module, backward_follows: bool) -> None
 def unshard(state: FSDPState) -> None:
     """Have the full parameters in the modules."""
     state.group.unshard(for_backward=state.context.in_backward)
-    state.group.install()
+    state.group.faces.install()
     state.context.used(state)
 
 

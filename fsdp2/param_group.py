@@ -28,6 +28,7 @@ from .mesh import DataMesh
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
+from .registered_faces import RegisteredFaces
 from .transfers import Transfers, make_transfers
 from .versions import GroupVersions
 
@@ -47,14 +48,12 @@ class _Settled:
 SHARDED = _Settled("SHARDED")
 UNSHARDED = _Settled("UNSHARDED")
 
-_KEY = "fsdp2"
-
 
 class FSDPParamGroup:
     """Owns one flat shard buffer and one storage for the full parameters.
 
     Two things are separate: whether the full parameters' *data* is there (`state`), and which *face* is registered
-    in the modules (`installed`). Outside forward and backward the sharded faces are, even if the data is kept.
+    in the modules (`faces`). Outside forward and backward the sharded faces are, even if the data is kept.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class FSDPParamGroup:
         reduction = Reduction.over(mesh, self.transfers, self.label)
         self._comm = self._plain_comm = reduction.shards
         self.state: _Settled | PendingGather = SHARDED
-        self.installed = False
+        self.faces = RegisteredFaces()
         self.gradients = GroupGradients(self.params, reduction)
         self.gradients.label = self.label
         self.versions = GroupVersions()
@@ -93,9 +92,6 @@ class FSDPParamGroup:
         # Values from before sharding, until ranks have compared them; what has them do that, before a gather.
         self.start: Any = None
         self.guard: Callable[[], None] | None = None
-        # Forward pre-hooks of the modules that others gather for, and the one that is among them while these don't.
-        self._call_hooks: list[dict[Any, Any]] = []
-        self._on_sharded_call: Callable[..., None] | None = None
         # The versions of the shards that were last gathered; for backward they are noted only if `_notes_changes`.
         self._notes_changes = False
         self.gathered_at: tuple[int, ...] | None = None
@@ -221,7 +217,7 @@ class FSDPParamGroup:
 
     def unshard(self, for_backward: bool = False) -> None:
         """Have the full parameters' data, of what the sharded ones are now: gather, or finish the gather under way."""
-        if not (for_backward or self.installed):
+        if not (for_backward or self.faces.installed):
             self._notice_changes()
         self.start_unshard(for_backward)
         if isinstance(self.state, PendingGather):
@@ -247,24 +243,12 @@ class FSDPParamGroup:
         """Say in the message which group it was: neither allocators nor process groups know."""
         error.args = (f"{error} (while gathering {self.name}, {self.nbytes} bytes)",)
 
-    def install(self) -> None:
-        """Register the full parameters in the modules."""
-        if not self.installed:
-            self.installed = True
-            self._register(1)
-
-    def uninstall(self) -> None:
-        """Register the sharded parameters in the modules."""
-        if self.installed:
-            self.installed = False
-            self._register(0)
-
     def reshard(self, free: bool = True) -> None:
         """Register the sharded parameters, forget the full ones' data, and free it.
 
         `free=False` leaves the bytes where they are, for a graph that reads them without our notice.
         """
-        self.uninstall()
+        self.faces.uninstall()
         state, self.state = self.state, SHARDED
         if isinstance(state, PendingGather):
             state.abandon()
@@ -277,7 +261,7 @@ class FSDPParamGroup:
 
     def shrink(self) -> None:
         """Register the sharded parameters; give up the full ones but for a part, from which few ranks restore them."""
-        self.uninstall()
+        self.faces.uninstall()
         assert self.state is UNSHARDED, "a forward has just used them"
         assert self._buffers is not None
         self.state = SHARDED
@@ -327,27 +311,13 @@ class FSDPParamGroup:
 
     def watch_calls(self, on_sharded_call: Callable[[nn.Module, Any, Any], None] | None) -> None:
         """Have `on_sharded_call(module, args, kwargs)` run before a call of a module inside, if it is not the group's
-        own forward that makes it: the full parameters are not there. It costs calls inside nothing. None: no more.
+        own forward that makes it: the full parameters are not there. None: no more.
         """
-        for hooks in self._call_hooks:
-            hooks.pop(_KEY, None)
-        inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots if on_sharded_call)
-        self._on_sharded_call = on_sharded_call
-        self._call_hooks = [torch_compat.watch_calls(each, _KEY) for each in inside if each not in self.modules]
-        for hooks in self._call_hooks:
-            hooks[_KEY] = on_sharded_call
-
-    def _register(self, face: int) -> None:
-        for hooks in self._call_hooks:
-            if face:
-                hooks.pop(_KEY, None)
-            else:
-                hooks[_KEY] = self._on_sharded_call
-        for slots, name, parameter, other in self._dict_slots[face]:
-            if slots.get(name) is other:  # else a user has put something there, which the next forward will look at
-                slots[name] = parameter
-        for module, name, parameter in self._setattr_slots[face]:
-            setattr(module, name, parameter)
+        if on_sharded_call is None:
+            self.faces.watch_calls((), lambda *_: None)
+        else:
+            inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots)
+            self.faces.watch_calls([each for each in inside if each not in self.modules], on_sharded_call)
 
     # ---- construction, and again whenever a user replaces a parameter or its local tensor
 
@@ -362,7 +332,7 @@ class FSDPParamGroup:
         versions, trainable = self._look()
         if versions != self.gathered_at:
             self.reshard()  # also what is kept for few ranks to restore
-        if self._buffers is None or self._is_replaced() or not (self._looked or self._is_extended_as_before()):
+        if self._buffers is None or self.faces.is_replaced() or not (self._looked or self._is_extended_as_before()):
             self.reshard()
             self._readopt(accept_whole)
         elif self._trainable != trainable:
@@ -382,15 +352,8 @@ class FSDPParamGroup:
 
     def is_up_to_date(self) -> bool:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""
-        return self._look() == (self.gathered_at, self._trainable) and (self.installed or not self._is_replaced())
-
-    def _is_replaced(self) -> bool:
-        # A loop: `any` over a generator takes twice as long, in every gather.
-        local_of = torch_compat.local_of
-        for slots, name, sharded, local in self._watched:
-            if slots.get(name) is not sharded or local_of(sharded) is not local:
-                return True
-        return False
+        is_replaced = not self.faces.installed and self.faces.is_replaced()
+        return not is_replaced and self._look() == (self.gathered_at, self._trainable)
 
     def _is_extended_as_before(self) -> bool:
         """Whether no user has set an extension's methods on a shard since all were put in place: looked at once."""
@@ -420,9 +383,7 @@ class FSDPParamGroup:
 
     def _adopt(self) -> None:
         """(Re)build buffers, plan and full parameters from the present local tensors, if all are on the device."""
-        # What to write where, to register the sharded parameters and the full ones.
-        self._dict_slots: tuple[list[Any], list[Any]] = ([], [])
-        self._setattr_slots: tuple[list[Any], list[Any]] = ([], [])
+        self.faces.forget()
         if any(param.local.device != self._rest for param in self.params):
             self._buffers = None
             self._watch()
@@ -443,7 +404,7 @@ class FSDPParamGroup:
                 param.local = local
         self._watch()
         self._follow_requires_grad()
-        self._prepare_slots()
+        self._prepare_faces()
 
     def _allocate(self, layout: GatherLayout) -> None:
         device = self.mesh.device
@@ -482,22 +443,18 @@ class FSDPParamGroup:
 
     def _finish_extensions(self) -> None:
         if self._extensions.finish():
-            was_installed = self.installed
-            self.uninstall()
+            was_installed = self.faces.installed
+            self.faces.uninstall()
             self._watch()
             self._follow_requires_grad()
-            self._prepare_slots()
+            self._prepare_faces()
             if was_installed:
-                self.install()
+                self.faces.install()
         self.versions.accept()
 
     def _watch(self) -> None:
         """Remember what is registered where, to notice what is put there instead."""
-        self._watched = [
-            (slot.module._parameters, slot.name, param.sharded, param.local)
-            for param in self.params
-            for slot in param.slots
-        ]
+        self.faces.watch(self.params)
         self.versions.watch(self.params)
         # That the sharded parameters are on: few.
         meshes = (param.dtensor_spec.mesh for param in self.params)
@@ -511,16 +468,7 @@ class FSDPParamGroup:
         self.gradients.prepare(specs, self._policy, [i for i, yes in enumerate(self._trainable) if yes])
         self.has_frozen = not all(self._trainable)
 
-    def _prepare_slots(self) -> None:
+    def _prepare_faces(self) -> None:
         assert self._buffers is not None
-        self._dict_slots, self._setattr_slots = ([], []), ([], [])
         self.storage_ids = frozenset([self._buffers.storage_id]) | self._extensions.storage_ids()
-        for param in self.params:
-            faces = param.sharded, param.full
-            for slot in param.slots:
-                for face in (0, 1):
-                    if slot.is_plain:
-                        place = (slot.module._parameters, slot.name, faces[face], faces[1 - face])
-                        self._dict_slots[face].append(place)
-                    else:
-                        self._setattr_slots[face].append((slot.module, slot.name, faces[face]))
+        self.faces.prepare(self.params)

@@ -28,12 +28,12 @@ def adapt(stage: ModuleType) -> Callable[[], None]:
             return original(self, backward_type, *args, **kwargs)
         states = list(hooks.states_below(self.submod))
         for state in states:
-            state.group.install()
+            state.group.faces.install()
         try:
             return original(self, backward_type, *args, **kwargs)
         finally:
             for state in states:
-                state.group.uninstall()
+                state.group.faces.uninstall()
                 state.context.synchronise_waiting([state])
 
     cls.backward_maybe_with_nosync = backward

@@ -112,7 +112,7 @@ class FSDPState(TorchState):
         self.kept = backward_follows
         if backward_follows and self._keeps_after_forward():
             self.held |= not self.reshard_after_backward
-            self.group.uninstall()
+            self.group.faces.uninstall()
         elif backward_follows and self.keeps_part and self.group.is_unsharded and not self.context.graph_reads_weights:
             self.held = False
             self.group.shrink()
@@ -167,7 +167,7 @@ class FSDPState(TorchState):
         else:
             self.backward_ready = False
             self.kept = self.held = True
-            self.group.uninstall()
+            self.group.faces.uninstall()
 
     def is_kept_for_next_pass(self) -> bool:
         """Whether a full copy of the pass before may be used: the user wants it, and no parameter has changed."""

@@ -53,6 +53,7 @@ ORDER = (
     "order",
     "param_group",
     "gradients",
+    "registered_faces",
     "agreement",
     "stepper",
     "reduction_queue",
