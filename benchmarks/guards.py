@@ -33,6 +33,12 @@ def drop_saved(model: nn.Module) -> None:
         saved_tensors._unpack = _Unchecked(saved_tensors).unpack
 
 
+def drop_versions(model: nn.Module) -> None:
+    """What `drop_replaced` and `drop_saved` compare: how often has each parameter been written to?"""
+    for state in _states(model):
+        state.group.versions.sharded = tuple
+
+
 def drop_calls(model: nn.Module) -> None:
     """When a module inside is called: are its parameters gathered?"""
     for state in _states(model):
@@ -54,7 +60,7 @@ def add_meetings(model: nn.Module) -> None:
 
 
 GUARDS: dict[str, tuple[Callable[[nn.Module], None], ...]] = {
-    "unguarded": (drop_written, drop_replaced, drop_saved, drop_calls),
+    "unguarded": (drop_written, drop_replaced, drop_saved, drop_versions, drop_calls),
     "no-written": (drop_written,),
     "no-replaced": (drop_replaced,),
     "no-saved": (drop_saved,),
