@@ -84,10 +84,15 @@ class GroupBuffers:
         spec = self.layout.specs[i]
         return leaf_over(self._full, self.layout.full_offsets[i], spec.shape, spec.compute_dtype)
 
-    def full_words(self, i: int) -> Tensor:
-        """The same as int64, with the padding behind it."""
-        spec, offset = self.layout.specs[i], self.layout.full_offsets[i]
-        return view_bytes(self._full, offset, -(-spec.full_nbytes // 8), torch.int64)
+    def full_words(self, every: int) -> list[Tensor]:
+        """Every so many of the words in which all full parameters lie, as int64: in one piece, unless these hold a lot
+        of padding.
+        """
+        layout = self.layout
+        places = [*zip(layout.full_offsets, (spec.nbytes for spec in layout.specs), strict=True)]
+        if layout.packed_start <= 1.25 * sum(nbytes for _, nbytes in places):
+            places = [(0, layout.packed_start)]
+        return [view_bytes(self._full, offset, -(-nbytes // 8), torch.int64)[::every] for offset, nbytes in places]
 
     def move_into_shards(self, locals_: Sequence[Tensor]) -> list[Tensor]:
         """Copy each local tensor to its place in the shard buffer, and return those in place."""

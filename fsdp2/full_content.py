@@ -5,7 +5,7 @@ Such a write is lost when they are given up; an assignment would have the module
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -16,21 +16,24 @@ from .param import FSDPParam
 
 
 class FullContent:
-    """What full parameters hold when a forward begins: `memories`, the words that are theirs, which must be there."""
+    """What full parameters hold when a forward begins, and where they lie: `memories` are theirs, in whole words."""
 
     def __init__(self, params: Sequence[FSDPParam], memories: Sequence[Tensor]) -> None:
-        held = [(param, memory) for param, memory in zip(params, memories, strict=True) if memory.numel()]
-        self._params, self._memories = [param for param, _ in held], [memory for _, memory in held]
-        self._sums = self._find_sums()
+        self._params, self._memories = params, memories
+        self._pointers, self._sums = self._find_pointers(), self._find_sums()
+
+    def _find_pointers(self) -> list[int]:
+        return [_local(param).data_ptr() for param in self._params]
 
     def _find_sums(self) -> list[int]:
         """Modulo 2 ** 64: another value in one place shows, an exchange of values does not."""
         return read([memory.sum() for memory in self._memories])
 
-    def written(self) -> list[str]:
-        """Names of those whose memory holds something else now, or that lie over other memory."""
-        found = zip(self._params, self._memories, self._sums, self._find_sums(), strict=True)
-        return [p.name for p, memory, old, new in found if old != new or _local(p).data_ptr() != memory.data_ptr()]
+    def written(self, overwritten: Callable[[], list[str]]) -> list[str]:
+        """Names of those that lie over other memory now; if theirs holds something else, what `overwritten` says."""
+        pointers = zip(self._params, self._pointers, self._find_pointers(), strict=True)
+        assigned = [param.name for param, old, new in pointers if old != new]
+        return assigned if self._sums == self._find_sums() else [*assigned, *overwritten()]
 
 
 def _local(param: FSDPParam) -> Tensor:

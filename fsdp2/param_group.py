@@ -15,6 +15,7 @@ from . import torch_compat
 from .agreement import Turn
 from .buffers import GroupBuffers
 from .checked_comm import level_from_environment
+from .checksum import bits_of
 from .comm import Comm, make_comm, subgroup
 from .custom_comm import CommChoice
 from .dtensor_operations import count_foreach_operations
@@ -422,11 +423,23 @@ class FSDPParamGroup:
         if self._buffers.layout.aliased:
             self.move_full()
 
-    def note_content(self) -> FullContent:
-        """Note what the full parameters hold, but for those that say themselves how they are gathered."""
+    def note_content(self, every: int) -> FullContent:
+        """Note what the full parameters hold, but for those that say themselves how they are gathered: in every so many
+        words.
+        """
         assert self._buffers is not None, "they have their data"
-        count = len(self._buffers.layout.specs)
-        return FullContent(self.params[:count], [self._buffers.full_words(i) for i in range(count)])
+        return FullContent(self.params[: len(self._buffers.layout.specs)], self._buffers.full_words(every))
+
+    def overwritten(self) -> list[str]:
+        """Names of full parameters that differ from what they were gathered from, as far as this rank can tell."""
+        assert self._buffers is not None, "they have their data"
+        params = self.params[: len(self._buffers.layout.specs)]
+        found = []
+        for i, param in enumerate(params):
+            own = param.own_rows(self._buffers.full_parameter(i))
+            if not torch.equal(bits_of(own), bits_of(param.local.to(own.device, own.dtype))):
+                found.append(param.name)
+        return found or [f"one of {', '.join(param.name for param in params)}"]
 
     def move_full(self) -> None:
         """Have the full parameters over the memory that is theirs, which must be there."""

@@ -15,6 +15,8 @@ from .policy import MixedPrecisionPolicy
 from .torch_interface import TorchState
 from .versions import refuse_written
 
+_EVERY_AT_FIRST = 64
+
 
 class FSDPState(TorchState):
     """One group at run time: its modules, its settings, and how far a pass has come.
@@ -130,13 +132,15 @@ class FSDPState(TorchState):
         """A forward begins, with full parameters: in the 1st, 2nd, 4th, ... note what they hold."""
         if self.running == 1:
             self.forwards += 1
-            self.content = self.group.note_content() if is_time_to_look(self.forwards) else None
+            # What writes in the first, to initialise, writes to all; and programs shall start quickly.
+            every = _EVERY_AT_FIRST if self.forwards == 1 else 1
+            self.content = self.group.note_content(every) if is_time_to_look(self.forwards) else None
 
     def check_content(self) -> None:
         """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""
         content, self.content = self.content, None
         if content is not None:
-            written = content.written()
+            written = content.written(self.group.overwritten)
             if written:
                 self.group.move_full()
             refuse_written(written)

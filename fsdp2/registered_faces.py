@@ -1,0 +1,100 @@
+"""Which faces of a group's parameters are registered in its modules: the sharded ones, or, while they compute, the full
+ones; and what a user has put there instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import torch_compat
+from .param import FSDPParam
+
+_KEY = "fsdp2"
+_SHARDED, _FULL = 0, 1
+
+
+class RegisteredFaces:
+    """Of one group. `installed`: the full ones are registered."""
+
+    def __init__(self) -> None:
+        self.installed = False
+        # What to write where, to register the sharded parameters and the full ones.
+        self._dict_slots: tuple[list[Any], list[Any]] = ([], [])
+        self._setattr_slots: tuple[list[Any], list[Any]] = ([], [])
+        # Where the sharded ones were registered, and over which local tensors.
+        self._watched: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
+        # Forward pre-hooks of the modules that others gather for, and the one that is among them while these don't.
+        self._call_hooks: list[dict[Any, Any]] = []
+        self._on_sharded_call: Callable[..., None] | None = None
+
+    def install(self) -> None:
+        """Register the full parameters in the modules."""
+        if not self.installed:
+            self.installed = True
+            self._register(_FULL)
+
+    def uninstall(self) -> None:
+        """Register the sharded parameters in the modules."""
+        if self.installed:
+            self.installed = False
+            self._register(_SHARDED)
+
+    def _register(self, face: int) -> None:
+        for hooks in self._call_hooks:
+            if face:
+                hooks.pop(_KEY, None)
+            else:
+                hooks[_KEY] = self._on_sharded_call
+        for slots, name, parameter, other in self._dict_slots[face]:
+            if slots.get(name) is other:  # else a user has put something there, which the next forward will look at
+                slots[name] = parameter
+        for module, name, parameter in self._setattr_slots[face]:
+            setattr(module, name, parameter)
+
+    def watch_calls(self, inside: Sequence[nn.Module], on_sharded_call: Callable[[nn.Module, Any, Any], None]) -> None:
+        """Have `on_sharded_call(module, args, kwargs)` run before a call of one of `inside` while the full parameters
+        are not registered. It costs calls while they are nothing. No module: no more.
+        """
+        for hooks in self._call_hooks:
+            hooks.pop(_KEY, None)
+        self._on_sharded_call = on_sharded_call
+        self._call_hooks = [torch_compat.watch_calls(each, _KEY) for each in inside]
+        for hooks in self._call_hooks:
+            hooks[_KEY] = on_sharded_call
+
+    # ---- whenever the faces are others
+
+    def forget(self) -> None:
+        """There are no full parameters."""
+        self._dict_slots, self._setattr_slots = ([], []), ([], [])
+
+    def prepare(self, params: Sequence[FSDPParam]) -> None:
+        """The faces are those that `params` have now."""
+        self.forget()
+        for param in params:
+            faces = param.sharded, param.full
+            for slot in param.slots:
+                for face in (_SHARDED, _FULL):
+                    if slot.is_plain:
+                        place = (slot.module._parameters, slot.name, faces[face], faces[1 - face])
+                        self._dict_slots[face].append(place)
+                    else:
+                        self._setattr_slots[face].append((slot.module, slot.name, faces[face]))
+
+    def watch(self, params: Sequence[FSDPParam]) -> None:
+        """Remember what is registered where, to notice what is put there instead."""
+        self._watched = [
+            (slot.module._parameters, slot.name, param.sharded, param.local) for param in params for slot in param.slots
+        ]
+
+    def is_replaced(self) -> bool:
+        """Whether a sharded parameter that should be registered is not, or has another local tensor."""
+        # A loop: `any` over a generator takes twice as long, in every gather.
+        local_of = torch_compat.local_of
+        for slots, name, sharded, local in self._watched:
+            if slots.get(name) is not sharded or local_of(sharded) is not local:
+                return True
+        return False
