@@ -1,25 +1,67 @@
-"""What follows each step of any torch optimizer."""
+"""What comes before and after each step of any torch optimizer."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from . import torch_compat
+from .comm import all_reduce_now, moves_data
+from .owners import sharded_owner
 from .param import SHARDED_AS
+from .state import FSDPState, data_mesh_of
 
 
 @cache
 def follow_optimizer_steps() -> None:
     """From now on a step shows in the versions of the DTensors that it changes, and raises if it can't change anything.
+    And what its closure returns is averaged over the ranks: one that searches along a line goes equally far on all.
 
     A step that takes parameters one by one leaves a trace there anyway; foreach and fused ones, on plain tensors only.
     """
+    register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+
+
+@torch_compat.untraced
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`args` begin with the optimizer."""
+    closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
+    states = _states_of(optimizer) if callable(closure) else []
+    if not states:
+        return None
+    averaged = partial(_averaged_loss, closure, states)
+    return ((args[0], averaged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": averaged})
+
+
+def _states_of(optimizer: Optimizer) -> list[FSDPState]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    owners = (sharded_owner(param) for param in params if isinstance(param, DTensor))
+    return [owner.state for owner in owners if owner is not None]
+
+
+def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
+    """What gradients are of: its sum over the ranks, divided as they are. Every rank must call it."""
+    loss, mesh = closure(), data_mesh_of(states)
+    if (not isinstance(loss, float) and type(loss) is not Tensor) or not moves_data(mesh.axis_groups, mesh.device):
+        return loss
+    own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+    total = own.to(mesh.device, torch.float64, copy=True)
+    for group in mesh.axis_groups:
+        all_reduce_now(total, group, largest=False)
+    total /= states[0].group.gradients.reduction.divisor or mesh.num_ranks
+    return total.to(loss) if isinstance(loss, Tensor) else total.item()
 
 
 @torch_compat.untraced

@@ -326,6 +326,23 @@ def rows_initialised(side: Side) -> None:
 
 
 @ends(EXACT)
+def line_search(side: Side) -> None:
+    """An optimizer that searches along a line, by the loss of each rank's rows: LBFGS"""
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(side.batch(0)))
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    side.weights("trained", model)
+
+
+@ends(EXACT)
 def weights_kept_near_others(side: Side) -> None:
     """A regulariser: `mse_loss` of weights and what they were"""
     model = shard(side, Net())

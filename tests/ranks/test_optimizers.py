@@ -72,6 +72,40 @@ def test_training() -> None:
     check(scenario, world_size=3, name=tuple(OPTIMIZERS))
 
 
+WITH_CLOSURES: dict[str, Make] = {
+    "SGD": partial(optim.SGD, lr=0.1),
+    "LBFGS": partial(optim.LBFGS, lr=0.5, max_iter=4),
+    "LBFGS, line search": partial(optim.LBFGS, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+}
+
+
+def test_a_closure_returns_the_loss_of_all_ranks() -> None:
+    """By which a line search decides, on every rank alike. Sums in place of means, a number in place of a tensor."""
+
+    def scenario(run: Run, name: str, sums: bool, as_number: bool, by_keyword: bool) -> None:
+        model = run.build(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)))
+        run.shard(model)
+        optimizer = WITH_CLOSURES[name](model.parameters())
+        if run.sharded and sums:
+            model.set_gradient_divide_factor(1.0)
+
+        def closure() -> Tensor | float:
+            optimizer.zero_grad()
+            terms = (model(run.batch(seed=0)) - 0.5).square()
+            loss = terms.sum() / 12 if sums else terms.mean()
+            loss.backward()
+            return loss.item() if as_number else loss
+
+        for step in range(3):
+            loss = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+            run.value(f"loss {step}", torch.as_tensor(loss, dtype=torch.float64).detach())
+            run.value(f"kind {step}", isinstance(loss, Tensor))
+        run.params("trained", model)
+
+    check(scenario, name=tuple(WITH_CLOSURES), sums=(False, True), as_number=(False, True), by_keyword=(False,))
+    check(scenario, name=("SGD", "LBFGS"), sums=(False,), as_number=(False,), by_keyword=(True,))
+
+
 NOT_FOR_DTENSORS: dict[str, Make] = {
     "SGD fused": partial(optim.SGD, lr=0.1, fused=True),
     "Adagrad fused": partial(optim.Adagrad, fused=True, **STEADY),
