@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -26,7 +27,7 @@ from .state import FSDPState, data_mesh_of
 @cache
 def follow_optimizer_steps() -> None:
     """From now on a step shows in the versions of the DTensors that it changes, and raises if it can't change anything.
-    And what its closure returns is averaged over the ranks: one that searches along a line goes equally far on all.
+    And what a closure returns is averaged over the ranks: who searches along a line goes equally far on all.
 
     A step that takes parameters one by one leaves a trace there anyway; foreach and fused ones, on plain tensors only.
     """
@@ -38,11 +39,16 @@ def follow_optimizer_steps() -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`args` begin with the optimizer."""
     closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
-    states = _states_of(optimizer) if callable(closure) else []
+    states = _states_of(optimizer) if callable(closure) and _may_use_loss(optimizer) else []
     if not states:
         return None
     averaged = partial(_averaged_loss, closure, states)
     return ((args[0], averaged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": averaged})
+
+
+def _may_use_loss(optimizer: Optimizer) -> bool:
+    """Torch's own only return it, but for one. Trainers pass closures to all of them."""
+    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _states_of(optimizer: Optimizer) -> list[FSDPState]:

@@ -72,8 +72,21 @@ def test_training() -> None:
     check(scenario, world_size=3, name=tuple(OPTIMIZERS))
 
 
+class Halving(optim.SGD):
+    """Of a user's own: goes on as long as the loss halves."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        for _ in range(5):
+            super().step()
+            before, loss = loss, closure()
+            if loss > 0.9 * before:
+                break
+        return loss
+
+
 WITH_CLOSURES: dict[str, Make] = {
-    "SGD": partial(optim.SGD, lr=0.1),
+    "one's own": partial(Halving, lr=0.1),
     "LBFGS": partial(optim.LBFGS, lr=0.5, max_iter=4),
     "LBFGS, line search": partial(optim.LBFGS, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
 }
@@ -103,7 +116,26 @@ def test_a_closure_returns_the_loss_of_all_ranks() -> None:
         run.params("trained", model)
 
     check(scenario, name=tuple(WITH_CLOSURES), sums=(False, True), as_number=(False, True), by_keyword=(False,))
-    check(scenario, name=("SGD", "LBFGS"), sums=(False,), as_number=(False,), by_keyword=(True,))
+    check(scenario, name=("one's own", "LBFGS"), sums=(False,), as_number=(False,), by_keyword=(True,))
+
+
+def test_an_optimizer_that_only_returns_the_loss_gets_that_of_the_rank() -> None:
+    """No communication: trainers pass a closure to every optimizer."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(nn.Linear, 5, 3)
+        run.shard(model)
+        own: list[Tensor] = []
+
+        def closure() -> Tensor:
+            own.append(loss_of(model(run.batch(seed=0))))
+            own[-1].backward()
+            return own[-1]
+
+        loss = optim.SGD(model.parameters(), lr=0.1).step(closure)
+        run.value("is the very same", loss is own[0])
+
+    check(scenario)
 
 
 NOT_FOR_DTENSORS: dict[str, Make] = {
