@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from .torch_compat import DTensorSpec, argument_names, call_unhandled, handle_operations, local_of, spec_of, whole_of
+from .torch_compat import (
+    DTensorSpec,
+    argument_names,
+    call_unhandled,
+    cut,
+    handle_operations,
+    local_of,
+    spec_of,
+    whole_of,
+)
 
 _aten = torch.ops.aten
 _DRAW_IN_PLACE = (
@@ -62,60 +71,61 @@ def compute_like_plain_tensors() -> None:
     - `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
       p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
     """
-    handle_operations(_DRAW_IN_PLACE, _draw)
-    handle_operations(_DRAW_LIKE, _draw_like)
-    handle_operations(_DRAW_FROM, _draw_from)
+    handle_operations(_DRAW_IN_PLACE, _draw_in_place)
+    handle_operations(_DRAW_LIKE, partial(_draw, _blank))
+    handle_operations(_DRAW_FROM, partial(_draw, whole_of))
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten._local_scalar_dense.default], _item)
 
 
-def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if _is_drawn_by_torch(target):
         return call_unhandled(op, args, kwargs)
-    local_of(target).copy_(local_of(_drawn_whole(op, args, kwargs)))
+    local_of(target).copy_(local_of(_drawn(_blank, op, args, kwargs)))
     return target
 
 
-def _draw_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return call_unhandled(op, args, kwargs) if _is_drawn_by_torch(args[0]) else _drawn_whole(op, args, kwargs)
-
-
-def _draw_from(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw(whole: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(each for each in args if isinstance(each, DTensor))
-    if _is_drawn_by_torch(first):
-        return call_unhandled(op, args, kwargs)
-    whole = op(*(whole_of(each) if isinstance(each, DTensor) else each for each in args), **kwargs)
-    placements = first.placements if whole.shape == first.shape else [Replicate()] * first.device_mesh.ndim
-    return distribute_tensor(whole, first.device_mesh, placements, src_data_rank=None)
+    return call_unhandled(op, args, kwargs) if _is_drawn_by_torch(first) else _drawn(whole, op, args, kwargs)
 
 
 def _is_drawn_by_torch(target: DTensor) -> bool:
     return local_of(target).device.type != "cpu" or any(each.is_partial() for each in target.placements)
 
 
-def _drawn_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """This rank's part of what a plain tensor like the first argument would get."""
-    target, *rest = args
-    whole = op(torch.empty(target.shape, dtype=target.dtype), *rest, **kwargs)
-    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+def _drawn(whole: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """This rank's part of what `op` makes of plain tensors: of `whole(each)` in place of each DTensor."""
+    first = next(each for each in args if isinstance(each, DTensor))
+    drawn = op(*(whole(each) if isinstance(each, DTensor) else each for each in args), **kwargs)
+    placements = first.placements if drawn.shape == first.shape else [Replicate()] * first.device_mesh.ndim
+    return cut(drawn, first.device_mesh, placements)
+
+
+def _blank(like: DTensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype)
 
 
 def _mean_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    own, *others = args
-    named = {**dict(zip(argument_names(op)[1:], others, strict=False)), **kwargs}
-    if named.get("reduction", _MEAN) != _MEAN:
-        return call_unhandled(op, args, kwargs)
-    return op(own, **{**named, "reduction": _NONE}).mean()
+    each = _before_mean(op, args, kwargs)
+    return call_unhandled(op, args, kwargs) if each is None else each.mean()
 
 
 def _mean_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad, own, *others = args
-    named = {**dict(zip(argument_names(op)[2:], others, strict=False)), **kwargs}
-    if named.get("reduction", _MEAN) != _MEAN:
-        return call_unhandled(op, args, kwargs)
-    return op(grad, own, **{**named, "reduction": _NONE}) / own.numel()
+    each = _before_mean(op, args, kwargs)
+    return call_unhandled(op, args, kwargs) if each is None else each / args[1].numel()
+
+
+def _before_mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `op` returns without the mean that it takes; None: it takes none."""
+    names = argument_names(op)
+    place = names.index("reduction")
+    rest = {**dict(zip(names[place:], args[place:], strict=False)), **kwargs}
+    if rest.get("reduction", _MEAN) != _MEAN:
+        return None
+    return op(*args[:place], **{**rest, "reduction": _NONE})
 
 
 def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .layout import ParamSpec
@@ -121,7 +121,7 @@ class FSDPParam:
         if kind.full_mesh is None:
             return whole
         if not isinstance(whole, DTensor):
-            whole = distribute_tensor(whole, kind.full_mesh, kind.full_placements, src_data_rank=None)
+            whole = torch_compat.cut(whole, kind.full_mesh, kind.full_placements)
         return torch_compat.local_of(whole)
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from . import torch_compat
 from .torch_compat import local_of, set_local, spec_of
@@ -66,7 +66,7 @@ class Part(DTensor):
         return result
 
     def full_tensor(self, **options: Any) -> Tensor:
-        _plain(self)  # renews what this rank holds
+        _catch_up(self)
         return super().full_tensor(**options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -133,10 +133,15 @@ def _plain(tensor: Any) -> Any:
     """A DTensor of torch's that is in the memory of a part, which has the values of what it is part of."""
     if not isinstance(tensor, Part):
         return tensor
-    root = _root(tensor)
-    if _version(root) != tensor._version_of:
-        _renew(tensor, _whole(root))
+    _catch_up(tensor)
     return torch_compat.dtensor(local_of(tensor), spec_of(tensor))
+
+
+def _catch_up(part: Part) -> None:
+    """Give `part` what it is of its root now. Every rank must call it."""
+    root = _root(part)
+    if _version(root) != part._version_of:
+        _renew(part, _whole(root))
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,15 +156,15 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_strided(root)
     wholes = {key: _whole(root) for key, root in roots.items()}
 
-    def whole_of(tensor: Tensor) -> Tensor:
+    def in_whole(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         key = id(_root(tensor))
         return _view_in(tensor, wholes[key] if key in wholes else _whole(_root(tensor)))
 
-    op(*map_tensors(args, whole_of), **map_tensors(kwargs, whole_of))
+    op(*map_tensors(args, in_whole), **map_tensors(kwargs, in_whole))
     for key, root in roots.items():
-        local_of(root).copy_(local_of(_cut(wholes[key], root)))
+        local_of(root).copy_(_cut(wholes[key], root))
     increment_version([root for root in roots.values() if not root.is_inference()])  # foreach operations don't
     for each in written:
         if isinstance(each, Part):
@@ -187,14 +192,14 @@ def _whole(root: DTensor) -> Tensor:
     return torch_compat.whole_of(root).clone(memory_format=torch.contiguous_format)
 
 
-def _cut(whole: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of `whole`, without communication."""
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+def _cut(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of `whole`."""
+    return local_of(torch_compat.cut(whole, like.device_mesh, like.placements))
 
 
 def _renew(part: Part, whole: Tensor) -> None:
     """Give `part` what it is of `whole`, its root's."""
-    set_local(part, local_of(_cut(_view_in(part, whole).contiguous(), part)))
+    set_local(part, _cut(_view_in(part, whole).contiguous(), part))
     part._version_of = _version(_root(part))
 
 

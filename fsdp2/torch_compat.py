@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -40,6 +40,7 @@ __all__ = [
     "composable_states",
     "concatenate_meshes",
     "copy_all",
+    "cut",
     "default_store",
     "distributed_parameter",
     "dtensor",
@@ -136,6 +137,11 @@ def whole_of(tensor: DTensor) -> Tensor:
     spec = spec_of(tensor)
     replicated = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
     return redistribute_local_tensor(local_of(tensor), spec, replicated)
+
+
+def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This rank's part of what all ranks have, without communication."""
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
