@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .comm import Comm, all_gather_now
@@ -89,9 +88,7 @@ class AllGatherExtension:
         param: Any = self._param
         arguments = (tuple(self._outputs), self._metadata, param.compute_dtype(self._policy))
         if self._is_built:
-            full = param.full
-            out = torch_compat.local_of(full) if isinstance(full, DTensor) else full
-            param.local.fsdp_post_all_gather(*arguments, out=out)
+            param.local.fsdp_post_all_gather(*arguments, out=torch_compat.local_if_any(param.full))
             return False
         value, inner = param.local.fsdp_post_all_gather(*arguments)
         if tuple(value.shape) != param.gathered_shape:

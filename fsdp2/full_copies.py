@@ -118,7 +118,7 @@ class _Copy:
     def _value(self) -> Tensor:
         value = self._found[0]
         assert value is not None, "else that is the problem"
-        return _local_of(value.detach())
+        return torch_compat.local_if_any(value.detach())
 
     def changes_rows(self) -> bool:
         """Whether this rank's shard would be another."""
@@ -134,17 +134,13 @@ class _Copy:
         increment_version(self.param.sharded)  # the DTensor counts by itself
 
 
-def _local_of(tensor: Tensor) -> Tensor:
-    return torch_compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def _placements_of(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def _trace_of(face: Tensor) -> tuple[int, int, int]:
     """What is another one after an in-place operation, or when `.data` was set."""
-    local = _local_of(face)
+    local = torch_compat.local_if_any(face)
     return face._version, local._version, local.data_ptr()
 
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from . import torch_compat
 from .agreement import Turn
 from .buffers import GroupBuffers
 from .checked_comm import level_from_environment
-from .checksum import bits_of
 from .comm import Comm, make_comm, subgroup
 from .custom_comm import CommChoice
 from .dtensor_operations import count_foreach_operations
@@ -306,7 +304,7 @@ class FSDPParamGroup:
         if self._extensions.members and torch_compat.storage_id(weight) != self._buffers.storage_id:
             extended = slice(2 * len(self._buffers.layout.specs), 2 * count)
             return before[extended] != now[extended]  # which of them it is part of is not known
-        weight = torch_compat.local_of(weight) if isinstance(weight, DTensor) else weight
+        weight = torch_compat.local_if_any(weight)
         i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
 
@@ -314,11 +312,8 @@ class FSDPParamGroup:
         """Have `on_sharded_call(module, args, kwargs)` run before a call of a module inside, if it is not the group's
         own forward that makes it: the full parameters are not there. None: no more.
         """
-        if on_sharded_call is None:
-            self.faces.watch_calls((), lambda *_: None)
-        else:
-            inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots)
-            self.faces.watch_calls([each for each in inside if each not in self.modules], on_sharded_call)
+        inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots if on_sharded_call)
+        self.faces.watch_calls([each for each in inside if each not in self.modules], on_sharded_call)
 
     # ---- construction, and again whenever a user replaces a parameter or its local tensor
 
@@ -424,22 +419,9 @@ class FSDPParamGroup:
             self.move_full()
 
     def note_content(self, every: int) -> FullContent:
-        """Note what the full parameters hold, but for those that say themselves how they are gathered: in every so many
-        words.
-        """
+        """Note what the full parameters hold, but for those that say themselves how they are gathered: see there."""
         assert self._buffers is not None, "they have their data"
-        return FullContent(self.params[: len(self._buffers.layout.specs)], self._buffers.full_words(every))
-
-    def overwritten(self) -> list[str]:
-        """Names of full parameters that differ from what they were gathered from, as far as this rank can tell."""
-        assert self._buffers is not None, "they have their data"
-        params = self.params[: len(self._buffers.layout.specs)]
-        found = []
-        for i, param in enumerate(params):
-            own = param.own_rows(self._buffers.full_parameter(i))
-            if not torch.equal(bits_of(own), bits_of(param.local.to(own.device, own.dtype))):
-                found.append(param.name)
-        return found or [f"one of {', '.join(param.name for param in params)}"]
+        return FullContent(self.params, self._buffers, every)
 
     def move_full(self) -> None:
         """Have the full parameters over the memory that is theirs, which must be there."""

@@ -120,7 +120,7 @@ class RankGuard:
             self._mesh = widest if _connects(widest) else None
         if self._mesh is None:
             return
-        unmanaged = dict(_find_unmanaged(self._root, self._states))
+        unmanaged = dict(_find_unmanaged(self._root, self._states)) if self._mesh.num_ranks > 1 else {}
         if unmanaged:
             self._compare_unmanaged(self._mesh, unmanaged)
         if any(state.input_dtype is not None for state in self._states):

@@ -54,7 +54,7 @@ class RegisteredFaces:
         for module, name, parameter in self._setattr_slots[face]:
             setattr(module, name, parameter)
 
-    def watch_calls(self, inside: Sequence[nn.Module], on_sharded_call: Callable[[nn.Module, Any, Any], None]) -> None:
+    def watch_calls(self, inside: Sequence[nn.Module], on_sharded_call: Callable[..., None] | None) -> None:
         """Have `on_sharded_call(module, args, kwargs)` run before a call of one of `inside` while the full parameters
         are not registered. It costs calls while they are nothing. No module: no more.
         """

@@ -55,7 +55,7 @@ class RunningStats:
 
     @torch.no_grad()
     def _average(self, mesh: DataMesh | None, modules: Sequence[nn.Module]) -> None:
-        if mesh is None or not modules or not self.are_averaged:
+        if mesh is None or not modules or not self.are_averaged or mesh.num_ranks == 1:
             return
         buffers: list[Any] = [module._buffers[name] for module in modules for name in _NAMES]
         # Sums of half precision would lose more than they average.

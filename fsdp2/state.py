@@ -139,11 +139,11 @@ class FSDPState(TorchState):
     def check_content(self) -> None:
         """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""
         content, self.content = self.content, None
-        if content is not None:
-            written = content.written(self.group.overwritten)
-            if written:
-                self.group.move_full()
-            refuse_written(written)
+        assert content is not None, "noted when it began"
+        written = content.written()
+        if written:
+            self.group.move_full()
+        refuse_written(written)
 
     def serve(self) -> None:
         """Take part in a gather that other ranks need. Every rank must call it, or gather by itself."""

@@ -54,6 +54,7 @@ __all__ = [
     "inner_tensors",
     "is_view",
     "keep_out_of_graphs",
+    "local_if_any",
     "local_of",
     "mesh_over",
     "new_dtensor",
@@ -110,6 +111,11 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 # How it is distributed, its shape and dtype.
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
+
+
+def local_if_any(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor; any other tensor itself."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def distributed_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Parameter:
