@@ -107,9 +107,14 @@ def _setting(label: str, precision: str, hooked: bool) -> str:
 
 def count_step_calls(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> int:
     """Python functions that one step in steady state calls; without a library, the plain model's."""
+    return count_calls(build_steady_step(library, shape, precision, hooked))
+
+
+def build_steady_step(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> Call:
+    """A step that has run four times: in the 1st, 2nd, 4th, 8th, ... guards look at more."""
     step = build_step(library, shape, precision, hooked)
-    repeat(4, step)  # at steps 1, 2, 4, 8, ... guards look at more
-    return count_calls(step)
+    repeat(4, step)
+    return step
 
 
 def count_calls(call: Callable[[], Any]) -> int:

@@ -278,6 +278,12 @@ def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -
     dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
 
 
+def all_reduce_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool) -> None:
+    """The same over the ranks of a mesh that has these groups, one for each of its axes."""
+    for group in groups:
+        all_reduce_now(tensor, group, largest=largest)
+
+
 def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> list[bytes]:
     """What each rank of `comm` has, of equal length on all, in rank order, on return. All of these must call it."""
     if comm.size == 1:

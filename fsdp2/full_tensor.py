@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .comm import all_reduce_now
+from .comm import all_reduce_over
 from .graph_hooks import leaf_nodes
 from .owners import Owned, all_states, sharded_owner
 
@@ -85,7 +85,6 @@ class _Average:
             )
         self._owner.state.context.enter_backward()  # in `.grad` a stand-in may be, for gradients that wait
         total = gradient.detach().clone(memory_format=torch.contiguous_format)
-        for ranks in group.mesh.axis_groups:
-            all_reduce_now(total, ranks, largest=False)
+        all_reduce_over(total, group.mesh.axis_groups, largest=False)
         shards, replicas = group.gradients.reduction.divisors()
         return total.div_(shards * replicas)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from . import torch_compat
-from .comm import all_reduce_now, moves_data
+from .comm import all_reduce_over, moves_data
 from .owners import sharded_owner
 from .param import SHARDED_AS
 from .state import FSDPState, data_mesh_of
@@ -64,8 +64,7 @@ def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
         return loss
     own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
     total = own.to(mesh.device, torch.float64, copy=True)
-    for group in mesh.axis_groups:
-        all_reduce_now(total, group, largest=False)
+    all_reduce_over(total, mesh.axis_groups, largest=False)
     total /= states[0].group.gradients.reduction.divisor or mesh.num_ranks
     return total.to(loss) if isinstance(loss, Tensor) else total.item()
 

@@ -199,8 +199,7 @@ def _bounds(mesh: DataMesh, numbers: Sequence[Tensor]) -> list[tuple[int, int]]:
     """The least and the greatest of each over the ranks of `mesh`, all of which must call it."""
     own = torch.stack([number.to(mesh.device, torch.int64) for number in numbers])
     both = torch.cat([~own, own])
-    for group in mesh.axis_groups:
-        comm.all_reduce_now(both, group, largest=True)
+    comm.all_reduce_over(both, mesh.axis_groups, largest=True)
     inverse, greatest = both.chunk(2)
     return list(zip((~inverse).tolist(), greatest.tolist(), strict=True))
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.host import HOST_SHAPES, build_step, count_step_calls
+from benchmarks.host import HOST_SHAPES, build_steady_step, count_step_calls
 from benchmarks.libraries import Library, load_library
 from benchmarks.models import PRECISIONS, Shape
-from benchmarks.timing import repeat
 from helpers import fake_world
 
 # (parameters of a block, precision) -> most per group. Counted in November 2026, with every release of torch, plus a
@@ -44,8 +43,7 @@ class _Ops(TorchDispatchMode):
 
 def count_step_ops(library: Library | None, shape: Shape, precision: str) -> int:
     """Operations below autograd, views and collectives included, that one step in steady state dispatches."""
-    step = build_step(library, shape, precision)
-    repeat(4, step)  # at steps 1, 2, 4, 8, ... guards look at more
+    step = build_steady_step(library, shape, precision)
     with _Ops() as ops:
         step()
     return ops.count
