@@ -171,6 +171,14 @@ def _check_subclass(what: str, parameter: nn.Parameter, data: Tensor) -> None:
         )
 
 
+def check_frequencies(name: str, slots: list[Slot], mesh: DataMesh) -> None:
+    if mesh.num_ranks > 1 and any(getattr(slot.module, "scale_grad_by_freq", False) for slot in slots):
+        raise NotImplementedError(
+            f"{name}: scale_grad_by_freq would count how often indices occur in each rank's rows, not in the whole "
+            "batch. Leave it out."
+        )
+
+
 def check_extension(name: str, parameter: nn.Parameter, choice: bool | int | None, mesh: DataMesh) -> None:
     """An extension's parameters are given up as a whole, and gathered among all ranks."""
     data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data

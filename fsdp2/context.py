@@ -17,6 +17,7 @@ from .rank_guard import RankGuard
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
 from .state import FSDPState
+from .transforms import outside_transforms
 
 # What looks at a root before its first pass, at the debug level. It needs to know all that stands above this file.
 audits: list[Callable[[FSDPState], None]] = []
@@ -42,7 +43,7 @@ class Context:
         device = root.group.mesh.device
         self.takes_inputs_to = None if device.type in ("cpu", "meta") else device
         self._transfers = {state.group.transfers for state in self.states if state.group.transfers is not None}
-        self._saved_tensors = SavedTensors(use_in_backward)
+        self._saved_tensors = SavedTensors(use_in_backward, self._guard_saved)
         # Whether backward's use of a weight is noticed, whatever way it comes.
         self.notices_saved_tensors = True
         self._reductions = ReductionQueue()
@@ -146,8 +147,13 @@ class Context:
         self.notices_saved_tensors = notices
         for state in self.states:
             state.versions = ()  # what earlier graphs have saved is refused
-            # For good: graphs of that time may live on.
-            state.group.versions.guards |= not notices
+        if not notices:
+            self._guard_saved()
+
+    def _guard_saved(self) -> None:
+        """Weights may be saved where we don't notice it. For good: graphs of that time may live on."""
+        for state in self.states:
+            state.group.guard_saved()
 
     def share_reductions(self, other: Context) -> None:
         """Queue reductions with those of another root from now on."""
@@ -368,7 +374,8 @@ class _BackwardEnd:
         context, self._context = self._context, None
         assert context is not None, "run once"
         try:
-            context.end_backward()
+            with outside_transforms():
+                context.end_backward()
         except BaseException:  # a user's hook on a parameter raised, or a peer is gone
             context.recover()
             raise

@@ -21,6 +21,7 @@ from .torch_compat import (
     spec_of,
     whole_of,
 )
+from .tree import tensors_in
 
 _aten = torch.ops.aten
 _DRAW_IN_PLACE = (
@@ -50,6 +51,12 @@ _DRAW_FROM = (
     _aten.normal.Tensor_Tensor,
     _aten.poisson.default,
 )
+_COLLECTIVES = (
+    *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    *("alltoall_", "alltoall_base_", "recv_any_source_"),
+)
 _NONE, _MEAN = 0, 1  # as a loss's `reduction`
 _MEAN_LOSSES = {
     _aten.mse_loss.default: _aten.mse_loss_backward.default,
@@ -70,6 +77,8 @@ def compute_like_plain_tensors() -> None:
       takes the mean of the ranks' means.
     - `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
       p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
+    - `rrelu` in training raises: each rank would draw slopes of its own.
+    - `torch.distributed`'s collectives raise an error that says what to do.
     """
     handle_operations(_DRAW_IN_PLACE, _draw_in_place)
     handle_operations(_DRAW_LIKE, partial(_draw, _blank))
@@ -77,6 +86,8 @@ def compute_like_plain_tensors() -> None:
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten._local_scalar_dense.default], _item)
+    handle_operations([_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default], _rrelu)
+    handle_operations((getattr(torch.ops.c10d, name).default for name in _COLLECTIVES), _refuse_collective)
 
 
 def _draw_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,6 +152,34 @@ def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "full_tensor().item() instead, on every rank."
         )
     return op(whole_of(target)) if parts else call_unhandled(op, args, kwargs)
+
+
+def _rrelu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """
+    Raises:
+        NotImplementedError: it draws.
+    """
+    given = {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
+    if given.get("training", False):
+        raise NotImplementedError(
+            f"rrelu of a DTensor of global shape {tuple(args[0].shape)}: each rank would draw slopes of its own. Use "
+            "full_tensor(), on every rank, after the same torch.manual_seed."
+        )
+    return call_unhandled(op, args, kwargs)
+
+
+def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """
+    Raises:
+        NotImplementedError: always, on every rank.
+    """
+    name = op._schema.name.removeprefix("c10d::").strip("_")
+    first = next(each for each in tensors_in(args, kwargs) if isinstance(each, DTensor))
+    raise NotImplementedError(
+        f"torch.distributed's {name} of a DTensor of global shape {tuple(first.shape)}: each rank holds another part "
+        "of it. full_tensor() has all of it, on every rank. Gradients of sharded parameters are averaged already; and "
+        "have equal weights on all ranks before fully_shard, or load them after."
+    )
 
 
 @cache

@@ -261,6 +261,7 @@ def _plan(
     checks.check_device_type(name, mesh, shared)
     checks.check_reshard(reshard_after_forward, mesh)
     checks.check_wire(name, policy, mesh)
+    checks.check_frequencies(name, slots, mesh)
     checks.check_extension(name, parameter, reshard_after_forward, mesh)
     distribution = checks.choose_distribution(name, parameter, mesh, dim)
     return _Plan(name, slots, mesh, distribution, checks.choose_dtype(name, parameter, policy))

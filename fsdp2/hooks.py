@@ -22,12 +22,15 @@ from . import torch_compat
 from .autograd_inputs import accept_sharded_inputs
 from .context import Context
 from .data_attribute import follow_data
+from .ddp_around import refuse_ddp_around
 from .dtensor_operations import compute_like_plain_tensors
 from .full_tensor import average_in_full_tensor
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .optimizer_steps import follow_optimizer_steps
 from .parts import write_through_parts
+from .saved_tensors import make_way_where_disabled
 from .state import FSDPState
+from .transforms import outside_transforms, run_outside
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 
 _STATE = "_fsdp2_state"
@@ -91,6 +94,8 @@ def _start(states: list[FSDPState]) -> Context:
     accept_sharded_inputs()
     write_through_parts()
     compute_like_plain_tensors()
+    refuse_ddp_around()
+    make_way_where_disabled()
     for state in states:
         state.group.gradients.on_first = partial(on_first_gradient, state)
         state.group.gradients.on_last = partial(on_last_gradient, state)
@@ -143,6 +148,8 @@ def run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
 
 @torch_compat.untraced
 def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if torch_compat.innermost_transform() is not None:
+        return _run_transformed(state, module, forward, args, kwargs)
     if state.inner is not None and state.inner.outer is None:
         forward = partial(_run_inner, state.inner, module, forward)
     in_backward = torch_compat.graph_task() != -1
@@ -159,6 +166,19 @@ def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any
         after_forward(state, module, None, in_backward)
         raise
     return after_forward(state, module, output, in_backward)
+
+
+@torch_compat.untraced
+def _run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The same inside transforms of torch.func, where inputs and outputs are converted, and the forward runs."""
+    args, kwargs = _to_device(state, args, kwargs)
+    if state.input_dtype is not None:
+        args, kwargs = cast_floating((args, kwargs), state.input_dtype)
+
+    def run(forward: Callable[..., Any]) -> Any:
+        return _run_forward(state, module, forward, args, kwargs)
+
+    return run_outside(run, forward, partial(_convert_output, state), partial(_hook_outputs, state))
 
 
 @torch_compat.untraced
@@ -183,9 +203,8 @@ def read_parameters(unit: FSDPState) -> None:
 
 
 def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
-    device = None if in_backward else state.context.takes_inputs_to
-    if device is not None and (state is state.context.root or len(state.context.running) == 1):  # the outermost
-        args, kwargs = to_device((args, kwargs), device)
+    if not in_backward:
+        args, kwargs = _to_device(state, args, kwargs)
     dtype, inputs = state.input_dtype, None
     if dtype is not None:
         inputs = tensors_in(args, kwargs)
@@ -205,6 +224,14 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
     return args, kwargs
 
 
+def _to_device(state: FSDPState, args: Any, kwargs: Any) -> Any:
+    """What the outermost module is called with, where it computes."""
+    device, running = state.context.takes_inputs_to, state.context.running
+    if device is not None and (state is state.context.root or not running or running == [state]):
+        args, kwargs = to_device((args, kwargs), device)
+    return args, kwargs
+
+
 def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward: bool) -> Any:
     if not in_backward:
         output = _finish_forward(state, module, output)
@@ -214,6 +241,10 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     state.context.leave()
     if not in_backward:
         state.group.versions.check_written()
+    return _convert_output(state, output)
+
+
+def _convert_output(state: FSDPState, output: Any) -> Any:
     return output if state.policy.output_dtype is None else cast_floating(output, state.policy.output_dtype)
 
 
@@ -300,6 +331,9 @@ def use_in_backward(state: FSDPState) -> None:
 
 def before_backward(state: FSDPState, recomputes: bool = False) -> None:
     """Backward has reached `state`, or a weight of it is needed, or checkpointing runs its forward again."""
+    if torch_compat.innermost_transform() is not None:
+        with outside_transforms():
+            return before_backward(state, recomputes)
     state.context.enter_backward(recomputes)
     if not state.backward_ready:
         state.backward_ready = True

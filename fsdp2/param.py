@@ -252,10 +252,11 @@ class FSDPParam:
             NotImplementedError: it is computed from others, and gradients are to flow to these.
         """
         found = self._find()
-        if found.grad_fn is not None and torch.is_grad_enabled():
+        if (found.grad_fn is not None and torch.is_grad_enabled()) or torch_compat.is_wrapped(found):
             raise NotImplementedError(
                 f"{self.name}: expected a parameter, got a tensor that is computed from others, to which gradients "
-                "would not flow. Detach it, or call a copy of the module that is not sharded."
+                "would not flow. Detach it, or call a copy of the module that is not sharded; for torch.func.grad by "
+                "parameters call backward() instead, and read .grad."
             )
         if tuple(found.shape) != self.shape:
             raise ValueError(

@@ -134,6 +134,11 @@ class FSDPParamGroup:
         return self.state is UNSHARDED
 
     @property
+    def is_checked(self) -> bool:
+        """Whether it is at the debug level."""
+        return self._choice.checked
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the unsharded group, in compute dtypes, padding included."""
         plain = self._buffers.layout.full_nbytes if self._buffers else 0
@@ -273,6 +278,12 @@ class FSDPParamGroup:
         if self.gradients.steps:
             self.gradients.await_steps()
         return self.versions.sharded()
+
+    def guard_saved(self) -> None:
+        """From now on have autograd refuse full parameters that it saves without our hooks, while they are given up."""
+        if not self.versions.guards:
+            gathered_at = self.gathered_at if self.is_unsharded else None
+            self.versions.guard(gathered_at or self.shard_versions())
 
     def _look(self) -> tuple[tuple[int, ...], list[bool]]:
         """The same, and which parameters are trainable."""

@@ -6,10 +6,13 @@ unpacks it here first, whether the module returned its tensors, kept them on `se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import torch_compat
@@ -28,26 +31,50 @@ class Owner(Protocol):
     versions: tuple[int, ...]
 
 
+_DISABLE = graph.disable_saved_tensors_hooks
+
+
+@cache
+def make_way_where_disabled() -> None:
+    """From now on hooks of ours make way where somebody disables all, as `torch.func.grad` does: it would raise."""
+    graph.disable_saved_tensors_hooks = _disable
+
+
+@contextmanager
+def _disable(error_message: str) -> Iterator[None]:
+    active = getattr(torch_compat.active_pack_hook(), "__self__", None)
+    if isinstance(active, SavedTensors):
+        with active.absent(), _disable(error_message):
+            yield
+    else:
+        with _DISABLE(error_message):
+            yield
+
+
 class SavedTensors:
     """Saved-tensor hooks that are in force during one forward pass. `owners`: storage identity -> owner of a weight.
 
-    `before_use(owner)` is called whenever backward is about to read a weight of `owner`.
+    `before_use(owner)` is called whenever backward is about to read a weight of `owner`; `before_absence()` when
+    weights are about to be saved without the hooks.
     """
 
-    def __init__(self, before_use: Callable[[Any], None]) -> None:
+    def __init__(self, before_use: Callable[[Any], None], before_absence: Callable[[], None]) -> None:
         self.owners: dict[int, Owner] = {}
-        self._before_use = before_use
+        self._before_use, self._before_absence = before_use, before_absence
         self._hooks: saved_tensors_hooks | None = None
         # Of a sharded model inside whose forward this one is called.
         self._outer: SavedTensors | None = None
 
     def activate(self) -> None:
-        """Put the hooks in force, unless others are.
+        """Put the hooks in force, unless others are, or none may be (in `torch.func.grad`).
 
         Activation checkpointing brings its own hooks and saves nothing: it runs the forward again, with our module
         hooks, inside backward. Hooks of ours on top of its own would make it save what it is there to drop.
         """
         if self._hooks is not None:
+            return
+        if torch_compat.disables_hooks():
+            self._before_absence()
             return
         active = torch_compat.active_pack_hook()
         self._outer = getattr(active, "__self__", None)
@@ -63,6 +90,17 @@ class SavedTensors:
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """Have the hooks, which are on top, out of force meanwhile."""
+        self._before_absence()
+        assert self._hooks is not None, "they are in force"
+        self._hooks.__exit__()
+        try:
+            yield
+        finally:
+            self._hooks.__enter__()
 
     def _owner_in_outer(self, storage: int) -> Owner | None:
         outer = self._outer

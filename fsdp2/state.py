@@ -129,12 +129,15 @@ class FSDPState(TorchState):
             self.versions = now
 
     def note_content(self) -> None:
-        """A forward begins, with full parameters: in the 1st, 2nd, 4th, ... note what they hold."""
+        """A forward begins, with full parameters: in the 1st, 2nd, 4th, ... note what they hold; at the debug level in
+        each.
+        """
         if self.running == 1:
             self.forwards += 1
             # What writes in the first, to initialise, writes to all; and programs shall start quickly.
-            every = _EVERY_AT_FIRST if self.forwards == 1 else 1
-            self.content = self.group.note_content(every) if is_time_to_look(self.forwards) else None
+            checks_all = self.group.is_checked
+            every = _EVERY_AT_FIRST if self.forwards == 1 and not checks_all else 1
+            self.content = self.group.note_content(every) if is_time_to_look(self.forwards, checks_all) else None
 
     def check_content(self) -> None:
         """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""

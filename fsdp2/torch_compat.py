@@ -42,6 +42,7 @@ __all__ = [
     "copy_all",
     "cut",
     "default_store",
+    "disables_hooks",
     "distributed_parameter",
     "dtensor",
     "dtensor_spec",
@@ -52,7 +53,9 @@ __all__ = [
     "handler_of",
     "has_backend",
     "inner_tensors",
+    "innermost_transform",
     "is_view",
+    "is_wrapped",
     "keep_out_of_graphs",
     "local_if_any",
     "local_of",
@@ -75,7 +78,9 @@ __all__ = [
     "storage_id",
     "strided_shard",
     "take_hooks",
+    "transform_stacks",
     "untraced",
+    "unwrapped",
     "views_and_writes",
     "watch_calls",
     "whole_of",
@@ -309,6 +314,25 @@ def active_pack_hook() -> Callable[[Tensor], Any] | None:
     """The pack function of the saved-tensor hooks in force on this thread: ours, activation checkpointing's, ..."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks[0] if hooks else None
+
+
+def disables_hooks() -> bool:
+    """Whether saved-tensor hooks may not be put in force on this thread now."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+# () -> the innermost of torch.func's transforms that run on this thread, or None.
+innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+# What a tensor that such a transform has wrapped is seen as from outside it.
+unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
+    """Two contexts: without the transforms that run, as which it gives their list; and with those of such a list."""
+    from torch._functorch import pyfunctorch  # some 100 ms, where nobody has used torch.func
+
+    return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
 
 
 # Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.

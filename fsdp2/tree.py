@@ -51,13 +51,19 @@ def _attribute_names(value: Any) -> list[str]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors cast to `dtype`; see `map_tensors`."""
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    """`value` with its floating-point tensors cast to `dtype`; see `map_tensors`. Those that have it stay the same."""
+    return map_tensors(
+        value, lambda tensor: tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
+    )
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`; from page-locked memory they come while others compute."""
-    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+    """`value` with its tensors on `device`; from page-locked memory they come while others compute. Those that are
+    there stay the same.
+    """
+    return map_tensors(
+        value, lambda tensor: tensor.to(device, non_blocking=True) if tensor.device != device else tensor
+    )
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], everywhere: bool = False) -> Any:

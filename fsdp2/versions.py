@@ -86,6 +86,11 @@ class GroupVersions:
         self._made_of = self.sharded()
         self.accept()
 
+    def guard(self, made_of: tuple[int, ...]) -> None:
+        """From now on let autograd refuse them. Those whose data is there were made of these versions."""
+        self.guards, self._made_of = True, made_of
+        self.accept()
+
     def note_replacement(self) -> None:
         """Others have taken the place of parameters, or of their local tensors."""
         increment_version(self._replacements)

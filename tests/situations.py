@@ -602,6 +602,46 @@ def not_a_number(side: Side) -> None:
     side.value("not a number", found)
 
 
+@ends(LOUD, "each rank holds another part of it")
+def broadcast_by_hand(side: Side) -> None:
+    """`dist.broadcast` of parameters, as before DDP"""
+    model = shard(side, Net())
+    for param in model.parameters() if side.is_sharded else ():
+        torch.distributed.broadcast(param.data, 0)
+    train(side, model)
+
+
+@ends(LOUD, "each rank holds another part of it")
+def gradients_averaged_by_hand(side: Side) -> None:
+    """`dist.all_reduce` of gradients, as without DDP"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward()
+    for param in model.parameters() if side.is_sharded else ():
+        torch.distributed.all_reduce(param.grad)
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "Remove DistributedDataParallel")
+def ddp_around(side: Side) -> None:
+    """DDP around a sharded model"""
+    model: Any = shard(side, Net())
+    if side.is_sharded:
+        model = nn.parallel.DistributedDataParallel(model)
+    side.rows("output", model(side.batch(0)))
+
+
+@ends(EXACT)
+def transforms_around(side: Side) -> None:
+    """Trained on a gradient by its inputs from `torch.func.grad`"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    for step in range(3):
+        loss_of(torch.func.grad(lambda x: model(x).square().sum())(side.batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
 class Generates(Net):
     def generate(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
@@ -622,6 +662,15 @@ def a_registered_method(side: Side) -> None:
     if side.is_sharded:
         side.library.register_fsdp_forward_method(model, "generate")
     loss_of(model.generate(side.batch(0))).backward()
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "scale_grad_by_freq")
+def rows_by_frequency(side: Side) -> None:
+    """An embedding whose gradient depends on how often indices occur"""
+    model = side.fully_shard(nn.Embedding(6, 5, scale_grad_by_freq=True))
+    indices = (side.batch(0)[:, :2] * 10).long() % 6
+    model(indices).square().sum().backward()
     side.grads("gradients", model)
 
 

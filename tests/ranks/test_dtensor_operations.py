@@ -196,3 +196,42 @@ def test_items() -> None:
                 number.item()
 
     run_ranks(2, body)
+
+
+COLLECTIVES: dict[str, Callable[[DTensor], object]] = {
+    "broadcast": lambda own: dist.broadcast(own, 0),
+    "allreduce": dist.all_reduce,
+    "reduce": lambda own: dist.reduce(own, 0),
+    "allgather": lambda own: dist.all_gather([torch.empty(6), torch.empty(6)], own),
+    "allgather_base": lambda own: dist.all_gather_into_tensor(torch.empty(12), own),
+    "reduce_scatter_base": lambda own: dist.reduce_scatter_tensor(torch.empty(3), own),
+    "send": lambda own: dist.send(own, 1 - dist.get_rank()),
+    "recv": lambda own: dist.recv(own, 1 - dist.get_rank()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_collectives_are_refused() -> None:
+    """On every rank, before anything is sent."""
+
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        (own,) = distributed([torch.arange(6.0)], Shard(0))
+        for name, collective in COLLECTIVES.items():
+            with pytest.raises(NotImplementedError, match=rf"{name} of a DTensor of .*shape \(6,\): .*full_tensor"):
+                collective(own)
+        dist.barrier()
+
+    run_ranks(2, body)
+
+
+def test_rrelu_draws_for_plain_tensors_only() -> None:
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        (own,) = distributed([PLAIN.clone() - 0.5], Shard(0))
+        with pytest.raises(NotImplementedError, match=r"rrelu of a DTensor.*full_tensor"):
+            nn.functional.rrelu(own, training=True)
+        got = nn.functional.rrelu(own, training=False).full_tensor()
+        assert_same(got, nn.functional.rrelu(PLAIN - 0.5, training=False), 0, 0, "rrelu")
+
+    run_ranks(2, body)

@@ -97,6 +97,24 @@ def test_a_write_raises_and_leaves_the_model_as_it_was(wrap: Callable[..., None]
     check(scenario, write=[write for write in WRITES if write is not one_changed], number=(1,))
 
 
+def test_at_the_debug_level_each_forward_is_looked_at() -> None:
+    """And every word, in the first, too."""
+
+    def body(_: int, __: int) -> None:
+        model = Tower()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        model.set_debug_level(1)
+        x = torch.randn(4, WIDTH)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match=r"1\.(up|down)\.weight was modified in place|one of "):
+                attempt(model, one_changed, x)
+        model(x)
+
+    run_ranks(2, body)
+
+
 def cast(model: Tower) -> None:
     for block in model.blocks:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))

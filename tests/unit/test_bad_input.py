@@ -203,6 +203,11 @@ CASES = {
         NotImplementedError, r"^0\.weight.*sparse", lambda: nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
     ),
     "sparse embedding, tied": Case(NotImplementedError, "weight.*sparse", sparse_embedding_tied_to_a_head),
+    "embedding by frequency": Case(
+        NotImplementedError,
+        r"^0\.weight: scale_grad_by_freq",
+        lambda: nn.Sequential(nn.Embedding(8, 4, scale_grad_by_freq=True)),
+    ),
     # mesh
     "mesh: a size": option("mesh", lambda: 4, TypeError, "mesh: expected a DeviceMesh.*int"),
     "mesh: a group": option("mesh", lambda: dist.group.WORLD, TypeError, "mesh: expected a DeviceMesh.*ProcessGroup"),

@@ -1,0 +1,49 @@
+"""DistributedDataParallel around a sharded model: what a program had before, perhaps."""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from .owners import owners_by_id
+from .when_imported import when_imported
+
+# With this a user says which parameters DDP is to leave alone.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+@cache
+def refuse_ddp_around() -> None:
+    """From now on DDP raises an error that says what to do, where torch has one about views of DTensors."""
+    when_imported("torch.nn.parallel.distributed", _guard)
+
+
+def _guard(imported: ModuleType) -> None:
+    ddp: Any = imported.DistributedDataParallel
+    init = ddp.__init__
+
+    @wraps(init)
+    def checked(self: nn.Module, module: Any, *args: Any, **options: Any) -> None:
+        if isinstance(module, nn.Module) and not hasattr(module, _IGNORED):
+            _check(module)
+        init(self, module, *args, **options)
+
+    ddp.__init__ = checked
+
+
+def _check(module: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: some parameters of `module` are sharded.
+    """
+    owners = owners_by_id()
+    sharded = [name for name, param in module.named_parameters() if id(param) in owners]
+    if sharded:
+        raise ValueError(
+            f"DistributedDataParallel({type(module).__name__}): fully_shard manages {sharded[0]} ({len(sharded)} "
+            "parameters in all), and averages their gradients. Remove DistributedDataParallel; of a model that is "
+            "sharded in part, apply fully_shard or fsdp2.replicate to the whole, too."
+        )

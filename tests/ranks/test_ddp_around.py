@@ -1,0 +1,47 @@
+"""DDP around a sharded model, or beside it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp2 import fully_shard
+from helpers import run_ranks
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def test_around_a_sharded_model() -> None:
+    def body(rank: int, _: int) -> None:
+        whole, part = layers(), layers()
+        fully_shard(whole)
+        fully_shard(part[1])
+        for model, first in ((whole, "0.weight"), (part, "1.weight")):
+            with pytest.raises(ValueError, match=rf"fully_shard manages {first}.*Remove DistributedDataParallel"):
+                DistributedDataParallel(model)
+        assert DistributedDataParallel(layers())(torch.ones(1, 4)).shape == (1, 2)
+
+    run_ranks(2, body)
+
+
+def test_around_what_leaves_the_sharded_parameters_alone() -> None:
+    """As whoever trains the rest by DDP says."""
+
+    def body(rank: int, _: int) -> None:
+        model: Any = layers()
+        fully_shard(model[1])
+        ignored = [name for name, _ in model[1].named_parameters(prefix="1")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        torch.manual_seed(rank)
+        wrapped = DistributedDataParallel(model)
+        wrapped(torch.randn(2, 4)).sum().backward()
+        gradient = model[0].weight.grad
+        total = gradient.clone()
+        torch.distributed.all_reduce(total)
+        assert torch.equal(total, 2 * gradient)
+
+    run_ranks(2, body)
