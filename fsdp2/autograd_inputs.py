@@ -1,7 +1,7 @@
 """`loss.backward(inputs=...)` and `torch.autograd.grad(loss, ...)` with sharded parameters.
 
 In the graph of a forward full ones stand for them, so torch finds no path to them: the first does nothing then, without
-a word, and so does the second if it is told that some may be unused.
+a word, and so does the second if it is told that some may be unused. `register_multi_grad_hook` would wait for ever.
 
 torch.compile traces what is here; but for that it runs outside of graphs only.
 """
@@ -17,15 +17,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from . import torch_compat
 from .graph_hooks import leaf_nodes
 from .owners import Owned, sharded_owner
 
 
 @cache
 def accept_sharded_inputs() -> None:
-    """From now on `backward` computes gradients of sharded parameters among its `inputs`, and `grad` refuses to."""
+    """From now on `backward` computes gradients of sharded parameters among its `inputs`, and `grad` refuses to; and a
+    function that waits for the gradients of several of them is called.
+    """
     torch.autograd.backward = _with_full_inputs(torch.autograd.backward)
     torch.autograd.grad = _without_full_inputs(torch.autograd.grad)
+    torch_compat.find_accumulators_of(_full_of)
 
 
 def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
@@ -36,8 +40,12 @@ def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
         if kwargs.get("inputs") is not None or len(args) > len(parameters.parameters) - 1:
             bound = parameters.bind(*args, **kwargs)
             bound.arguments["inputs"] = _add_full(_listed(bound.arguments["inputs"]))
-            return backward(*bound.args, **bound.kwargs)
-        return backward(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        try:
+            return backward(*args, **kwargs)
+        except RuntimeError as error:
+            _explain(error)
+            raise
 
     return backward_of_sharded
 
@@ -45,11 +53,26 @@ def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
 def _without_full_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(grad)
     def grad_of_sharded(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            _refuse_full(_listed(outputs), _listed(inputs))
-        return grad(outputs, inputs, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return grad(outputs, inputs, *args, **kwargs)
+        _refuse_full(_listed(outputs), _listed(inputs))
+        try:
+            return grad(outputs, inputs, *args, **kwargs)
+        except RuntimeError as error:
+            _explain(error)
+            raise
 
     return grad_of_sharded
+
+
+def _explain(error: RuntimeError) -> None:
+    """Raise a better error, if `error` comes of full parameters that were given up: nothing else frees what is used."""
+    if "storage of size 0" in str(error):
+        raise RuntimeError(
+            "backward has read a full parameter after it was freed: in a graph that an earlier backward built "
+            "(create_graph=True), with another backward and a forward of the model in between. Call backward through "
+            "it before that forward, or model.set_keep_unsharded_storage(True) before all."
+        ) from error
 
 
 def _listed(given: Any) -> Sequence[Any]:
@@ -77,6 +100,11 @@ def _refuse_full(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
                 "have to be reduced. To have them in .grad, call backward(inputs=...); or call the model and "
                 "torch.autograd.grad inside `with fsdp2.full_params(model) as full:`, and ask for those of `full`."
             )
+
+
+def _full_of(tensor: Tensor) -> Tensor:
+    """What stands in the graph of a forward for `tensor`."""
+    return next((owned.param.full for owned in _owned([tensor])), tensor)
 
 
 def _owned(inputs: Sequence[Any]) -> Iterator[Owned]:

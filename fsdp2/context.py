@@ -56,9 +56,9 @@ class Context:
         # Lists of modules of which not all have run yet in this pass, and whether backward may come back to them.
         self.unfinished: dict[FSDPState, bool] = {}
         self.in_backward = False
-        # A backward with create_graph has saved weights where our hooks don't see it: until another backward has
-        # ended, which may read them, their storage is refilled but not freed.
-        self.graph_reads_weights = False
+        # A backward with create_graph has saved weights where our hooks don't see it: until others, which may read
+        # them, have ended, and another pass begins, their storage is refilled but not freed.
+        self.graph_reads_weights = self._graph_was_read = False
         self._builds_graph = False
         self._task = -1
         # Identity of the backward pass that runs, or ran last; how many have ended.
@@ -216,6 +216,11 @@ class Context:
             self.audits_next_pass = False
             for audit in audits:
                 audit(self.root)
+        if self._graph_was_read:
+            self.graph_reads_weights = self._graph_was_read = False
+            for state in self.states:
+                if not state.held:
+                    state.release()
         self.pass_has_grad = torch.is_grad_enabled()
         self.prefetcher.begin_pass()
         self._reductions.max_running = max(state.max_reductions for state in self.states)
@@ -269,7 +274,7 @@ class Context:
         for state in reversed(self.states):
             state.group.gradients.end_backward()
         self._resume_reductions(reversed(self.states))
-        self.graph_reads_weights &= self._builds_graph
+        self._graph_was_read = self.graph_reads_weights and not self._builds_graph
         for state in self.states:
             if state.backward_ready:
                 state.completes = False
@@ -278,7 +283,7 @@ class Context:
         self.settle_transfers()
         if self.finalizes_by_itself:
             self._deliver()
-        if self.is_last_backward and not self.graph_reads_weights:
+        if self.is_last_backward and not self._builds_graph:
             self.prefetcher.forget_forwards()
         self.in_backward = False
         self._backwards += 1
@@ -337,7 +342,7 @@ class Context:
 
     def recover(self) -> None:
         """A backward pass died with an exception: drop what it left half done."""
-        self.in_backward = self.graph_reads_weights = False
+        self.in_backward = self.graph_reads_weights = self._graph_was_read = False
         self._reductions.abandon(self._backward_pass)
         self.is_last_backward = True
         for state in self.states:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch.autograd import Variable
+from torch.autograd import Variable, graph
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +46,7 @@ __all__ = [
     "distributed_parameter",
     "dtensor",
     "dtensor_spec",
+    "find_accumulators_of",
     "gradient_hooks",
     "graph_task",
     "group_over",
@@ -303,6 +304,14 @@ def owned(tensor: Tensor) -> Tensor:
 def graph_task() -> int:
     """Number of the backward pass that runs on this thread, or -1."""
     return torch._C._current_graph_task_id()
+
+
+def find_accumulators_of(stand_in: Callable[[Tensor], Tensor]) -> None:
+    """From now on, where `register_multi_grad_hook` asks which node yields the gradient of a tensor, it is told which
+    yields that of `stand_in(tensor)`.
+    """
+    find = graph._get_grad_fn_or_grad_acc
+    graph._get_grad_fn_or_grad_acc = lambda t: find(stand_in(t) if isinstance(t, Tensor) else t)
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

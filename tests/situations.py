@@ -642,6 +642,27 @@ def transforms_around(side: Side) -> None:
     side.weights("trained", model)
 
 
+class ExitsEarly(Net):
+    def forward(self, x: Tensor, early: bool = False) -> Tensor:
+        return self.stem(x) if early else super().forward(x)
+
+
+@ends(EXACT)
+def hook_on_several_gradients(side: Side) -> None:
+    """`torch.autograd.graph.register_multi_grad_hook` on parameters, of which some get no gradient"""
+    model, calls = shard(side, ExitsEarly()), []
+    params = list(model.parameters())
+
+    def note(grads: Any) -> None:
+        calls.append([grad is not None for grad in grads])
+
+    torch.autograd.graph.register_multi_grad_hook(params, note)
+    for step in range(2):
+        loss_of(model(side.batch(step))).backward()
+        loss_of(model(side.batch(step), early=True)).backward()
+    side.value("calls", calls)
+
+
 class Generates(Net):
     def generate(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))

@@ -22,7 +22,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import full_params
+from fsdp2 import full_params, fully_shard
+from helpers import assert_same, run_ranks
 from scenarios import (
     WIDTH,
     WRAPS,
@@ -572,6 +573,58 @@ def test_parameters_are_sharded_and_fresh_after_a_gradient_with_create_graph() -
             run.params(f"step {step}", model)
 
     check(scenario, wrap=WRAPS)
+
+
+def slopes(model: nn.Module, xs: list[Tensor]) -> list[Tensor]:
+    """Of two forwards, each with a graph of its own."""
+    return [torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0] for x in xs]
+
+
+def test_several_backward_passes_through_graphs_of_gradients() -> None:
+    """Each reads weights that only the graph of a backward has saved; then they are freed."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(Net)
+        wrap(run, model)
+        optimizer = sgd(model)
+        for step in range(3):
+            xs = [run.batch(seed=2 * step + i).requires_grad_() for i in range(2)]
+            first, second = slopes(model, xs)
+            first.square().mean().backward()
+            run.grads("of the first", model)
+            run.step(f"step {step}", model, optimizer, second.square().mean())
+            hessian = torch.autograd.functional.hessian(
+                lambda x: model(x).square().sum(), torch.ones(2, WIDTH).double()
+            )
+            run.value("hessian", hessian)
+
+    check(scenario, wrap=WRAPS)
+
+
+def test_a_graph_of_gradients_whose_weights_were_freed_says_so() -> None:
+    def body(rank: int, _: int) -> None:
+        torch.manual_seed(0)
+        model = Net()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        xs = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(2)]
+        first, second = slopes(model, xs)
+        first.square().mean().backward()
+        model(xs[0])
+        loss = second.square().mean()
+        for backward in (partial(loss.backward, retain_graph=True), lambda: torch.autograd.grad(loss, xs[1])):
+            with pytest.raises(RuntimeError, match=r"create_graph=True.*Call backward through it before that"):
+                backward()
+        model(xs[0]).sum().backward()
+        model.set_keep_unsharded_storage(True, recurse=True)
+        first, second = slopes(model, xs)
+        (expected,) = torch.autograd.grad(second.sum(), xs[1], retain_graph=True)
+        first.square().mean().backward()
+        model(xs[0])
+        assert_same(torch.autograd.grad(second.sum(), xs[1])[0], expected, 0, 0, "kept")
+
+    run_ranks(2, body)
 
 
 class Potential(nn.Module):
