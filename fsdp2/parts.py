@@ -1,4 +1,5 @@
-"""`p[2]`, `p.split(4)[0]`, `p.diagonal()`: parts of a DTensor that torch hands out as copies, where ranks hold rows.
+"""`p[2]`, `p.split(4)[0]`, `p.diagonal()`: parts of a DTensor that torch hands out as copies, where ranks hold rows;
+and `p.view(-1)`, which it refuses where they hold different numbers of rows.
 
 What is written to a copy is lost, without a word: `embedding.weight[padding_idx].zero_()`, or rows of a gradient
 cleared. Ours know what they are parts of, and write there, as views of plain tensors do.
@@ -37,6 +38,7 @@ def write_through_parts() -> None:
     whole on every rank, each of which must do it, as each must to take the part.
     """
     torch_compat.handle_operations(_VIEWS, _take_part)
+    torch_compat.handle_operations([_aten.view.default], _reshape)
     torch_compat.handle_operations([_aten.fill_.Tensor], _fill)
 
 
@@ -78,11 +80,27 @@ class Part(DTensor):
 
 def _take_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result, base = torch_compat.call_unhandled(op, args, kwargs), args[0]
-    # Of activations, autograd keeps what is written to them; and what torch.compile traces is no memory.
-    is_activation = torch.is_grad_enabled() and base.grad_fn is not None
-    if type(base) is not DTensor or is_activation or type(local_of(base)) is not Tensor:
+    if type(base) is not DTensor or _is_activation(base) or type(local_of(base)) is not Tensor:
         return result
     return _as_parts(result, base, op, args, kwargs)
+
+
+def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`p.view(-1)`: the rows of all ranks are no shards of it, unless each has as many. Torch refuses to."""
+    base = args[0]
+    try:
+        return torch_compat.call_unhandled(op, args, kwargs)
+    except RuntimeError:  # of planning: on every rank
+        if _is_activation(base) or type(local_of(base)) is not Tensor or any(p.is_partial() for p in base.placements):
+            raise
+    whole = op(torch_compat.whole_of(base).contiguous(), *args[1:], **kwargs)
+    replicated = torch_compat.cut(whole, base.device_mesh, [Replicate()] * base.device_mesh.ndim)
+    return _as_parts(replicated, base, op, args, kwargs)
+
+
+def _is_activation(tensor: DTensor) -> bool:
+    """Whether autograd keeps what is written to its views; and what torch.compile traces is no memory."""
+    return torch.is_grad_enabled() and tensor.grad_fn is not None
 
 
 def _as_parts(result: Any, base: DTensor, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

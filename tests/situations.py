@@ -642,6 +642,19 @@ def transforms_around(side: Side) -> None:
     side.weights("trained", model)
 
 
+@ends(EXACT)
+def parameters_as_a_vector(side: Side) -> None:
+    """`parameters_to_vector`, of ranks that hold different numbers of rows: a penalty"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    for step in range(2):
+        penalty = nn.utils.parameters_to_vector(model.parameters()).square().sum()
+        (loss_of(model(side.batch(step))) + (penalty.full_tensor() if side.is_sharded else penalty)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
 class ExitsEarly(Net):
     def forward(self, x: Tensor, early: bool = False) -> Tensor:
         return self.stem(x) if early else super().forward(x)

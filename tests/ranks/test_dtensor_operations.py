@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2.dtensor_operations import compute_like_plain_tensors, count_foreach_operations
+from fsdp2.torch_compat import DISPATCHES_TO_SUBCLASSES
 from helpers import assert_same, run_ranks
 
 SHAPES = [(5, 3), (1,), (4, 2, 2), (2, 6)]
@@ -231,6 +232,8 @@ def test_rrelu_draws_for_plain_tensors_only() -> None:
         (own,) = distributed([PLAIN.clone() - 0.5], Shard(0))
         with pytest.raises(NotImplementedError, match=r"rrelu of a DTensor.*full_tensor"):
             nn.functional.rrelu(own, training=True)
+        if not DISPATCHES_TO_SUBCLASSES:
+            return  # torch 2.11 has no rrelu of DTensors at all
         got = nn.functional.rrelu(own, training=False).full_tensor()
         assert_same(got, nn.functional.rrelu(PLAIN - 0.5, training=False), 0, 0, "rrelu")
 

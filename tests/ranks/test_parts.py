@@ -81,6 +81,9 @@ WRITES_OF_PLAIN_TENSORS: dict[str, Callable[[Any], object]] = {
     "copy_": lambda own: own[1].copy_(torch.arange(4.0)),
     "item": lambda own: item_set(own, slice(1, 3), torch.ones(4)),
     "add_": lambda own: own[1:3].add_(torch.ones(2, 4)),
+    "flat": lambda own: item_set(own.view(-1), slice(3, 9), 2),
+    "flat, in place": lambda own: own.flatten().mul_(2),
+    "of another shape": lambda own: own.view(3, 2, 4)[1].neg_(),
     "a view of rows": lambda own: own[1:4].view(-1)[2:9].zero_(),
 }
 
@@ -116,6 +119,32 @@ READS: dict[str, Callable[[Any], Any]] = {
     "pickled": lambda part: pickle.loads(pickle.dumps(part)),
     "norms": lambda part: torch.stack(torch._foreach_norm([part, part])),
 }
+
+
+def test_flat_parameters_of_uneven_shards() -> None:
+    """Read, written to, and with gradients, as optimizers and pruning do; of an activation torch's error stays."""
+
+    def body(rank: int, _: int) -> None:
+        write_through_parts()
+        mesh = init_device_mesh("cpu", (4,))
+        tensors = [torch.arange(float(rows * 3)).reshape(rows, 3) for rows in (5, 8, 1)]
+        own = [nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in tensors]
+        plain = [each.clone().requires_grad_() for each in tensors]
+        for params in (own, plain):
+            flat = nn.utils.parameters_to_vector(params)
+            (flat.square().sum() + params[0].view(-1)[1:4].sum()).backward()
+        for mine, other in zip(own, plain, strict=True):
+            assert mine.grad is not None
+            assert_same(of_plain(mine.grad), other.grad, 0, 0, "gradient")
+        with torch.no_grad():
+            for params in (own, plain):
+                params[0].view(-1)[4:8] = 0
+                params[0].add_(params[0].grad.view(-1).view_as(params[0]), alpha=-0.1)
+        assert_same(of_plain(own[0]), plain[0], 0, 0, "written")
+        with pytest.raises(RuntimeError, match="redistribut"):
+            (own[0] * 2).view(-1)
+
+    run_ranks(4, body)
 
 
 def test_parts_are_read_like_any_dtensor() -> None:
