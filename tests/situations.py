@@ -655,6 +655,21 @@ def parameters_as_a_vector(side: Side) -> None:
     side.weights("trained", model)
 
 
+@ends(EXACT)
+def penalties_apart(side: Side) -> None:
+    """Two gradient penalties, each with a graph and a backward of its own"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    for step in range(2):
+        inputs = [side.batch(2 * step + i).requires_grad_() for i in range(2)]
+        slopes = [torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0] for x in inputs]
+        for slope in slopes:
+            slope.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
 class ExitsEarly(Net):
     def forward(self, x: Tensor, early: bool = False) -> Tensor:
         return self.stem(x) if early else super().forward(x)
