@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from . import torch_compat
 from .owners import owners_by_id
 from .when_imported import when_imported
-
-# With this a user says which parameters DDP is to leave alone.
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 @cache
@@ -27,7 +25,7 @@ def _guard(imported: ModuleType) -> None:
 
     @wraps(init)
     def checked(self: nn.Module, module: Any, *args: Any, **options: Any) -> None:
-        if isinstance(module, nn.Module) and not hasattr(module, _IGNORED):
+        if isinstance(module, nn.Module) and not torch_compat.is_shared_with_ddp(module):
             _check(module)
         init(self, module, *args, **options)
 

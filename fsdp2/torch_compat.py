@@ -55,6 +55,7 @@ __all__ = [
     "has_backend",
     "inner_tensors",
     "innermost_transform",
+    "is_shared_with_ddp",
     "is_view",
     "is_wrapped",
     "keep_out_of_graphs",
@@ -468,6 +469,11 @@ def register_composable(module: nn.Module, state: ComposableState, name: str) ->
 
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
     _module_state_mapping[module] = weakref.ref(state)
+
+
+def is_shared_with_ddp(module: nn.Module) -> bool:
+    """Whether a user has told DDP to leave some of its parameters alone: the function for that is private, too."""
+    return hasattr(module, "_ddp_params_and_buffers_to_ignore")
 
 
 def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
