@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
-from . import hooks, torch_compat
+from . import dtensor_compat, hooks, torch_compat
 from .extension import count_pre_arguments, refuse_part
 from .mesh import DataMesh, Distribution, described_data_mesh, distribute
 from .module import public_methods
@@ -139,7 +139,7 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
     what = f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
     if parameter.layout is not torch.strided:
         raise NotImplementedError(f"{what} has the sparse layout {parameter.layout}; expected a dense tensor.")
-    data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
+    data = dtensor_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
     if type(data) is not Tensor or type(parameter) not in (nn.Parameter, DTensor):
         _check_subclass(what, parameter, data)
     if parameter.is_complex():
@@ -181,7 +181,7 @@ def check_frequencies(name: str, slots: list[Slot], mesh: DataMesh) -> None:
 
 def check_extension(name: str, parameter: nn.Parameter, choice: bool | int | None, mesh: DataMesh) -> None:
     """An extension's parameters are given up as a whole, and gathered among all ranks."""
-    data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
+    data = dtensor_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
     if lacks_of_extension(data):
         return
     count_pre_arguments(name, data)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import comm, torch_compat
+from . import comm, dtensor_compat
 from .audit import Held, sharded_states, tensors_of
 from .checksum import checksum, read
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
@@ -242,7 +242,7 @@ def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return torch_compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return dtensor_compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _part(held: Held, whole: Tensor) -> Tensor:

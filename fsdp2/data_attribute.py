@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import torch_compat
+from . import dtensor_compat, torch_compat
 from .versions import note_data
 
 _PLAIN: Any = torch.Tensor.data
@@ -45,4 +45,4 @@ def _set(self: DTensor, value: Tensor) -> None:
             "what is there: p.data.copy_(...)."
         )
     _PLAIN.__set__(self, value)
-    torch_compat.set_local(self, torch_compat.local_of(value), value)
+    dtensor_compat.set_local(self, dtensor_compat.local_of(value), value)

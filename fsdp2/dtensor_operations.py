@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
-from .torch_compat import (
+from .dtensor_compat import (
     DTensorSpec,
     argument_names,
     call_unhandled,

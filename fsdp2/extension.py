@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import torch_compat
+from . import dtensor_compat, torch_compat
 from .comm import Comm, all_gather_now
 from .mesh import DataMesh
 from .pack import leaf_over
@@ -88,7 +88,7 @@ class AllGatherExtension:
         param: Any = self._param
         arguments = (tuple(self._outputs), self._metadata, param.compute_dtype(self._policy))
         if self._is_built:
-            param.local.fsdp_post_all_gather(*arguments, out=torch_compat.local_if_any(param.full))
+            param.local.fsdp_post_all_gather(*arguments, out=dtensor_compat.local_if_any(param.full))
             return False
         value, inner = param.local.fsdp_post_all_gather(*arguments)
         if tuple(value.shape) != param.gathered_shape:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import torch_compat
+from . import dtensor_compat
 from .buffers import GroupBuffers
 from .checksum import bits_of, read
 from .param import FSDPParam
@@ -26,7 +26,7 @@ class FullContent:
         self._pointers, self._sums = self._find_pointers(), self._find_sums()
 
     def _find_pointers(self) -> list[int]:
-        return [torch_compat.local_if_any(param.full).data_ptr() for param in self._params]
+        return [dtensor_compat.local_if_any(param.full).data_ptr() for param in self._params]
 
     def _find_sums(self) -> list[int]:
         """Modulo 2 ** 64: another value in one place shows, an exchange of values does not."""

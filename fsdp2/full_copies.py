@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from . import torch_compat
+from . import dtensor_compat
 from .checksum import bits_of, checksum
 from .comm import all_gather_now
 from .param import FSDPParam
@@ -118,7 +118,7 @@ class _Copy:
     def _value(self) -> Tensor:
         value = self._found[0]
         assert value is not None, "else that is the problem"
-        return torch_compat.local_if_any(value.detach())
+        return dtensor_compat.local_if_any(value.detach())
 
     def changes_rows(self) -> bool:
         """Whether this rank's shard would be another."""
@@ -140,7 +140,7 @@ def _placements_of(tensor: Tensor) -> object:
 
 def _trace_of(face: Tensor) -> tuple[int, int, int]:
     """What is another one after an in-place operation, or when `.data` was set."""
-    local = torch_compat.local_if_any(face)
+    local = dtensor_compat.local_if_any(face)
     return face._version, local._version, local.data_ptr()
 
 

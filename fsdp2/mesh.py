@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from . import torch_compat
-from .torch_compat import DTensorSpec
+from . import dtensor_compat, torch_compat
+from .dtensor_compat import DTensorSpec
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class DataMesh:
         # By identity: meshes of another default process group would be equal. The spec keeps its mesh alive.
         key = (id(mesh), placements, shape, dtype)
         if key not in self._specs:
-            self._specs[key] = torch_compat.dtensor_spec(mesh, placements, shape, dtype)
+            self._specs[key] = dtensor_compat.dtensor_spec(mesh, placements, shape, dtype)
         return self._specs[key]
 
     @property
@@ -226,7 +226,7 @@ def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
             f"expected Replicate on the data-parallel axes of {mesh.mesh}, got placements {placements}. If fully_shard "
             "has sharded it with another module, apply it to the module that both have in common first, by itself."
         )
-    rows = torch_compat.local_of(parameter).shape[dim] if parameter.dim() else 0
+    rows = dtensor_compat.local_of(parameter).shape[dim] if parameter.dim() else 0
     if len(mesh.shard_axes) > 1 and rows % mesh.size:
         raise ValueError(
             f"expected dim {dim}, of {rows} rows, to divide by {mesh.size}: a DTensor that several axes cut unevenly "
@@ -247,7 +247,7 @@ def _cut(
     for axis in mesh.shard_axes:
         later = range(axis + 1, whole.ndim)
         parts = math.prod(whole.size(other) for other in later if placements[other].is_shard(dim))
-        cut[axis] = torch_compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
+        cut[axis] = dtensor_compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
     return tuple(cut)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from . import checks, hooks, torch_compat
+from . import checks, dtensor_compat, hooks
 from .gradients import find_buckets
 from .layout import ParamSpec, align, bucket_layout, gather_layout
 from .mesh import DataMesh, DataParallelMeshDims, data_mesh, default_mesh, named_data_mesh
@@ -89,7 +89,7 @@ def cheapest_placement(
 
 
 def _choose(ranks: DataMesh, parameter: nn.Parameter) -> Shard | None:
-    data = torch_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
+    data = dtensor_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
     if parameter.dim() == 0 or type(data) is not Tensor:
         return None
     shape = _largest_local_shape(parameter) if isinstance(parameter, DTensor) else tuple(parameter.shape)

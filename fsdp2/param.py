@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import torch_compat
+from . import dtensor_compat, torch_compat
 from .layout import ParamSpec
 from .mesh import DataMesh, Distribution
 from .pack import contiguous_stride
@@ -75,7 +75,7 @@ class FSDPParam:
         # Of all of it, and of what the ranks of `mesh` share: the same but for tensor parallelism.
         self.shape = self.gathered_shape = tuple(original.shape)
         if isinstance(original, DTensor):
-            self.gathered_shape = tuple(torch_compat.local_of(original).shape)
+            self.gathered_shape = tuple(dtensor_compat.local_of(original).shape)
         # A scalar is replicated. In collectives it is a vector of as many copies as ranks, of which each holds one.
         self._is_scalar = self.shape == ()
         if self._is_scalar:
@@ -121,8 +121,8 @@ class FSDPParam:
         if kind.full_mesh is None:
             return whole
         if not isinstance(whole, DTensor):
-            whole = torch_compat.cut(whole, kind.full_mesh, kind.full_placements)
-        return torch_compat.local_of(whole)
+            whole = dtensor_compat.cut(whole, kind.full_mesh, kind.full_placements)
+        return dtensor_compat.local_of(whole)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -144,7 +144,7 @@ class FSDPParam:
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self._prepare_gradients(local)
-        sharded = torch_compat.distributed_parameter(local, self.dtensor_spec, original.requires_grad)
+        sharded = dtensor_compat.distributed_parameter(local, self.dtensor_spec, original.requires_grad)
         sharded.__dict__.update(_user_attributes(original))
         torch_compat.take_hooks(original, sharded)
         return sharded
@@ -185,7 +185,7 @@ class FSDPParam:
         """Have the full face over other `memory`."""
         value = memory[0] if self._is_scalar else memory
         if isinstance(self.full, DTensor):
-            torch_compat.set_local(self.full, value)
+            dtensor_compat.set_local(self.full, value)
         else:
             self.full.data = value
 
@@ -195,7 +195,7 @@ class FSDPParam:
         if kind.full_mesh is None:
             return nn.Parameter(value, requires_grad)
         spec = self._mesh.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, value.dtype)
-        return torch_compat.distributed_parameter(value, spec, requires_grad)
+        return dtensor_compat.distributed_parameter(value, spec, requires_grad)
 
     def own_rows(self, gathered: Tensor) -> Tensor:
         """This rank's rows of what the ranks of `mesh` share."""
@@ -223,16 +223,16 @@ class FSDPParam:
                     expected[axis] = gradient.placements[axis]
         if gradient.placements != tuple(expected):
             gradient = gradient.redistribute(placements=expected)
-        return torch_compat.local_of(gradient)
+        return dtensor_compat.local_of(gradient)
 
     @property
     def local(self) -> Tensor:
         """This rank's rows, unpadded."""
-        return torch_compat.local_of(self.sharded)
+        return dtensor_compat.local_of(self.sharded)
 
     @local.setter
     def local(self, value: Tensor) -> None:
-        torch_compat.set_local(self.sharded, value)
+        dtensor_compat.set_local(self.sharded, value)
 
     def register(self, face: nn.Parameter) -> None:
         """Put one of the faces into every slot."""
@@ -294,7 +294,7 @@ class FSDPParam:
             return
         if found.stride() != contiguous_stride(self.shape):
             # Shards are always contiguous; the object must say so, and stay the one that users hold.
-            torch.utils.swap_tensors(found, self._wrap(torch_compat.local_of(found).contiguous(), found))
+            torch.utils.swap_tensors(found, self._wrap(dtensor_compat.local_of(found).contiguous(), found))
         self.sharded = found
         self._prepare_gradients(self.local)
         self.register(found)
@@ -319,7 +319,7 @@ class FSDPParam:
         `flat` has the storage dtype. The hooks of the sharded face run, on the gradient as in plain training, then on
         the parameter.
         """
-        gradient: Any = torch_compat.dtensor(
+        gradient: Any = dtensor_compat.dtensor(
             flat.as_strided(self._local_shape, self._local_stride, offset), self.dtensor_spec
         )
         sharded = self.sharded
@@ -335,7 +335,7 @@ class FSDPParam:
             if isinstance(accumulated, DTensor) and accumulated.placements != gradient.placements:
                 # Computed on shards, with DTensors: not all operations leave it as the parameter is.
                 sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
-            torch_compat.local_of(accumulated).add_(torch_compat.local_of(gradient))
+            dtensor_compat.local_of(accumulated).add_(dtensor_compat.local_of(gradient))
         if post_accumulate_hooks:
             for hook in tuple(post_accumulate_hooks.values()):
                 hook(sharded)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import torch_compat
+from . import dtensor_compat, torch_compat
 from .agreement import Turn
 from .buffers import GroupBuffers
 from .checked_comm import level_from_environment
@@ -315,7 +315,7 @@ class FSDPParamGroup:
         if self._extensions.members and torch_compat.storage_id(weight) != self._buffers.storage_id:
             extended = slice(2 * len(self._buffers.layout.specs), 2 * count)
             return before[extended] != now[extended]  # which of them it is part of is not known
-        weight = torch_compat.local_if_any(weight)
+        weight = dtensor_compat.local_if_any(weight)
         i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
 

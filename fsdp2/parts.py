@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from . import torch_compat
-from .torch_compat import local_of, set_local, spec_of
+from . import dtensor_compat
+from .dtensor_compat import local_of, set_local, spec_of
 from .tree import map_tensors, tensors_in
 
 _aten = torch.ops.aten
@@ -37,9 +37,9 @@ def write_through_parts() -> None:
     """From now on writing to a part of a DTensor writes to the DTensor, and `p[...] = 0` is possible. It gathers the
     whole on every rank, each of which must do it, as each must to take the part.
     """
-    torch_compat.handle_operations(_VIEWS, _take_part)
-    torch_compat.handle_operations([_aten.view.default], _reshape)
-    torch_compat.handle_operations([_aten.fill_.Tensor], _fill)
+    dtensor_compat.handle_operations(_VIEWS, _take_part)
+    dtensor_compat.handle_operations([_aten.view.default], _reshape)
+    dtensor_compat.handle_operations([_aten.fill_.Tensor], _fill)
 
 
 class Part(DTensor):
@@ -51,19 +51,19 @@ class Part(DTensor):
 
     @classmethod
     def of(cls, base: DTensor, view: View, copied: DTensor) -> Part:
-        part = cast(Part, torch_compat.new_dtensor(cls, local_of(copied), spec_of(copied)))
+        part = cast(Part, dtensor_compat.new_dtensor(cls, local_of(copied), spec_of(copied)))
         part._base_of, part._view_of, part._version_of = base, view, _version(_root(base))
-        if not torch_compat.DISPATCHES_TO_SUBCLASSES:
+        if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
             _dispatch_to_parts()
         return part
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if any(isinstance(each, Part) for each in torch_compat.written_by(op, args, kwargs)):
+        if any(isinstance(each, Part) for each in dtensor_compat.written_by(op, args, kwargs)):
             return _write(op, args, kwargs)
         result = op(*map_tensors(args, _plain), **map_tensors(kwargs, _plain))
-        if isinstance(args[0], Part) and torch_compat.is_view(op):
+        if isinstance(args[0], Part) and dtensor_compat.is_view(op):
             return _as_parts(result, args[0], op, args, kwargs)
         return result
 
@@ -79,7 +79,7 @@ class Part(DTensor):
 
 
 def _take_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result, base = torch_compat.call_unhandled(op, args, kwargs), args[0]
+    result, base = dtensor_compat.call_unhandled(op, args, kwargs), args[0]
     if type(base) is not DTensor or _is_activation(base) or type(local_of(base)) is not Tensor:
         return result
     return _as_parts(result, base, op, args, kwargs)
@@ -89,12 +89,12 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`p.view(-1)`: the rows of all ranks are no shards of it, unless each has as many. Torch refuses to."""
     base = args[0]
     try:
-        return torch_compat.call_unhandled(op, args, kwargs)
+        return dtensor_compat.call_unhandled(op, args, kwargs)
     except RuntimeError:  # of planning: on every rank
         if _is_activation(base) or type(local_of(base)) is not Tensor or any(p.is_partial() for p in base.placements):
             raise
-    whole = op(torch_compat.whole_of(base).contiguous(), *args[1:], **kwargs)
-    replicated = torch_compat.cut(whole, base.device_mesh, [Replicate()] * base.device_mesh.ndim)
+    whole = op(dtensor_compat.whole_of(base).contiguous(), *args[1:], **kwargs)
+    replicated = dtensor_compat.cut(whole, base.device_mesh, [Replicate()] * base.device_mesh.ndim)
     return _as_parts(replicated, base, op, args, kwargs)
 
 
@@ -134,8 +134,8 @@ def _count_shards(tensor: DTensor) -> int:
 @cache
 def _dispatch_to_parts() -> None:
     """Torch 2.11 sends operations on parts where those on any DTensor go. What is only read is not renewed there."""
-    for op in torch_compat.views_and_writes():
-        torch_compat.handle_operations([op], partial(_parts_first, torch_compat.handler_of(op)))
+    for op in dtensor_compat.views_and_writes():
+        dtensor_compat.handle_operations([op], partial(_parts_first, dtensor_compat.handler_of(op)))
 
 
 def _parts_first(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,7 +152,7 @@ def _plain(tensor: Any) -> Any:
     if not isinstance(tensor, Part):
         return tensor
     _catch_up(tensor)
-    return torch_compat.dtensor(local_of(tensor), spec_of(tensor))
+    return dtensor_compat.dtensor(local_of(tensor), spec_of(tensor))
 
 
 def _catch_up(part: Part) -> None:
@@ -168,7 +168,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         NotImplementedError: they are distributed in a way of which this rank's part isn't known.
     """
-    written = [each for each in torch_compat.written_by(op, args, kwargs) if isinstance(each, DTensor)]
+    written = [each for each in dtensor_compat.written_by(op, args, kwargs) if isinstance(each, DTensor)]
     roots = {id(root): root for root in map(_root, written)}
     for root in roots.values():
         _refuse_strided(root)
@@ -187,7 +187,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for each in written:
         if isinstance(each, Part):
             _renew(each, wholes[id(_root(each))])
-    return torch_compat.returned_of(op, written)
+    return dtensor_compat.returned_of(op, written)
 
 
 def _root(tensor: DTensor) -> DTensor:
@@ -207,12 +207,12 @@ def _view_in(tensor: DTensor, whole: Tensor) -> Tensor:
 
 def _whole(root: DTensor) -> Tensor:
     """A copy. Every rank must call it."""
-    return torch_compat.whole_of(root).clone(memory_format=torch.contiguous_format)
+    return dtensor_compat.whole_of(root).clone(memory_format=torch.contiguous_format)
 
 
 def _cut(whole: Tensor, like: DTensor) -> Tensor:
     """This rank's part of `whole`."""
-    return local_of(torch_compat.cut(whole, like.device_mesh, like.placements))
+    return local_of(dtensor_compat.cut(whole, like.device_mesh, like.placements))
 
 
 def _renew(part: Part, whole: Tensor) -> None:
@@ -234,6 +234,6 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With a tensor, as `p[:, 1] = 0` does. Torch refuses to."""
     target, value = args
     if any(each.is_partial() for each in target.placements):
-        return torch_compat.call_unhandled(op, args, kwargs)
-    local_of(target).fill_(torch_compat.whole_of(value) if isinstance(value, DTensor) else value)
+        return dtensor_compat.call_unhandled(op, args, kwargs)
+    local_of(target).fill_(dtensor_compat.whole_of(value) if isinstance(value, DTensor) else value)
     return target

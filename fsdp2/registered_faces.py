@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import torch_compat
+from . import dtensor_compat, torch_compat
 from .param import FSDPParam
 
 _KEY = "fsdp2"
@@ -93,7 +93,7 @@ class RegisteredFaces:
     def is_replaced(self) -> bool:
         """Whether a sharded parameter that should be registered is not, or has another local tensor."""
         # A loop: `any` over a generator takes twice as long, in every gather.
-        local_of = torch_compat.local_of
+        local_of = dtensor_compat.local_of
         for slots, name, sharded, local in self._watched:
             if slots.get(name) is not sharded or local_of(sharded) is not local:
                 return True

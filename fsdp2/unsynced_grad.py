@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import torch_compat
+from . import dtensor_compat, torch_compat
 
 
 class UnsyncedGrad(DTensor):
@@ -73,11 +73,11 @@ def _set_to_zero(gradients: Any) -> Any:
     several = not isinstance(gradients, Tensor)
     for gradient in gradients if several else [gradients]:
         if isinstance(gradient, UnsyncedGrad):
-            zeros = torch.zeros_like(torch_compat.local_of(gradient), memory_format=torch.contiguous_format)
-            torch_compat.set_local(gradient, zeros)
+            zeros = torch.zeros_like(dtensor_compat.local_of(gradient), memory_format=torch.contiguous_format)
+            dtensor_compat.set_local(gradient, zeros)
             gradient.__class__ = DTensor  # type: ignore[assignment]
         elif isinstance(gradient, DTensor):
-            torch_compat.local_of(gradient).zero_()
+            dtensor_compat.local_of(gradient).zero_()
         else:
             gradient.zero_()
     return None if several else gradients

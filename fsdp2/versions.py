@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from . import torch_compat
+from . import dtensor_compat, torch_compat
 from .param import FSDPParam
 
 _version_of, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
@@ -123,7 +123,7 @@ class GroupVersions:
 
     def _count_data(self, param: FSDPParam) -> int:
         count, data = self._data_writes.get(param, 0), self._data.get(param)
-        return count if data is None else count + data._version + torch_compat.local_of(data)._version
+        return count if data is None else count + data._version + dtensor_compat.local_of(data)._version
 
     def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
         """What was done to these, which were on the meta device, has left them without values."""
@@ -184,4 +184,4 @@ class GroupVersions:
 
 
 def _with_local(full: Tensor) -> tuple[Tensor, ...]:
-    return (full, torch_compat.local_of(full)) if isinstance(full, DTensor) else (full,)
+    return (full, dtensor_compat.local_of(full)) if isinstance(full, DTensor) else (full,)

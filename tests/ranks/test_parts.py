@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import fully_shard, torch_compat
+from fsdp2 import dtensor_compat, fully_shard
 from fsdp2.parts import Part, write_through_parts
 from helpers import assert_same, run_ranks
 
@@ -74,7 +74,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "in place by an operator": lambda own: own[1:3].__imul__(3),
     "lists": of_lists,
 }
-if torch_compat.DISPATCHES_TO_SUBCLASSES:
+if dtensor_compat.DISPATCHES_TO_SUBCLASSES:
     WRITES["one after the other"] = twice
 # Of copies only: torch refuses to mix tensors where it has views.
 WRITES_OF_PLAIN_TENSORS: dict[str, Callable[[Any], object]] = {
@@ -159,7 +159,7 @@ def test_parts_are_read_like_any_dtensor() -> None:
             assert type(result) is (Part if name == "a view" else DTensor), name
             assert_same(of_plain(result), read(PLAIN[1:3]), 0, 0, name)
             own.mul_(3)
-            if not torch_compat.DISPATCHES_TO_SUBCLASSES:
+            if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
                 continue
             assert_same(part.full_tensor(), PLAIN[1:3] * 3, 0, 0, f"{name}: full_tensor after a write to the whole")
             assert_same(of_plain(read(part)), read(PLAIN[1:3] * 3), 0, 0, f"{name}: after a write to the whole")

@@ -85,8 +85,12 @@ ORDER = (
     "graph_hooks",
     "tree",
     "torch_compat",
+    "dtensor_compat",
     "when_imported",
 )
+# Where private names of torch stand.
+COMPAT = ("torch_compat", "dtensor_compat")
+WHERE = "it belongs in torch_compat.py or dtensor_compat.py"
 # The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
 BRIDGE = ("patch",)
 # What torch's other composable APIs look up on a module; neither an implementation of FSDP nor imported with fsdp2.
@@ -242,16 +246,24 @@ def nothing_touches_torch_fsdp(sources: dict[str, Source]) -> Problems:
 
 def private_torch_names_stand_in_torch_compat(sources: dict[str, Source]) -> Problems:
     for source in sources.values():
-        if source.name in ("torch_compat", *BRIDGE):
+        if source.name in (*COMPAT, *BRIDGE):
             continue
         for line, dotted in (*source.names(), *source.strings):
             if found := PRIVATE.match(dotted):
-                yield source, line, f"{found[0]} is private to torch: it belongs in torch_compat.py"
+                yield (
+                    source,
+                    line,
+                    f"{found[0]} is private to torch: {WHERE}",
+                )
         for node in ast.walk(source.tree):
             match node:
                 case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, ast.Constant(value=str(name)), *_]):
                     if found := PRIVATE.match(f"{source.resolve(owner)}.{name}"):
-                        yield source, node.lineno, f"{found[0]} is private to torch: it belongs in torch_compat.py"
+                        yield (
+                            source,
+                            node.lineno,
+                            f"{found[0]} is private to torch: {WHERE}",
+                        )
 
 
 def only_torch_is_needed(sources: dict[str, Source]) -> Problems:
