@@ -87,7 +87,8 @@ def compute_like_plain_tensors() -> None:
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten._local_scalar_dense.default], _item)
     handle_operations([_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default], _rrelu)
-    handle_operations((getattr(torch.ops.c10d, name).default for name in _COLLECTIVES), _refuse_collective)
+    collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
+    handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
 
 
 def _draw_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """What ranks must have in common though no gather shows it: the weights they start from, memory that somebody has
 initialised, and trainable parameters that no group manages. And what each sees by itself, of which all must be told:
-whole numbers among its inputs that a policy rounds.
+whole numbers among its inputs that a policy rounds. Besides, optimizers that would never step.
 
 Ranks look when one of the groups is gathered for the first time; later, at the times of looks.py, where there are such
 parameters, or casts. A number that all have in common is its own maximum and minimum over them: an all-reduce of some
@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from . import comm
+from . import comm, torch_compat
 from .checksum import bits_of, checksum
 from .looks import is_time_to_look
 from .mesh import DataMesh
@@ -109,6 +109,7 @@ class RankGuard:
         self._times = number  # unless that raises: then it is looked at again
 
     def _look(self, is_first: bool) -> None:
+        _refuse_own_optimizers(self._states)
         if is_first:
             of_mesh: dict[DataMesh, list[FSDPState]] = {}
             for state in self._states:
@@ -151,6 +152,17 @@ class RankGuard:
                 f"{state.input_dtype}, to which its MixedPrecisionPolicy casts them, makes others of. Pass "
                 "cast_forward_inputs=False there, and cast in the module what may be rounded; or pass integers; or, if "
                 "it is meant, cast them before the call."
+            )
+
+
+def _refuse_own_optimizers(states: Sequence[FSDPState]) -> None:
+    """Raise NotImplementedError if a parameter would be stepped on where autograd accumulates its gradient."""
+    for param in (param for state in states for param in state.group.params):
+        if torch_compat.is_stepped_on_accumulation(param.sharded):
+            raise NotImplementedError(
+                f"{param.name}: _apply_optimizer_in_backward would never step, for gradients of sharded parameters "
+                "come from reductions, not from autograd. Call model.set_optimizer_in_backward(optimizer), or step in "
+                "register_post_accumulate_grad_hook of each parameter."
             )
 
 

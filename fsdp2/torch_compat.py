@@ -43,6 +43,7 @@ __all__ = [
     "inner_tensors",
     "innermost_transform",
     "is_shared_with_ddp",
+    "is_stepped_on_accumulation",
     "is_wrapped",
     "keep_out_of_graphs",
     "mesh_over",
@@ -316,6 +317,12 @@ def register_composable(module: nn.Module, state: ComposableState, name: str) ->
 def is_shared_with_ddp(module: nn.Module) -> bool:
     """Whether a user has told DDP to leave some of its parameters alone: the function for that is private, too."""
     return hasattr(module, "_ddp_params_and_buffers_to_ignore")
+
+
+def is_stepped_on_accumulation(param: Tensor) -> bool:
+    """Whether `_apply_optimizer_in_backward` has given it an optimizer, and a hook that steps it."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return module is not None and param in module.param_to_optim_hook_handle_map
 
 
 def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:

@@ -670,6 +670,18 @@ def penalties_apart(side: Side) -> None:
     side.weights("trained", model)
 
 
+@ends(LOUD, "set_optimizer_in_backward")
+def optimizers_in_backward(side: Side) -> None:
+    """`_apply_optimizer_in_backward`, which steps where autograd accumulates"""
+    from torch.distributed.optim import _apply_optimizer_in_backward  # with a warning
+
+    model = shard(side, Net())
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.5})
+    for step in range(2):
+        loss_of(model(side.batch(step))).backward()
+    side.weights("trained", model)
+
+
 class ExitsEarly(Net):
     def forward(self, x: Tensor, early: bool = False) -> Tensor:
         return self.stem(x) if early else super().forward(x)
