@@ -157,7 +157,7 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
         )
     if any(isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse for slot in slots):
         raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
-    if any(getattr(slot.module, "max_norm", None) is not None for slot in slots):
+    if any(vars(slot.module).get("max_norm") is not None for slot in slots):
         raise NotImplementedError(f"{what} max_norm writes to the weight in forward; that would be lost. Leave it out.")
 
 
@@ -172,7 +172,7 @@ def _check_subclass(what: str, parameter: nn.Parameter, data: Tensor) -> None:
 
 
 def check_frequencies(name: str, slots: list[Slot], mesh: DataMesh) -> None:
-    if mesh.num_ranks > 1 and any(getattr(slot.module, "scale_grad_by_freq", False) for slot in slots):
+    if mesh.num_ranks > 1 and any(vars(slot.module).get("scale_grad_by_freq") for slot in slots):
         raise NotImplementedError(
             f"{name}: scale_grad_by_freq would count how often indices occur in each rank's rows, not in the whole "
             "batch. Leave it out."
