@@ -107,6 +107,10 @@ def embedding(**options: Any) -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 4, sparse=True, **options))
 
 
+class Bounded(nn.Linear):
+    max_norm = 1.0
+
+
 def sparse_embedding_tied_to_a_head() -> nn.Module:
     """The sparse module is not the first that holds the parameter."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Embedding(8, 4, sparse=True))
@@ -203,6 +207,10 @@ CASES = {
         NotImplementedError, r"^0\.weight.*sparse", lambda: nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
     ),
     "sparse embedding, tied": Case(NotImplementedError, "weight.*sparse", sparse_embedding_tied_to_a_head),
+    "norms bounded": Case(
+        NotImplementedError, r"^0\.weight.*max_norm", lambda: nn.Sequential(nn.Embedding(8, 4, max_norm=1.0))
+    ),
+    "norms bounded by the class": Case(NotImplementedError, r"^weight.*max_norm", lambda: Bounded(8, 4)),
     "embedding by frequency": Case(
         NotImplementedError,
         r"^0\.weight: scale_grad_by_freq",
