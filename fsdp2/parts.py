@@ -80,9 +80,7 @@ class Part(DTensor):
 
 def _take_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result, base = dtensor_compat.call_unhandled(op, args, kwargs), args[0]
-    if type(base) is not DTensor or _is_activation(base) or type(local_of(base)) is not Tensor:
-        return result
-    return _as_parts(result, base, op, args, kwargs)
+    return _as_parts(result, base, op, args, kwargs) if _has_parts(base) else result
 
 
 def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,16 +89,17 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return dtensor_compat.call_unhandled(op, args, kwargs)
     except RuntimeError:  # of planning: on every rank
-        if _is_activation(base) or type(local_of(base)) is not Tensor or any(p.is_partial() for p in base.placements):
+        if not _has_parts(base) or any(each.is_partial() for each in base.placements):
             raise
     whole = op(dtensor_compat.whole_of(base).contiguous(), *args[1:], **kwargs)
     replicated = dtensor_compat.cut(whole, base.device_mesh, [Replicate()] * base.device_mesh.ndim)
     return _as_parts(replicated, base, op, args, kwargs)
 
 
-def _is_activation(tensor: DTensor) -> bool:
-    """Whether autograd keeps what is written to its views; and what torch.compile traces is no memory."""
-    return torch.is_grad_enabled() and tensor.grad_fn is not None
+def _has_parts(base: DTensor) -> bool:
+    """Not if it is an activation, of which autograd keeps what is written; what torch.compile traces is no memory."""
+    is_activation = torch.is_grad_enabled() and base.grad_fn is not None
+    return type(base) is DTensor and not is_activation and type(local_of(base)) is Tensor
 
 
 def _as_parts(result: Any, base: DTensor, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
