@@ -157,8 +157,9 @@ class RankGuard:
 
 def _refuse_own_optimizers(states: Sequence[FSDPState]) -> None:
     """Raise NotImplementedError if a parameter would be stepped on where autograd accumulates its gradient."""
-    for param in (param for state in states for param in state.group.params):
-        if torch_compat.is_stepped_on_accumulation(param.sharded):
+    stepped = torch_compat.stepped_on_accumulation()
+    for param in (param for state in states if stepped for param in state.group.params):
+        if param.sharded in stepped:
             raise NotImplementedError(
                 f"{param.name}: _apply_optimizer_in_backward would never step, for gradients of sharded parameters "
                 "come from reductions, not from autograd. Call model.set_optimizer_in_backward(optimizer), or step in "

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pkgutil import iter_modules
 from typing import Any, TypeVar
 
@@ -43,7 +43,6 @@ __all__ = [
     "inner_tensors",
     "innermost_transform",
     "is_shared_with_ddp",
-    "is_stepped_on_accumulation",
     "is_wrapped",
     "keep_out_of_graphs",
     "mesh_over",
@@ -58,6 +57,7 @@ __all__ = [
     "scale_each",
     "set_versions",
     "single_tensor_collectives",
+    "stepped_on_accumulation",
     "storage_id",
     "take_hooks",
     "transform_stacks",
@@ -319,10 +319,11 @@ def is_shared_with_ddp(module: nn.Module) -> bool:
     return hasattr(module, "_ddp_params_and_buffers_to_ignore")
 
 
-def is_stepped_on_accumulation(param: Tensor) -> bool:
-    """Whether `_apply_optimizer_in_backward` has given it an optimizer, and a hook that steps it."""
-    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    return module is not None and param in module.param_to_optim_hook_handle_map
+def stepped_on_accumulation() -> Collection[Tensor]:
+    """Parameters to which `_apply_optimizer_in_backward` has given an optimizer, and a hook that steps it."""
+    module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    found: Collection[Tensor] = module.param_to_optim_hook_handle_map if module is not None else ()
+    return found
 
 
 def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
