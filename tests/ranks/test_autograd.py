@@ -7,9 +7,9 @@ difference is not rounding.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import full_params, fully_shard
+from fsdp2.hooks import require_state
 from helpers import assert_same, run_ranks
 from scenarios import (
     WIDTH,
@@ -625,6 +626,29 @@ def test_a_graph_of_gradients_whose_weights_were_freed_says_so() -> None:
         assert_same(torch.autograd.grad(second.sum(), xs[1])[0], expected, 0, 0, "kept")
 
     run_ranks(2, body)
+
+
+def test_what_stays_over_a_step_stays_after_a_graph_of_gradients() -> None:
+    """It is not gathered again."""
+
+    def body(rank: int, _: int) -> None:
+        model = fully_shard(Net(), reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        x = torch.randn(2, WIDTH, requires_grad=True)
+        slopes(model, [x])[0].sum().backward()
+        with fails_to_gather(model):
+            slopes(model, [x])[0].sum().backward()
+
+    run_ranks(2, body)
+
+
+@contextmanager
+def fails_to_gather(model: nn.Module) -> Iterator[None]:
+    """What gathers the group of `model` fails."""
+    group = require_state(model).group
+    group._comm, kept_comm = None, group._comm
+    yield
+    group._comm = kept_comm
 
 
 class Potential(nn.Module):

@@ -1,5 +1,6 @@
 """`torch.func`'s transforms around the forward of a sharded module, and inside it."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,34 +12,12 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from helpers import assert_same, run_ranks
-from scenarios import WIDTH, Run, blocks, check, kept, loss_of, sgd, whole
+from scenarios import WIDTH, Block, Net, Run, blocks, check, kept, loss_of, sgd, whole
 
 # Torch's own, when it loads what forward mode needs.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 Model = Callable[[Tensor], Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 7)
-        self.down = nn.Linear(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def vjp_and_output(model: Model, x: Tensor) -> Tensor:
@@ -65,7 +44,7 @@ def test_training_through_a_transform(wrap: Callable[..., None], watches: bool) 
     """Its result is a loss: backward goes through graphs that were built inside it."""
 
     def scenario(run: Run, transform: str) -> None:
-        model = run.build(Tower)
+        model = run.build(Net)
         wrap(run, model)
         if run.sharded and not watches:
             model.set_saved_tensor_hooks(False)
@@ -127,7 +106,7 @@ def test_later_and_after_failures() -> None:
         raise KeyError(str(x.shape))
 
     def scenario(run: Run) -> None:
-        model = run.build(Tower)
+        model = run.build(Net)
         blocks(run, model)
         optimizer, x = sgd(model), run.batch(seed=0)
         output, pull = vjp(model, x)
@@ -147,6 +126,37 @@ def test_later_and_after_failures() -> None:
     check(scenario)
 
 
+class Slope(Force):
+    """Reads its weights inside a gradient only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return grad(self.energy)(x)
+
+
+STALE: dict[str, tuple[Callable[[], nn.Module], Callable[[Model, Tensor], Tensor]]] = {
+    "inside": (Slope, lambda model, x: model(x)),
+    "around": (Block, lambda model, x: grad(lambda x: model(x).square().sum())(x)),
+}
+
+
+def test_weights_that_change_before_backward_are_refused() -> None:
+    """As in plain training: no hook of ours has seen that they were saved."""
+
+    def scenario(run: Run, where: str) -> None:
+        build, transform = STALE[where]
+        model = run.build(build)
+        run.shard(model, reshard_after_forward=True)
+        result = transform(model, run.batch(seed=0))
+        with torch.no_grad():
+            model.down.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss_of(result).backward()
+        loss_of(transform(model, run.batch(seed=1))).backward()
+        run.grads("after the next forward", model)
+
+    check(scenario, where=list(STALE))
+
+
 def test_with_casts_and_offload() -> None:
     def body(rank: int, _: int) -> None:
         for options in (
@@ -155,7 +165,7 @@ def test_with_casts_and_offload() -> None:
             {"reshard_after_forward": 1},
         ):
             torch.manual_seed(0)
-            model, plain, x = Tower(), Tower(), torch.randn(4, WIDTH)
+            model, plain, x = Net(), Net(), torch.randn(4, WIDTH)
             plain.load_state_dict(model.state_dict())
             for block in model.blocks:
                 fully_shard(block, **options)
@@ -173,7 +183,7 @@ def test_with_casts_and_offload() -> None:
 
 def test_gradients_of_sharded_parameters_are_refused() -> None:
     def body(rank: int, _: int) -> None:
-        model = fully_shard(Tower())
+        model = fully_shard(nn.Sequential(OrderedDict(blocks=nn.Sequential(Block()))))
         x, params = torch.randn(2, WIDTH), dict(model.named_parameters())
 
         def loss(params: dict[str, Any]) -> Tensor:

@@ -250,20 +250,12 @@ def private_torch_names_stand_in_torch_compat(sources: dict[str, Source]) -> Pro
             continue
         for line, dotted in (*source.names(), *source.strings):
             if found := PRIVATE.match(dotted):
-                yield (
-                    source,
-                    line,
-                    f"{found[0]} is private to torch: {WHERE}",
-                )
+                yield source, line, f"{found[0]} is private to torch: {WHERE}"
         for node in ast.walk(source.tree):
             match node:
                 case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[owner, ast.Constant(value=str(name)), *_]):
                     if found := PRIVATE.match(f"{source.resolve(owner)}.{name}"):
-                        yield (
-                            source,
-                            node.lineno,
-                            f"{found[0]} is private to torch: {WHERE}",
-                        )
+                        yield source, node.lineno, f"{found[0]} is private to torch: {WHERE}"
 
 
 def only_torch_is_needed(sources: dict[str, Source]) -> Problems:
