@@ -203,6 +203,6 @@ def _kept_layout(layout: GatherLayout, few: Comm) -> GatherLayout:
 
     Chunks of fewer ranks need no more padding: they fit where those of all ranks do. What is packed lies behind them.
     """
-    specs = [replace(spec, storage_dtype=spec.compute_dtype, world_size=few.size) for spec in layout.specs]
+    specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=few.size) for spec in layout.specs)
     own = gather_layout(specs, few.size, few.direct_min_bytes)
     return replace(own, full_offsets=layout.full_offsets, packed_start=layout.packed_start)

@@ -15,8 +15,9 @@ from . import dtensor_compat, hooks, torch_compat
 from .extension import count_pre_arguments, refuse_part
 from .mesh import DataMesh, Distribution, described_data_mesh, distribute
 from .module import public_methods
-from .param import SHARDED_AS, Slot, lacks_of_extension
+from .param import SHARDED_AS, Slot, is_extended, lacks_of_extension
 from .policy import MixedPrecisionPolicy, OffloadPolicy
+from .state import FSDPState
 
 
 def check_modules(module: Any) -> list[nn.Module]:
@@ -35,6 +36,8 @@ def check_modules(module: Any) -> list[nn.Module]:
                 f"{type(each).__name__} has no forward, so its parameters could never be gathered in time. Apply "
                 "fully_shard to the modules inside it, or pass them as a list to share one group."
             )
+    if len(modules) == 1:
+        return modules
     if len(set(modules)) < len(modules):
         raise ValueError("module: expected distinct modules, got the same one twice in the list")
     inside = {inner for outer in modules for inner in outer.modules() if inner is not outer}
@@ -83,21 +86,24 @@ def check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
         )
 
 
-def check_conditional(roots: list[nn.Module], conditional: bool, choice: bool | int | None, mesh: DataMesh) -> None:
-    """Of `roots`, and of what is sharded inside them."""
+def check_conditional(
+    roots: list[nn.Module], inside: list[FSDPState], conditional: bool, choice: bool | int | None, mesh: DataMesh
+) -> None:
+    """Of `roots`, and of what is sharded `inside` them."""
+    meeting = [state for state in inside if conditional or state.gate is not None]
+    if not conditional and not meeting:
+        return
     names = {module: name for root in roots for name, module in root.named_modules()}
-    inside = {names[state.modules[0]]: state for root in roots for state in hooks.states_below(root)}
-    keeping = [name for name, state in inside.items() if state.keeps_part]
-    if conditional and not isinstance(choice, (bool, type(None))):
+    keeping = [names[state.modules[0]] for state in inside if state.keeps_part]
+    if not isinstance(choice, (bool, type(None))):
         keeping.append("this module")
     if conditional and keeping:
         raise NotImplementedError(
             f"conditional=True with an int for reshard_after_forward, of {', '.join(keeping)}, is not supported: ranks "
             "that leave it out have no part to keep. Pass a bool, or None."
         )
-    for name, state in inside.items():
-        if conditional or state.gate is not None:
-            check_one_mesh(name, state.group.mesh, mesh)
+    for state in meeting:
+        check_one_mesh(names[state.modules[0]], state.group.mesh, mesh)
 
 
 def check_one_mesh(name: str, mesh: DataMesh, outer: DataMesh) -> None:
@@ -136,14 +142,17 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
     parameter = slots[0].get()
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{name} is uninitialised. Run the lazy module once before fully_shard.")
-    what = f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
     if parameter.layout is not torch.strided:
-        raise NotImplementedError(f"{what} has the sparse layout {parameter.layout}; expected a dense tensor.")
+        raise NotImplementedError(
+            f"{_describe(name, parameter)} has the sparse layout {parameter.layout}; expected a dense tensor."
+        )
     data = dtensor_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
     if type(data) is not Tensor or type(parameter) not in (nn.Parameter, DTensor):
-        _check_subclass(what, parameter, data)
+        _check_subclass(name, parameter, data)
     if parameter.is_complex():
-        raise NotImplementedError(f"{what} complex parameters are not supported yet. Store torch.view_as_real of it.")
+        raise NotImplementedError(
+            f"{_describe(name, parameter)} complex parameters are not supported yet. Store torch.view_as_real of it."
+        )
     owner = getattr(parameter, SHARDED_AS, None)
     if owner is not None:
         raise ValueError(
@@ -155,28 +164,35 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
             f"{name} has a gradient, of which nobody knows whether each rank has all of it, or a part. Call step() or "
             "zero_grad() before fully_shard."
         )
-    if any(isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse for slot in slots):
-        raise NotImplementedError(f"{what} has sparse gradients, which are not supported. Use sparse=False.")
-    if any(_attribute(slot.module, "max_norm") is not None for slot in slots):
-        raise NotImplementedError(f"{what} max_norm writes to the weight in forward; that would be lost. Leave it out.")
+    for slot in slots:
+        if isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse:
+            raise NotImplementedError(f"{name}: sparse gradients are not supported. Use sparse=False.")
+        if _attribute(slot.module, "max_norm") is not None:
+            raise NotImplementedError(
+                f"{name}: max_norm writes to the weight in forward; that would be lost. Leave it out."
+            )
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
     """`module.name`, or None: nn.Module takes 5 us to find that it has none, for each parameter of a model."""
-    places = (vars(module), module._parameters, module._buffers, module._modules)
-    looks_there_only = type(module).__getattr__ is nn.Module.__getattr__
-    if looks_there_only and not hasattr(type(module), name) and not any(name in place for place in places):
+    cls, own = type(module), vars(module)
+    is_there = name in own or name in own["_buffers"] or name in own["_parameters"] or name in own["_modules"]
+    if not is_there and cls.__getattr__ is nn.Module.__getattr__ and not hasattr(cls, name):
         return None
     return getattr(module, name, None)
 
 
-def _check_subclass(what: str, parameter: nn.Parameter, data: Tensor) -> None:
+def _describe(name: str, parameter: nn.Parameter) -> str:
+    return f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
+
+
+def _check_subclass(name: str, parameter: nn.Parameter, data: Tensor) -> None:
     missing = lacks_of_extension(data)
     if missing:
         kind = type(parameter if type(data) is Tensor else data).__name__
         raise NotImplementedError(
-            f"{what} is a {kind}, which does not say how it is gathered. Give the class {' and '.join(missing)}, or "
-            "put the parameter into ignored_params."
+            f"{_describe(name, parameter)} is a {kind}, which does not say how it is gathered. Give the class "
+            f"{' and '.join(missing)}, or put the parameter into ignored_params."
         )
 
 
@@ -191,7 +207,7 @@ def check_frequencies(name: str, slots: list[Slot], mesh: DataMesh) -> None:
 def check_extension(name: str, parameter: nn.Parameter, choice: bool | int | None, mesh: DataMesh) -> None:
     """An extension's parameters are given up as a whole, and gathered among all ranks."""
     data = dtensor_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
-    if lacks_of_extension(data):
+    if not is_extended(data):
         return
     count_pre_arguments(name, data)
     if choice is not None and not isinstance(choice, bool) and choice not in (1, mesh.size):

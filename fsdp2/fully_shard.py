@@ -153,7 +153,8 @@ def _apply(
         checks.check_names(root)
     shared = choose_axes(mesh if mesh is not None else default_mesh())
     checks.check_reshard(reshard_after_forward, shared)
-    checks.check_conditional(roots, conditional, reshard_after_forward, shared)
+    inside = [state for root in roots for state in hooks.states_below(root)]
+    checks.check_conditional(roots, inside, conditional, reshard_after_forward, shared)
     plans = [
         _plan(name, parameter_slots, shared, policy, reshard_after_forward, shard_placement_fn)
         for name, parameter_slots in slots.items()
@@ -165,7 +166,7 @@ def _apply(
     # From here on nothing is refused.
     _move_buffers(managed, shared.device)
     rest, pin = _resting_place(offload_policy, shared.device)
-    shares = _shares(plans, find_units(roots, slots), shared)
+    shares = _shares(plans, find_units(roots, inside, slots), shared)
     states = []
     for share, members in shares.items():
         params, start = _shard(members, rest, type(roots[0]).__name__)

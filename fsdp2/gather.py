@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from . import torch_compat
@@ -32,6 +33,8 @@ class GatherPlan:
         self.copies_out: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
+        # The full parameters' bytes as elements of the dtypes that are copied out of them.
+        self._typed: dict[torch.dtype, Tensor] = {}
         if layout.aliased:
             return
         for i in layout.direct:
@@ -68,23 +71,31 @@ class GatherPlan:
         self.outputs.append(output)
         self.inputs.append(own)
         for i in layout.packed:
-            self._plan_copy_out(i, output.view(self._world_size, nbytes))
+            self._plan_copy_out(i)
 
-    def _plan_copy_out(self, i: int, segments: Tensor) -> None:
-        spec, first = self._layout.specs[i], self._layout.packed_offsets[i]
-        chunks = segments[:, first : first + spec.compute_nbytes].view(spec.compute_dtype)
+    def _plan_copy_out(self, i: int) -> None:
+        spec, layout = self._layout.specs[i], self._layout
         held = spec.num_holders  # the last ranks may hold nothing of a parameter of few rows
-        numel = held * spec.shard_numel if spec.dim == 0 else spec.numel
-        full = view_bytes(self._full, self._layout.full_offsets[i], numel, spec.compute_dtype)
+        segment = layout.packed_nbytes // spec.compute_dtype.itemsize
+        first = layout.packed_start + layout.packed_offsets[i]
+        chunks = self._rows_at(first, (held, spec.shard_numel), segment, spec.compute_dtype)
         if spec.dim == 0:
-            targets, sources = [full.view(held, spec.shard_numel)], [chunks[:held]]
+            full = self._rows_at(layout.full_offsets[i], chunks.shape, spec.shard_numel, spec.compute_dtype)
+            targets, sources = [full], [chunks]
         else:
+            full = view_bytes(self._full, layout.full_offsets[i], spec.numel, spec.compute_dtype)
             targets = split_chunks(full.view(spec.shape), spec)
             sources = [chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))]
             if len(targets) > 1:
                 sources.append(chunks[spec.whole_chunks, : targets[1].numel()].view(targets[1].shape))
         self.copies_out[0].extend(targets)
         self.copies_out[1].extend(sources)
+
+    def _rows_at(self, offset: int, shape: Sequence[int], stride: int, dtype: torch.dtype) -> Tensor:
+        """Rows that begin at byte `offset` of the full parameters, `stride` elements apart, in one view, not six."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self._full.view(dtype)
+        return self._typed[dtype].as_strided(shape, (stride, 1), offset // dtype.itemsize)
 
     def _slot(self, output: Tensor, nbytes: int) -> Tensor:
         return output[self._rank * nbytes : (self._rank + 1) * nbytes]

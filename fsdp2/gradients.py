@@ -29,6 +29,8 @@ from .unsynced_grad import SteppedGrad, UnsyncedGrad
 MAX_BUCKETS = 4
 MIN_BUCKET_BYTES = 1024 * 1024
 
+_KEY = "fsdp2"
+
 
 class _Bucket:
     """Parameters whose gradients are reduced together, and how many of these are still to come in this backward.
@@ -90,7 +92,8 @@ class GroupGradients:
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
         self._wire_dtypes: tuple[torch.dtype, ...] = ()
         self._buckets: list[_Bucket] = []
-        self._handles: list[Any] = []
+        # Full parameters that tell a bucket of their gradients.
+        self._followed: list[Tensor] = []
         # Both in the reduce dtype: full gradients, and flat padded shards that were not summed between replicas.
         self._waiting: dict[int, Tensor] = {}
         self._partial: dict[int, Tensor] = {}
@@ -124,15 +127,14 @@ class GroupGradients:
         self._specs = specs
         self._reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
         self._wire_dtypes = tuple(policy.sent_dtype(spec.storage_dtype) for spec in specs)
-        for handle in self._handles:
-            handle.remove()
+        for full in self._followed:
+            torch_compat.on_accumulated(full, _KEY, None)
         buckets = find_buckets(specs, self._reduce_dtypes, trainable)
         self._buckets = [_Bucket(indices, self._progress) for indices in buckets]
-        self._handles = [
-            self._params[i].full.register_post_accumulate_grad_hook(bucket.arrive)
-            for bucket in self._buckets
-            for i in bucket.indices
-        ]
+        self._followed = [self._params[i].full for bucket in self._buckets for i in bucket.indices]
+        for bucket in self._buckets:
+            for i in bucket.indices:
+                torch_compat.on_accumulated(self._params[i].full, _KEY, bucket.arrive)
         self._plan, self._names = cache(self._make_plan), cache(self._make_names)
 
     def _make_plan(self, indices: tuple[int, ...]) -> ReducePlan:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -37,7 +37,10 @@ def align(value: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout must know of one parameter: its global shape and its dtypes at rest and in compute."""
+    """What the layout must know of one parameter: its global shape and its dtypes at rest and in compute.
+
+    `param_spec` makes it: equal parameters, of which models have many, share one, and what is computed of it.
+    """
 
     shape: tuple[int, ...]
     storage_dtype: torch.dtype
@@ -118,6 +121,9 @@ class ParamSpec:
         return (*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :])
 
 
+param_spec = lru_cache(4096)(ParamSpec)
+
+
 class CastRun(NamedTuple):
     """Packed parameters of the same two dtypes, that lie side by side at rest and in a rank's segment: one cast."""
 
@@ -164,8 +170,12 @@ class GatherLayout:
         return sum(self.specs[i].compute_nbytes for i in self.direct) + self.packed_nbytes
 
 
-def gather_layout(specs: Sequence[ParamSpec], world_size: int, direct_min_bytes: int) -> GatherLayout:
-    """Lay out one group. `direct_min_bytes`: parameters of at least so many bytes are gathered straight into place."""
+@lru_cache(1024)
+def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_bytes: int) -> GatherLayout:
+    """Lay out one group. `direct_min_bytes`: parameters of at least so many bytes are gathered straight into place.
+
+    Equal groups share the layout: the blocks of a transformer are one.
+    """
     aliased = world_size == 1 and all(spec.storage_dtype == spec.compute_dtype for spec in specs)
     direct = [i for i, spec in enumerate(specs) if world_size == 1 or _is_direct(spec, direct_min_bytes)]
     # Wide dtypes first: then every offset is a multiple of its own item size without gaps.

@@ -58,6 +58,7 @@ class DataMesh:
     shard_axes: tuple[int, ...]
     replicate_axes: tuple[int, ...] = ()
     _specs: dict[Any, DTensorSpec] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _plain: dict[Any, Distribution] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __reduce__(self) -> Any:
         return DataMesh, (self.mesh, self.shard_axes, self.replicate_axes)
@@ -71,6 +72,14 @@ class DataMesh:
         if key not in self._specs:
             self._specs[key] = dtensor_compat.dtensor_spec(mesh, placements, shape, dtype)
         return self._specs[key]
+
+    def plain_distribution(self, dim: int, is_scalar: bool) -> Distribution:
+        """Of what is no DTensor; all such parameters share it."""
+        key = (dim, is_scalar)
+        if key not in self._plain:
+            gathered: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
+            self._plain[key] = Distribution(self.mesh, _cut(self.mesh, gathered, self, *key), None, (), dim)
+        return self._plain[key]
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -98,10 +107,10 @@ class DataMesh:
         """Whether this rank is the first of all that share or replicate the parameters."""
         return not any(self.mesh.get_local_rank(axis) for axis in self.replicate_axes + self.shard_axes)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """How many ranks share or replicate the parameters."""
-        return math.prod(group.size() for group in self.axis_groups)
+        return math.prod(self.mesh.size(axis) for axis in (*self.shard_axes, *self.replicate_axes))
 
     @property
     def axis_groups(self) -> list[dist.ProcessGroup]:
@@ -117,6 +126,19 @@ class DataMesh:
         return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
 
 
+# Those in use: the groups of a model share one, and with it the specs of equal parameters.
+_in_use: weakref.WeakValueDictionary[Any, DataMesh] = weakref.WeakValueDictionary()
+
+
+def _on_axes(mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple[int, ...] = ()) -> DataMesh:
+    # By identity: meshes of another default process group would be equal. While the value lives, so does its mesh.
+    key = (id(mesh), shard_axes, replicate_axes)
+    found = _in_use.get(key)
+    if found is None:
+        found = _in_use[key] = DataMesh(mesh, shard_axes, replicate_axes)
+    return found
+
+
 def data_mesh(mesh: DeviceMesh) -> DataMesh:
     """One axis shards; of two, the first replicates and the second shards (HSDP)."""
     if mesh.ndim > 2:
@@ -126,7 +148,7 @@ def data_mesh(mesh: DeviceMesh) -> DataMesh:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}")
-    return DataMesh(mesh, (0,)) if mesh.ndim == 1 else DataMesh(mesh, (1,), (0,))
+    return _on_axes(mesh, (0,)) if mesh.ndim == 1 else _on_axes(mesh, (1,), (0,))
 
 
 def described_data_mesh(mesh_info: Any) -> DataMesh:
@@ -142,14 +164,14 @@ def described_data_mesh(mesh_info: Any) -> DataMesh:
     if not isinstance(mesh, DeviceMesh) or axes == [None, None]:
         raise TypeError(f"mesh_info: expected a DeviceMesh, or an object with one in `mesh`, got {mesh_info!r}")
     shard, replicate = (() if axis is None else (axis % mesh.ndim,) for axis in axes)
-    return DataMesh(mesh, shard, replicate)
+    return _on_axes(mesh, shard, replicate)
 
 
 def replicated_data_mesh(mesh: DeviceMesh) -> DataMesh:
     """One axis, which replicates."""
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one axis, which replicates, got {mesh.ndim} (shape {tuple(mesh.shape)})")
-    return DataMesh(mesh, (), (0,))
+    return _on_axes(mesh, (), (0,))
 
 
 def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
@@ -166,7 +188,7 @@ def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
         if unknown:
             raise ValueError(f"dp_mesh_dims: expected names among {known}, got {unknown}")
         axes.append(tuple(sorted(known.index(name) for name in names)))
-    return DataMesh(mesh, *axes)
+    return _on_axes(mesh, *axes)
 
 
 @dataclass(frozen=True)
@@ -193,16 +215,16 @@ def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
     Raises:
         ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.
     """
+    is_scalar = parameter.dim() == 0
     beside = not isinstance(parameter, DTensor) or parameter.device_mesh != mesh.mesh
     if beside and mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
         raise ValueError(f"dp_mesh_dims: expected a DTensor on {mesh.mesh}, got a {type(parameter).__name__}")
     if not isinstance(parameter, DTensor):
-        gathered: tuple[Placement, ...] = (Replicate(),) * mesh.mesh.ndim
-        return Distribution(mesh.mesh, _cut(mesh.mesh, gathered, mesh, dim, parameter), None, (), dim)
+        return mesh.plain_distribution(dim, is_scalar)
     inner, placements = parameter.device_mesh, parameter.placements
     if not beside:
         _check_data_axes(parameter, mesh, dim)
-        return Distribution(inner, _cut(inner, placements, mesh, dim, parameter), inner, placements, dim)
+        return Distribution(inner, _cut(inner, placements, mesh, dim, is_scalar), inner, placements, dim)
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"expected a DTensor that is sharded or replicated, got placements {placements}")
     try:
@@ -213,7 +235,7 @@ def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
             "all axes by init_device_mesh, and slice it by name."
         ) from error
     gathered = (Replicate(),) * mesh.mesh.ndim + placements
-    return Distribution(whole, _cut(whole, gathered, mesh, dim, parameter), inner, placements, dim)
+    return Distribution(whole, _cut(whole, gathered, mesh, dim, is_scalar), inner, placements, dim)
 
 
 def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
@@ -235,13 +257,13 @@ def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
 
 
 def _cut(
-    whole: DeviceMesh, placements: tuple[Placement, ...], mesh: DataMesh, dim: int, parameter: Tensor
+    whole: DeviceMesh, placements: tuple[Placement, ...], mesh: DataMesh, dim: int, is_scalar: bool
 ) -> tuple[Placement, ...]:
     """`placements` on `whole`, cut along `dim` on the data-parallel axes, which come last though they may stand left.
 
     A plain Shard would cut before those to its right.
     """
-    if parameter.dim() == 0:
+    if is_scalar:
         return placements
     cut = list(placements)
     for axis in mesh.shard_axes:

@@ -196,7 +196,7 @@ def _group_padding(state: FSDPState) -> GroupPadding:
     size, (gather_min_bytes, reduce_min_bytes) = group.mesh.size, group.direct_min_bytes
     params = sorted(group.params, key=lambda param: param.is_extended)
     specs = [param.spec(policy) for param in params]
-    plain = [spec for spec in specs if not spec.extended]
+    plain = tuple(spec for spec in specs if not spec.extended)
     gather = Padded(0, 0)
     if size > 1:
         payload = gather_layout(plain, size, gather_min_bytes).payload_nbytes

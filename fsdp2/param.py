@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import dtensor_compat, torch_compat
-from .layout import ParamSpec
+from .layout import ParamSpec, param_spec
 from .mesh import DataMesh, Distribution
 from .pack import contiguous_stride
 from .policy import MixedPrecisionPolicy
@@ -24,6 +24,11 @@ EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 def lacks_of_extension(local: Tensor) -> list[str]:
     """Which of these methods `local` lacks."""
     return [name for name in EXTENSION if not hasattr(local, name)]
+
+
+def is_extended(local: Tensor) -> bool:
+    """Whether `local` says itself how it is gathered."""
+    return type(local) is not Tensor and not lacks_of_extension(local)
 
 
 @dataclass(frozen=True)
@@ -105,13 +110,12 @@ class FSDPParam:
     def _shard(self, whole: Tensor) -> None:
         """Replace the whole parameter, in all its slots, by this rank's rows of it."""
         kind = self._distribution
-        with torch.no_grad():
-            gathered = self.gathered(whole.detach())
-            device = gathered.device if gathered.is_meta else self.rest
-            if type(gathered) not in (Tensor, nn.Parameter):
-                rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
-            else:
-                rows = self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
+        gathered = self.gathered(whole.detach())
+        device = gathered.device if gathered.is_meta else self.rest
+        if type(gathered) not in (Tensor, nn.Parameter):
+            rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
+        else:
+            rows = self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
 
@@ -165,14 +169,14 @@ class FSDPParam:
     @property
     def is_extended(self) -> bool:
         """Whether its local tensor says itself how it is gathered."""
-        return not lacks_of_extension(self.local)
+        return is_extended(self.local)
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         stored = self.local.dtype
         return stored if self._keeps_dtype else policy.compute_dtype(stored)
 
     def _spec_for(self, stored: torch.dtype, compute: torch.dtype, extended: bool = False) -> ParamSpec:
-        return ParamSpec(self.gathered_shape, stored, compute, self._mesh.size, self._distribution.dim, extended)
+        return param_spec(self.gathered_shape, stored, compute, self._mesh.size, self._distribution.dim, extended)
 
     def build_full(self, memory: Tensor) -> None:
         """Make the full face of `memory`, which has its dtype and the gathered shape. It has what users have set on the
@@ -341,6 +345,7 @@ class FSDPParam:
                 hook(sharded)
 
 
+@torch.no_grad()
 def _rows_of_subclass(whole: Tensor, dim: int, mesh: DataMesh, device: torch.device) -> Tensor:
     """This rank's rows of a tensor subclass, made by the few operations that such classes are known to have."""
     chunks = torch.chunk(whole, mesh.size, dim)

@@ -300,7 +300,7 @@ class FSDPParamGroup:
             wanted = dtype if dtype is not None and spec.storage_dtype.is_floating_point else spec.storage_dtype
             specs.append(replace(spec, compute_dtype=wanted))
         with torch.inference_mode(False), torch.no_grad():
-            layout = gather_layout(specs, self.mesh.size, self._comm.direct_min_bytes)
+            layout = gather_layout(tuple(specs), self.mesh.size, self._comm.direct_min_bytes)
             buffers = GroupBuffers(layout, self.mesh.rank, self.mesh.device, self.transfers)
             buffers.move_into_shards([param.local for param in params])
             buffers.start_gather(self._comm).finish()

@@ -48,6 +48,7 @@ __all__ = [
     "mesh_over",
     "no_torch_function",
     "norm_each",
+    "on_accumulated",
     "on_backward_end",
     "owned",
     "owns_memory",
@@ -299,6 +300,20 @@ def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """Have no other hook on the gradient of `tensor`, where another tensor may have taken the ones before."""
     tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     tensor._backward_hooks = {0: hook}  # what register_hook does, at the tenth part of the cost
+
+
+def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | None) -> None:
+    """Run `hook(tensor)`, and no other under `key`, when a gradient has been accumulated. None: run nothing any more.
+
+    What `register_post_accumulate_grad_hook` does, but for the handle, which takes as long as all the rest.
+    """
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    if hooks is None:
+        hooks = tensor._post_accumulate_grad_hooks = {}  # type: ignore[assignment]
+    if hook is None:
+        hooks.pop(key, None)
+    else:
+        hooks[key] = hook
 
 
 def register_composable(module: nn.Module, state: ComposableState, name: str) -> None:

@@ -26,12 +26,17 @@ MIN_SHARE_OF_A_GROUP = 0.5
 _UNIT = "_fsdp2_unit"
 
 
-def find_units(roots: Sequence[nn.Module], slots: Mapping[str, Sequence[Slot]]) -> dict[str, nn.Module]:
-    """FQN of a parameter -> the unit that it belongs to. `slots`: FQN -> the places of one parameter."""
-    inside = [state.group for root in roots for state in hooks.states_below(root)]
-    if not inside:
+def find_units(
+    roots: Sequence[nn.Module], inside: Sequence[FSDPState], slots: Mapping[str, Sequence[Slot]]
+) -> dict[str, nn.Module]:
+    """FQN of a parameter -> the unit that it belongs to.
+
+    `inside`: the states of what is sharded in `roots`; `slots`: FQN -> the places of one parameter.
+    """
+    groups = dict.fromkeys(state.group for state in inside)
+    if not groups:
         return {}  # not the last call of many
-    typical = median_low(_nbytes(param.sharded for param in group.params) for group in dict.fromkeys(inside))
+    typical = median_low(_nbytes(param.sharded for param in group.params) for group in groups)
     min_nbytes = max(MIN_UNIT_BYTES, MIN_SHARE_OF_A_GROUP * typical)
     names: dict[nn.Module, list[str]] = {}
     tied: set[nn.Module] = set()

@@ -95,7 +95,7 @@ def packed_regions(layout: GatherLayout) -> list[tuple[int, int]]:
 def test_gather_regions_do_not_overlap() -> None:
     """Two parameters that share a byte train on each other's values."""
     for specs, world_size, direct_min_bytes in random_groups():
-        layout = gather_layout(specs, world_size, direct_min_bytes)
+        layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         stored = [(o, spec.storage_nbytes) for o, spec in zip(layout.shard_offsets, specs, strict=True)]
         full = [(o, spec.compute_nbytes * world_size) for o, spec in zip(layout.full_offsets, specs, strict=True)]
         segments = (layout.packed_start, layout.packed_nbytes * world_size)
@@ -107,7 +107,7 @@ def test_gather_regions_do_not_overlap() -> None:
 def test_gather_regions_are_aligned() -> None:
     """A view needs a multiple of its item size, kernels like more, and NCCL is slow on a rank's odd byte counts."""
     for specs, world_size, direct_min_bytes in random_groups():
-        layout = gather_layout(specs, world_size, direct_min_bytes)
+        layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         for i, spec in enumerate(specs):
             assert layout.shard_offsets[i] % spec.storage_dtype.itemsize == 0
             assert layout.full_offsets[i] % PARAM_ALIGNMENT == 0
@@ -122,7 +122,7 @@ def test_gather_regions_are_aligned() -> None:
 
 def test_gather_is_direct_or_packed() -> None:
     for specs, world_size, direct_min_bytes in random_groups():
-        layout = gather_layout(specs, world_size, direct_min_bytes)
+        layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         assert sorted((*layout.direct, *layout.packed)) == list(range(len(specs)))
         for i in layout.direct:
             assert world_size == 1 or specs[i].compute_nbytes * world_size >= direct_min_bytes
@@ -132,7 +132,7 @@ def test_gather_is_direct_or_packed() -> None:
 def test_what_needs_no_cast_is_the_segment_to_send() -> None:
     """Then the shard buffer is the collective's input: its packed part must look exactly like a segment."""
     for specs, world_size, direct_min_bytes in random_groups():
-        layout = gather_layout(specs, world_size, direct_min_bytes)
+        layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         if layout.casts or not layout.packed:
             continue
         first = layout.shard_offsets[layout.packed[0]]
@@ -146,7 +146,7 @@ def test_what_needs_no_cast_is_the_segment_to_send() -> None:
 def test_casts_cover_the_packed_parameters_once() -> None:
     """Each parameter lies in one cast, as many elements into it as it lies into its source, in its own dtypes."""
     for specs, world_size, direct_min_bytes in random_groups():
-        layout = gather_layout(specs, world_size, direct_min_bytes)
+        layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         if not layout.casts:
             assert all(specs[i].storage_dtype == specs[i].compute_dtype for i in layout.packed)
             continue
@@ -165,7 +165,7 @@ def test_casts_cover_the_packed_parameters_once() -> None:
 
 def test_aliased_means_shards_are_the_full_storage() -> None:
     for specs, world_size, direct_min_bytes in random_groups():
-        layout = gather_layout(specs, world_size, direct_min_bytes)
+        layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         no_cast = all(spec.storage_dtype == spec.compute_dtype for spec in specs)
         assert layout.aliased == (world_size == 1 and no_cast)
         if layout.aliased:
@@ -203,7 +203,7 @@ def test_gathered_shards_are_the_parameter_in_rank_order() -> None:
     for specs, world_size, direct_min_bytes in random_groups():
         if sum(spec.compute_nbytes for spec in specs) * world_size > 20_000:
             continue
-        layout = gather_layout(specs, world_size, direct_min_bytes)
+        layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         expected = simulate_gather(layout)
         full = expected.pop(-1)
         for i, whole in expected.items():
@@ -258,7 +258,7 @@ def test_bucket_direct_gradients_need_neither_cast_nor_padding() -> None:
 def test_layouts_by_pencil_and_paper() -> None:
     """Two ranks: 'a' (4 x 8 fp32: 64 bytes a shard) goes direct; 'b' (3 fp32) and 'c' (2 bf16) share 16 bytes."""
     specs = [ParamSpec((4, 8), F32, F32, 2), ParamSpec((2,), BF16, BF16, 2), ParamSpec((3,), F32, F32, 2)]
-    layout = gather_layout(specs, 2, direct_min_bytes=128)
+    layout = gather_layout(tuple(specs), 2, direct_min_bytes=128)
     assert (layout.direct, layout.packed) == ((0,), (2, 1))
     assert layout.packed_offsets == {2: 0, 1: 8}
     assert (layout.packed_nbytes, layout.shard_nbytes) == (16, 80)

@@ -38,7 +38,7 @@ def test_every_payload_is_a_multiple_of_16_bytes(name: str) -> None:
     """At every world size: NCCL copies element by element otherwise. Payloads are counted one by one."""
     for world_size, direct_min_bytes in itertools.product(WORLDS[1:], DIRECT_MIN_BYTES):
         specs = specs_of(name, world_size)
-        gather = gather_layout(specs, world_size, direct_min_bytes)
+        gather = gather_layout(tuple(specs), world_size, direct_min_bytes)
         payloads = [*(specs[i].compute_nbytes for i in gather.direct), gather.packed_nbytes]
         assert gather.payload_nbytes == sum(payloads)
         for wire in (F32, BF16):
@@ -76,7 +76,7 @@ def test_payloads_are_the_largest_chunks(name: str) -> None:
 def payloads(name: str, world_size: int) -> Iterator[tuple[int, int]]:
     """Item size and payload of a gather in bf16 and of a reduction in fp32."""
     specs = specs_of(name, world_size)
-    yield 2, gather_layout(specs, world_size, DIRECT_MIN_BYTES[0]).payload_nbytes
+    yield 2, gather_layout(tuple(specs), world_size, DIRECT_MIN_BYTES[0]).payload_nbytes
     yield 4, sum(bucket.payload_nbytes for bucket in reductions(specs, DIRECT_MIN_BYTES[0], None))
 
 
@@ -92,7 +92,7 @@ def test_padding_is_bounded(name: str) -> None:
 
 
 def test_one_rank_gathers_nothing() -> None:
-    assert gather_layout(specs_of("Llama-3-8B", 1), 1, 0).payload_nbytes == 0
+    assert gather_layout(tuple(specs_of("Llama-3-8B", 1)), 1, 0).payload_nbytes == 0
 
 
 def test_known_factors() -> None:
@@ -147,7 +147,7 @@ def test_another_dim_saves_a_quarter_of_the_bytes(name: str) -> None:
 
 def test_full_parameters_along_another_dim_need_no_room_for_padding() -> None:
     specs = [ParamSpec((3, 5, 64), F32, F32, 4, dim=1), ParamSpec((3, 64), F32, F32, 4)]
-    layout = gather_layout(specs, 4, 1 << 30)
+    layout = gather_layout(tuple(specs), 4, 1 << 30)
     assert layout.full_offsets == (0, 3 * 5 * 64 * 4)
     assert layout.packed_start == 3 * 5 * 64 * 4 + 4 * 64 * 4
 
