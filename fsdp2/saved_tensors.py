@@ -113,7 +113,7 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
-        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        kept = tensor if tensor.is_leaf else tensor.detach()
         storage = storage_id(kept)
         owner = self.owners.get(storage) or (self._outer and self._owner_in_outer(storage))
         return (kept, owner.versions, owner) if owner else (kept, kept._version, None)
