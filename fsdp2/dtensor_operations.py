@@ -1,4 +1,6 @@
-"""Operations on DTensors that torch 2.11 to 2.15 carries out otherwise than on plain tensors, without a word."""
+"""Operations on DTensors that torch 2.11 to 2.15 carries out otherwise than on plain tensors, without a word; and some
+that optimizers need and it has no rule for.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +53,15 @@ _DRAW_FROM = (
     _aten.normal.Tensor_Tensor,
     _aten.poisson.default,
 )
+# On lists of tensors, in place; element by element.
+_ON_LISTS = (
+    _aten._foreach_copy_.default,
+    _aten._foreach_sign_.default,
+    _aten._fused_adagrad_.default,
+    _aten._fused_adagrad_.tensor_lr,
+    _aten._fused_sgd_.default,
+    _aten._fused_sgd_.tensor_lr,
+)
 _COLLECTIVES = (
     *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
     *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
@@ -79,7 +90,10 @@ def compute_like_plain_tensors() -> None:
       p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
     - `rrelu` in training raises: each rank would draw slopes of its own.
     - `torch.distributed`'s collectives raise an error that says what to do.
+    - SGD and Adagrad with `fused=True`, Rprop, and `p[mask] = number` work.
     """
+    handle_operations(_ON_LISTS, _count)
+    handle_operations([_aten.index_put_.default], _put)
     handle_operations(_DRAW_IN_PLACE, _draw_in_place)
     handle_operations(_DRAW_LIKE, partial(_draw, _blank))
     handle_operations(_DRAW_FROM, partial(_draw, whole_of))
@@ -155,6 +169,23 @@ def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(whole_of(target)) if parts else call_unhandled(op, args, kwargs)
 
 
+def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`target[mask] = number` is done by each rank with its own part."""
+    target, indices, value, *_ = args
+    if len(indices) != 1 or isinstance(value, DTensor) or value.dim() or not _is_mask_of(target, indices[0]):
+        return call_unhandled(op, args, kwargs)
+    op(local_of(target), [local_of(indices[0])], *args[2:], **kwargs)
+    return target
+
+
+def _is_mask_of(target: Any, mask: Any) -> bool:
+    """Whether both are distributed alike, and hold elements, not parts of sums."""
+    if not (isinstance(target, DTensor) and isinstance(mask, DTensor)) or mask.dtype != torch.bool:
+        return False
+    is_alike = (target.shape, target.placements, target.device_mesh) == (mask.shape, mask.placements, mask.device_mesh)
+    return is_alike and not any(each.is_partial() for each in target.placements)
+
+
 def _rrelu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     Raises:
@@ -192,7 +223,7 @@ def count_foreach_operations() -> None:
 
 def _count(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     local_args = _local_arguments(args)
-    if local_args is None:
+    if local_args is None or any(isinstance(each, DTensor) for each in kwargs.values()):
         call_unhandled(op, args, kwargs)
     else:
         op(*local_args, **kwargs)
@@ -209,7 +240,7 @@ def _local_arguments(args: tuple[Any, ...]) -> list[Any] | None:
     for arg in args:
         if isinstance(arg, Tensor):
             return None
-        if isinstance(arg, list | tuple) and isinstance(arg[0], Tensor):
+        if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor) and not _are_numbers(arg):
             others = _specs_of(arg)
             pairs = set(zip(specs, others or (), strict=False))
             if others is None or any(spec != other for spec, other in pairs):
@@ -217,6 +248,11 @@ def _local_arguments(args: tuple[Any, ...]) -> list[Any] | None:
             arg = list(map(local_of, arg))
         found.append(arg)
     return found
+
+
+def _are_numbers(tensors: Sequence[Tensor]) -> bool:
+    """Such as the steps that an optimizer counts, one for each parameter."""
+    return all(type(each) is Tensor and each.dim() == 0 for each in tensors)
 
 
 def _specs_of(tensors: Sequence[Tensor]) -> list[DTensorSpec] | None:

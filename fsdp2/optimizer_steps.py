@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Adafactor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -37,7 +37,16 @@ def follow_optimizer_steps() -> None:
 
 @torch_compat.untraced
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`args` begin with the optimizer."""
+    """`args` begin with the optimizer.
+
+    Raises:
+        NotImplementedError: it computes what torch has not for DTensors.
+    """
+    if isinstance(optimizer, Adafactor) and _states_of(optimizer):
+        raise NotImplementedError(
+            "Adafactor steps by means over rows and columns, and by norms, in place, which DTensors have not: it can't "
+            "step sharded parameters. Use another optimizer; Adam's state, too, is cut among the ranks."
+        )
     closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
     states = _states_of(optimizer) if callable(closure) and _may_use_loss(optimizer) else []
     if not states:

@@ -61,6 +61,26 @@ def test_foreach_operations_are_those_on_plain_tensors_and_count(world_size: int
     run_ranks(world_size, body)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_numbers_are_put_where_a_mask_says(world_size: int) -> None:
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        for plain in values(1):
+            for kind in (Shard(0), Replicate()):
+                (own,) = distributed([plain], kind)
+                before = own._version
+                own[own > 1] = -2.0
+                expected = plain.clone()
+                expected[expected > 1] = -2.0
+                assert_same(own.full_tensor(), expected, 0, 0, f"{tuple(plain.shape)}, {kind}")
+                assert own._version == before + 1
+        own, mask = (distributed([plain], kind)[0] for plain, kind in ((plain, Shard(0)), (plain > 1, Replicate())))
+        with pytest.raises((RuntimeError, NotImplementedError)):  # torch's own
+            own[mask] = -2.0
+
+    run_ranks(world_size, body)
+
+
 def test_foreach_operations_on_other_tensors_are_left_alone() -> None:
     """Parts of sums are not what they stand for: torch says so, or adds first."""
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import lr_scheduler
 
-from helpers import alone, assert_same, assert_shard_of, run_checks
+from fsdp2 import fully_shard
+from helpers import alone, assert_same, assert_shard_of, run_checks, run_ranks
 from scenarios import TOLERANCE, Net, Run, blocks, check, loss_of
 
 Make = Callable[..., optim.Optimizer]
@@ -32,6 +34,9 @@ STEADY = {"lr": 0.05, "eps": 1e-3}  # where a gradient is 0 but for rounding, g 
 OPTIMIZERS: dict[str, Make] = {
     "SGD": partial(optim.SGD, lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.1),
     "SGD one by one": partial(optim.SGD, lr=0.1, momentum=0.5, dampening=0.2, foreach=False),
+    "SGD fused": partial(optim.SGD, lr=0.1, fused=True),
+    "SGD fused, with momentum": partial(optim.SGD, lr=0.1, momentum=0.5, weight_decay=0.1, fused=True),
+    "SGD fused, rate in a tensor": lambda p: optim.SGD(p, fused=True, lr=torch.tensor(0.1)),
     "Adam": partial(optim.Adam, amsgrad=True, **STEADY),
     "Adam one by one": partial(optim.Adam, foreach=False, weight_decay=0.1, **STEADY),
     "Adam fused": partial(optim.Adam, fused=True, amsgrad=True, **STEADY),
@@ -40,6 +45,7 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW fused": partial(optim.AdamW, fused=True, weight_decay=0.1, **STEADY),
     "AdamW fused, rate in a tensor": lambda p: optim.AdamW(p, fused=True, lr=torch.tensor(0.05), eps=1e-3),
     "Adagrad": partial(optim.Adagrad, lr_decay=0.1, **STEADY),
+    "Adagrad fused": partial(optim.Adagrad, fused=True, weight_decay=0.1, **STEADY),
     "Adagrad one by one": partial(optim.Adagrad, foreach=False, **STEADY),
     "RMSprop": partial(optim.RMSprop, momentum=0.5, centered=True, **STEADY),
     "RMSprop one by one": partial(optim.RMSprop, foreach=False, **STEADY),
@@ -48,6 +54,8 @@ OPTIMIZERS: dict[str, Make] = {
     "Adadelta": partial(optim.Adadelta, **STEADY),
     "Adamax": partial(optim.Adamax, **STEADY),
     "ASGD": partial(optim.ASGD, lr=0.1, t0=1),
+    "Rprop": partial(optim.Rprop, lr=0.01),
+    "Rprop, foreach": partial(optim.Rprop, lr=0.01, foreach=True),
 }
 
 
@@ -70,6 +78,18 @@ def test_training() -> None:
             run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
     check(scenario, world_size=3, name=tuple(OPTIMIZERS))
+
+
+def test_one_that_cannot_step_says_so() -> None:
+    def body(rank: int, _: int) -> None:
+        plain = nn.Linear(3, 2)
+        optim.Adafactor(plain.parameters()).step()
+        model = fully_shard(nn.Linear(3, 2))
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(NotImplementedError, match=r"Adafactor .* can't step sharded parameters\. Use another"):
+            optim.Adafactor(model.parameters()).step()
+
+    run_ranks(2, body)
 
 
 class Halving(optim.SGD):
