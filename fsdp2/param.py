@@ -28,8 +28,7 @@ def lacks_of_extension(local: Tensor) -> list[str]:
 
 def is_extended(local: Tensor) -> bool:
     """Whether `local` says itself how it is gathered."""
-    is_plain = type(local) is Tensor and not vars(local)  # users also set the methods on one tensor
-    return not is_plain and not lacks_of_extension(local)
+    return type(local) is not Tensor and not lacks_of_extension(local)
 
 
 @dataclass(frozen=True)
@@ -109,21 +108,16 @@ class FSDPParam:
         self._prepare_gradients(self.local)
 
     def _shard(self, whole: Tensor) -> None:
-        """Replace the whole parameter, in all its slots, by this rank's rows of it: a view, until they are moved."""
+        """Replace the whole parameter, in all its slots, by this rank's rows of it."""
         kind = self._distribution
         gathered = self.gathered(whole.detach())
         device = gathered.device if gathered.is_meta else self.rest
         if type(gathered) not in (Tensor, nn.Parameter):
             rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
         else:
-            rows = self.own_rows(gathered).to(device)
+            rows = self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
-
-    def own_memory(self) -> None:
-        """Have the rows in memory of their own, where they begin."""
-        if not torch_compat.owns_memory(self.local):
-            self.local = self.local.clone(memory_format=torch.contiguous_format)
 
     def gathered(self, whole: Tensor) -> Tensor:
         """What the ranks of the mesh share of it: less than all under tensor parallelism."""

@@ -393,8 +393,6 @@ class FSDPParamGroup:
         self.faces.forget()
         if any(param.local.device != self._rest for param in self.params):
             self._buffers = None
-            for param in self.params:
-                param.own_memory()
             self._watch()
             return
         self._find_extensions()

@@ -179,20 +179,6 @@ def one_parameter_still_on_meta() -> None:
     trains_like(sharded, plain)
 
 
-def beside_one_on_meta_others_have_their_own_rows() -> None:
-    """They wait for the group to be complete, in memory that is neither the whole parameter's nor keeps it alive."""
-    model = OddMLP()
-    wholes = {name: p for name, p in model.named_parameters() if name != "narrow.bias"}
-    expected = {name: p.detach().clone() for name, p in wholes.items()}
-    model.narrow.bias = nn.Parameter(torch.empty_like(model.narrow.bias, device="meta"))
-    fully_shard(model)
-    for name, whole_parameter in wholes.items():
-        whole_parameter.detach().fill_(torch.nan)
-        local = model.get_parameter(name).to_local()
-        assert torch.equal(local, own_rows(expected[name], dist.get_rank(), dist.get_world_size())), name
-        assert local.untyped_storage().nbytes() == local.nbytes, name
-
-
 def metadata_is_right_on_meta_and_after() -> None:
     """Global shape and stride, placement, and a local shape as torch.chunk gives it; empty on some ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -229,7 +215,6 @@ CHECKS = [
     given_memory_again,
     still_on_meta_at_the_first_forward,
     one_parameter_still_on_meta,
-    beside_one_on_meta_others_have_their_own_rows,
     metadata_is_right_on_meta_and_after,
 ]
 
