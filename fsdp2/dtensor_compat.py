@@ -77,9 +77,7 @@ def distributed_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool)
     """A parameter whose local tensor is `local` itself. `nn.Parameter` detaches, which a DTensor dispatches as an
     operation: half the time of a `fully_shard` call.
     """
-    # It begins in its own storage, which it hasn't, where the local tensor does: then it could not be deep-copied.
-    tensor = dtensor(local.new_empty(0) if local.storage_offset() else local, spec)
-    set_local(tensor, local)
+    tensor = dtensor(local, spec)
     tensor._is_param = True  # what makes it an instance of nn.Parameter
     return cast(Parameter, tensor.requires_grad_(requires_grad))
 
