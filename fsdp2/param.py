@@ -28,7 +28,8 @@ def lacks_of_extension(local: Tensor) -> list[str]:
 
 def is_extended(local: Tensor) -> bool:
     """Whether `local` says itself how it is gathered."""
-    return type(local) is not Tensor and not lacks_of_extension(local)
+    is_plain = type(local) is Tensor and not vars(local)  # users also set the methods on one tensor
+    return not is_plain and not lacks_of_extension(local)
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,7 @@ def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | No
     """
     hooks: Any = tensor._post_accumulate_grad_hooks
     if hooks is None:
-        hooks = tensor._post_accumulate_grad_hooks = {}  # type: ignore[assignment]
+        hooks = tensor._post_accumulate_grad_hooks = {}
     if hook is None:
         hooks.pop(key, None)
     else:
