@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from pkgutil import iter_modules
 from typing import Any, TypeVar
@@ -299,7 +300,7 @@ def take_hooks(source: Tensor, target: Tensor) -> None:
 def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """Have no other hook on the gradient of `tensor`, where another tensor may have taken the ones before."""
     tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    tensor._backward_hooks = {0: hook}  # what register_hook does, at the tenth part of the cost
+    tensor._backward_hooks = OrderedDict({0: hook})  # what register_hook does, at the tenth part of the cost
 
 
 def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | None) -> None:
@@ -309,7 +310,7 @@ def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | No
     """
     hooks: Any = tensor._post_accumulate_grad_hooks
     if hooks is None:
-        hooks = tensor._post_accumulate_grad_hooks = {}
+        hooks = tensor._post_accumulate_grad_hooks = OrderedDict()  # as users' handles need it
     if hook is None:
         hooks.pop(key, None)
     else:

@@ -1289,6 +1289,32 @@ def test_hooks_of_parameters_set_before_and_after_sharding() -> None:
     check(scenario, wrap=WRAPS)
 
 
+def test_hooks_that_a_forward_puts_on_its_parameters() -> None:
+    """On the full ones, that compute; and on what was a parameter before, with which nothing computes."""
+
+    class Watching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            kinds = (self.weight.register_hook, self.weight.register_post_accumulate_grad_hook)
+            self.handles = [register(lambda t: calls.append(tuple(t.shape))) for register in kinds]
+            return super().forward(x)
+
+    calls: list[tuple[int, ...]] = []
+
+    def body(rank: int, _: int) -> None:
+        model = Watching(4, 3)
+        before = model.weight
+        fully_shard(model)
+        unused = [before.register_hook(print), before.register_post_accumulate_grad_hook(print)]
+        for expected in ([(3, 4), (3, 4)], [(3, 4)] * 4):
+            model(torch.ones(2, 4)).sum().backward()
+            assert calls == expected
+            for handle in (*model.handles, *unused):
+                handle.remove()
+        assert model.weight.grad is not None
+
+    run_ranks(2, body)
+
+
 def test_optimizer_in_backward() -> None:
     """One optimizer per parameter steps and clears as soon as the gradient is there, while backward goes on."""
 
