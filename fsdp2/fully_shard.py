@@ -60,9 +60,10 @@ def fully_shard(
             replica gathers and reduces by itself, then gradients are averaged between replicas. None: all ranks, on the
             accelerator if there is one, else on the CPU.
         reshard_after_forward: free the full parameters after forward (less memory, one more gather in backward). None:
-            True, except for what backward needs first: the root (the outermost sharded module), and the group that
-            was last in the forward before. An int k, a divisor of the number of ranks: each rank keeps 1/k of them
-            (in compute dtypes), and backward gathers among k neighbouring ranks only, on one machine say.
+            True, except for what backward needs first: the root (the outermost sharded module), the group that was
+            last in the forward before, and what backward gathers ahead of that (one group, if no prefetch budget says
+            otherwise): freed, it would be back at once. An int k, a divisor of the number of ranks: each rank keeps
+            1/k of them (in compute dtypes), and backward gathers among k neighbouring ranks only, on one machine say.
         shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
             need not divide evenly, but gathers and reductions bring padding then: `cheapest_placement` is such a
             function, which keeps it small, and what is much is logged. Parameters sharded along dims other than 0 are

@@ -28,8 +28,9 @@ class Cursor(Generic[Item]):
         return False
 
     @property
-    def is_at_end(self) -> bool:
-        return self._position >= len(self._recorded)
+    def num_left(self) -> int:
+        """How many items follow the one visited last."""
+        return len(self._recorded) - self._position
 
     def ahead(self) -> Iterator[Item]:
         """What the record says will run after the item visited last, in order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from statistics import median_low
 
@@ -31,6 +31,8 @@ class Prefetcher:
         self._has_optional = self._gates != {None}
         self._order: list[FSDPState] = []
         self._order_now: list[FSDPState] = []
+        # How many groups, at the end of that order, backward needs at once.
+        self._num_last = 0
         # Whether the pass that runs may be one of all ranks: one may run alone what all have gathered by hand.
         self._is_common = False
         # By the conditional module that states lie in; None: in none.
@@ -43,6 +45,7 @@ class Prefetcher:
     def begin_pass(self) -> None:
         self._typical_nbytes = median_low(state.group.nbytes for state in self._states)
         self._forward = self._cursors(self._order)
+        self._num_last = self._count_last([state for state in self._order if state.gate is None])
         self._order_now, self._is_common = [], False
         self.drop()
 
@@ -51,10 +54,10 @@ class Prefetcher:
         self._order_now.append(state)
         self._is_common |= not state.held
         cursor = self._forward[state.gate]
-        state.last_in_pass = cursor.visit(state) and cursor.is_at_end and state.gate is None
+        state.is_needed_at_once = cursor.visit(state) and cursor.num_left < self._num_last and state.gate is None
         if state.forward_prefetch is None:
             ahead = _until_optional(cursor) if self._has_optional else cursor.ahead()
-            self._start(self._within_budget(ahead), for_backward=False)
+            self._start(self._within_budget(ahead, _bytes_to_gather), for_backward=False)
         else:
             self._start(state.forward_prefetch, for_backward=False)
 
@@ -76,7 +79,7 @@ class Prefetcher:
         if state.backward_prefetch is None:
             ahead = _until_optional(cursor) if self._has_optional else cursor.ahead()
             expected = (other for other in ahead if other.unshard_in_backward)
-            self._start(self._within_budget(expected), for_backward=True)
+            self._start(self._within_budget(expected, _bytes_to_have), for_backward=True)
         else:
             self._start(state.backward_prefetch, for_backward=True)
 
@@ -100,10 +103,19 @@ class Prefetcher:
             return {None: Cursor(recorded)}
         return {gate: Cursor([state for state in recorded if state.gate is gate]) for gate in self._gates}
 
-    def _within_budget(self, expected: Iterable[FSDPState]) -> Iterator[FSDPState]:
+    def _count_last(self, recorded: Sequence[FSDPState]) -> int:
+        """The last of a pass, and what is gathered ahead as soon as backward begins with it: if that was freed after
+        forward, it would be back at once.
+        """
+        if not recorded or recorded[-1].backward_prefetch is not None:
+            return min(1, len(recorded))
+        expected = takewhile(lambda state: state.unshard_in_backward, reversed(recorded[:-1]))
+        return 1 + sum(1 for _ in self._within_budget(expected, lambda state: max(1, state.group.nbytes)))
+
+    def _within_budget(self, expected: Iterable[FSDPState], nbytes: Callable[[FSDPState], int]) -> Iterator[FSDPState]:
         if self.budget is None:
-            return within_budget(expected, _bytes_to_gather, self._typical_nbytes)
-        return within_budget(expected, _bytes_to_gather, self.budget, at_least_one=False)
+            return within_budget(expected, nbytes, self._typical_nbytes)
+        return within_budget(expected, nbytes, self.budget, at_least_one=False)
 
     def _start(self, chosen: Iterable[FSDPState], for_backward: bool) -> None:
         for state in chosen:
@@ -119,3 +131,8 @@ def _until_optional(cursor: Cursor[FSDPState]) -> Iterator[FSDPState]:
 
 def _bytes_to_gather(state: FSDPState) -> int:
     return 0 if state.group.state is UNSHARDED else state.group.nbytes
+
+
+def _bytes_to_have(state: FSDPState) -> int:
+    """What stayed because backward would have gathered it ahead takes the place of that."""
+    return state.group.nbytes if state.is_needed_at_once else _bytes_to_gather(state)

@@ -65,8 +65,8 @@ class FSDPState(TorchState):
         self.kept = False
         # Whether another pass may use them: the user has gathered them, or wanted them to stay.
         self.held = False
-        # Whether nothing is expected to be gathered after this group in the pass that runs.
-        self.last_in_pass = False
+        # Whether, as far as the pass before tells, backward begins with this group, or gathers it as soon as it begins.
+        self.is_needed_at_once = False
         # Gathered and registered for the backward that runs.
         self.backward_ready = False
         # Whether, in the last backward, counting its gradients was enough to know when to free the group.
@@ -103,9 +103,9 @@ class FSDPState(TorchState):
         return settings
 
     def _keeps_after_forward(self) -> bool:
-        """Whether the full parameters stay for backward: by default those that it needs at once, of root and last."""
+        """Whether the full parameters stay for backward: by default the root's, and those that it needs at once."""
         if self.reshard_after_forward is None:
-            return self.context.root is self or self.last_in_pass or self.read_outside
+            return self.context.root is self or self.is_needed_at_once or self.read_outside
         return self.reshard_after_forward is False
 
     def settle(self, backward_follows: bool) -> None:

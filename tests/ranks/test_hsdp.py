@@ -897,11 +897,11 @@ GROUPS = ["root", "stem", "blocks.0", "head"]
 def collectives_of_a_step(mesh: DeviceMesh) -> None:
     """Per group one reduction, and one all-reduce behind it if there are replicas; gathers by the usual rules.
 
-    Those that backward needs first, of the root and of the group that ran last, stay unless told otherwise.
+    Those that backward needs first, of the root and of the two groups that ran last, stay unless told otherwise.
     """
     shards, replicas = mesh.size(1) > 1, mesh.size(0) > 1
     for wrap, twice in (
-        (blocks, {"stem", "blocks.0"}),
+        (blocks, {"stem"}),
         (kept, set()),
         (functools.partial(blocks, reshard_after_forward=True), set(GROUPS)),
     ):

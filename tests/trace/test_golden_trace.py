@@ -1,6 +1,6 @@
 """One whole iteration, as text. Regenerate with EXPECTTEST_ACCEPT=1, and read the difference before you keep it.
 
-Two blocks (4 x 4 weight and bias each: 80 bytes) under a root with a weight and bias of its own, 4 ranks, one of them
+Three blocks (4 x 4 weight and bias each: 80 bytes) under a root with a weight and bias of its own, 4 ranks, one of them
 simulated. The first iteration is not shown: it has no recorded order yet, hence no gathers ahead in forward.
 """
 
@@ -32,13 +32,13 @@ class Root(Marked):
     def __init__(self, recompute: str | None = None) -> None:
         super().__init__()
         self.label = "root"
-        self.b0, self.b1 = Block("b0"), Block("b1")
+        self.b0, self.b1, self.b2 = Block("b0"), Block("b1"), Block("b2")
         self.head = torch.nn.Linear(4, 2)
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
         self.begin()
-        for block in (self.b0, self.b1):
+        for block in (self.b0, self.b1, self.b2):
             if self.recompute is None:
                 x = block(x)
             else:
@@ -56,7 +56,7 @@ class WithLoss(Root):
 
     def forward(self, x: Tensor) -> Tensor:
         self.begin()
-        x = self.end(self.b1(self.b0(x)) * self.scale)
+        x = self.end(self.b2(self.b1(self.b0(x))) * self.scale)
         return self.loss(x) if self.inside else x
 
     def loss(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class WithLoss(Root):
             return torch.nn.functional.linear(x, **named).sum()
 
     def trace_of_second_iteration(self) -> str:
-        for module in (self.b0, self.b1, self.head, self):
+        for module in (self.b0, self.b1, self.b2, self.head, self):
             fully_shard(module)
         lines = record(self)
         for _ in range(2):
@@ -76,9 +76,8 @@ class WithLoss(Root):
 
 
 def trace_of_second_iteration(model: Root, **kwargs: object) -> str:
-    fully_shard(model.b0, **kwargs)
-    fully_shard(model.b1, **kwargs)
-    fully_shard(model, **kwargs)
+    for module in (model.b0, model.b1, model.b2, model):
+        fully_shard(module, **kwargs)
     return trace_of_the_second(model)
 
 
@@ -100,7 +99,7 @@ class TestGoldenTrace(expecttest.TestCase):
         self.addCleanup(world.__exit__, None, None, None)
 
     def test_default(self) -> None:
-        """Each gather begins one group ahead; backward in reverse; the root stays from forward to its gradients."""
+        """Each gather begins one group ahead; backward in reverse; what it needs at once stays from forward on."""
         self.assertExpectedInline(
             trace_of_second_iteration(Root()),
             """\
@@ -110,11 +109,16 @@ run    root
 gather b1    128
 run    b0
 free   b0
+gather b2    128
 run    b1
-gather b0    128
+run    b2
 back   root
 reduce root  128
 free   root
+back   b2
+reduce b2    128
+free   b2
+gather b0    128
 back   b1
 reduce b1    128
 free   b1
@@ -133,10 +137,15 @@ gather b0    128
 run    root
 gather b1    128
 run    b0
+gather b2    128
 run    b1
+run    b2
 back   root
 reduce root  128
 free   root
+back   b2
+reduce b2    128
+free   b2
 back   b1
 reduce b1    128
 free   b1
@@ -156,14 +165,21 @@ run    root
 gather b1    128
 run    b0
 free   b0
+gather b2    128
 run    b1
 free   b1
+run    b2
+free   b2
 free   root
 gather root  128
-gather b1    128
+gather b2    128
 back   root
 reduce root  128
 free   root
+gather b1    128
+back   b2
+reduce b2    128
+free   b2
 gather b0    128
 back   b1
 reduce b1    128
@@ -174,26 +190,28 @@ free   b0""",
         )
 
     def test_lists(self) -> None:
-        """Two modules as one group: gathered at the first one's forward and freed after the last one's; and back."""
+        """Three modules as one group: gathered at the first one's forward and freed after the last one's; and back."""
         model = Root()
-        fully_shard([model.b0, model.b1], reshard_after_forward=True)
+        fully_shard([model.b0, model.b1, model.b2], reshard_after_forward=True)
         fully_shard(model)
         self.assertExpectedInline(
             trace_of_the_second(model),
             """\
 gather root  128
-gather b0    192
+gather b0    256
 run    root
 run    b0
 run    b1
+run    b2
 free   b0
-gather b0    192
+gather b0    256
 back   root
 reduce root  128
 free   root
+back   b2
 back   b1
 back   b0
-reduce b0    192
+reduce b0    256
 free   b0""",
         )
 
@@ -209,11 +227,16 @@ run    root
 gather b1    64
 run    b0
 free   b0
+gather b2    64
 run    b1
-gather b0    64
+run    b2
 back   root
 reduce root  128
 free   root
+back   b2
+reduce b2    128
+free   b2
+gather b0    64
 back   b1
 reduce b1    128
 free   b1
@@ -234,11 +257,16 @@ run    root
 gather b1    64
 run    b0
 free   b0
+gather b2    64
 run    b1
-gather b0    64
+run    b2
 back   root
 reduce root  64
 free   root
+back   b2
+reduce b2    64
+free   b2
+gather b0    64
 back   b1
 reduce b1    64
 free   b1
@@ -258,11 +286,17 @@ run    root
 gather b1    128
 run    b0
 free   b0
+gather b2    128
 run    b1
-gather b0    128
+run    b2
 back   root
 reduce root  128
 free   root
+back   b2
+run    b2
+reduce b2    128
+free   b2
+gather b0    128
 back   b1
 run    b1
 reduce b1    128
@@ -284,12 +318,20 @@ run    root
 gather b1    128
 run    b0
 free   b0
+gather b2    128
 run    b1
 free   b1
-gather b1    128
+run    b2
+free   b2
+gather b2    128
 back   root
 reduce root  128
 free   root
+gather b1    128
+run    b2
+back   b2
+reduce b2    128
+free   b2
 gather b0    128
 run    b1
 back   b1
@@ -304,8 +346,8 @@ free   b0""",
     def test_checkpoint_composable(self) -> None:
         """As non-reentrant: checkpointing that is applied to the sharded module itself."""
         model = Root()
-        composable_checkpoint(model.b0)
-        composable_checkpoint(model.b1)
+        for block in (model.b0, model.b1, model.b2):
+            composable_checkpoint(block)
         self.assertExpectedInline(
             trace_of_second_iteration(model),
             """\
@@ -315,11 +357,17 @@ run    root
 gather b1    128
 run    b0
 free   b0
+gather b2    128
 run    b1
-gather b0    128
+run    b2
 back   root
 reduce root  128
 free   root
+back   b2
+run    b2
+reduce b2    128
+free   b2
+gather b0    128
 back   b1
 run    b1
 reduce b1    128
@@ -333,7 +381,7 @@ free   b0""",
     def test_forward_without_grad(self) -> None:
         """Everything is freed as soon as it has run, the root too."""
         model = Root()
-        for module in (model.b0, model.b1, model):
+        for module in (model.b0, model.b1, model.b2, model):
             fully_shard(module)
         lines = record(model)
         for _ in range(2):
@@ -349,8 +397,11 @@ run    root
 gather b1    128
 run    b0
 free   b0
+gather b2    128
 run    b1
 free   b1
+run    b2
+free   b2
 free   root""",
         )
 
@@ -365,13 +416,18 @@ run    root
 gather b1    128
 run    b0
 free   b0
-gather head  128
+gather b2    128
 run    b1
 free   b1
-gather b1    128
+gather head  128
+run    b2
 back   root
 reduce head  128
 free   head
+gather b1    128
+back   b2
+reduce b2    128
+free   b2
 gather b0    128
 back   b1
 reduce b1    128
@@ -393,16 +449,21 @@ run    root
 gather b1    128
 run    b0
 free   b0
-gather head  128
+gather b2    128
 run    b1
 free   b1
+gather head  128
+run    b2
 loss
-gather b1    128
 reduce head  128
 free   head
 back   root
 reduce root  64
 free   root
+gather b1    128
+back   b2
+reduce b2    128
+free   b2
 gather b0    128
 back   b1
 reduce b1    128
@@ -423,17 +484,22 @@ run    root
 gather b1    128
 run    b0
 free   b0
+gather b2    128
 run    b1
+run    b2
 gather head  128
 loss
 free   head
 gather head  128
-gather b0    128
 reduce head  128
 free   head
 back   root
 reduce root  64
 free   root
+back   b2
+reduce b2    128
+free   b2
+gather b0    128
 back   b1
 reduce b1    128
 free   b1

@@ -39,7 +39,7 @@ class TestOrder(expecttest.TestCase):
         start_in = StandIn.start_in
         with fake_world(4), apart() as stand_in, mock.patch.object(StandIn, "start_in", begin):
             model = Root()
-            for module in (model.b0, model.b1, model):
+            for module in (model.b0, model.b1, model.b2, model):
                 fully_shard(module, offload_policy=OFFLOAD)
             stand_in.log = lines = record(model)
             for _ in range(2):
@@ -61,13 +61,21 @@ gather b1    128
 run    b0
 free   b0
 wait         32
-run    b1
 in           32
-gather b0    128
+gather b2    128
+run    b1
+wait         32
+run    b2
 back   root
 reduce root  128
 free   root
+back   b2
+reduce b2    128
+free   b2
+in           32
+gather b0    128
 back   b1
+out          32
 reduce b1    128
 free   b1
 wait         32
@@ -77,6 +85,7 @@ reduce b0    128
 free   b0
 out          32
 out          32
+land         32
 land         32
 land         32
 land         32""",
