@@ -53,7 +53,7 @@ def _measure_workload(
     calls = {name: partial(run_step, model, batch) for name, model in models.items()}
     times = interleave(calls, rounds=3 if job.quick else 10, warmup=1, measure=_time_step)
     bare = statistics.median(times.pop("plain"))
-    wire_limit = _wire_limit(precision)
+    wire_limit = _wire_limit(shape, precision)
     on_link = wire_limit * model_bytes * 8 / (job.megabits * 1e3) if job.megabits else 0.0
     yield timed_row(job.suite, "step ms", setting, times, bare, limit=max(bare, on_link))
     yield Row(job.suite, "wire, in units of P", setting, wire, limit=wire_limit)
@@ -61,9 +61,9 @@ def _measure_workload(
     yield Row(job.suite, quantity, setting, differences, limit=0.0)
 
 
-def _wire_limit(precision: str) -> float:
+def _wire_limit(shape: Shape, precision: str) -> float:
     compute, reduce = (dtype.itemsize for dtype in PRECISIONS[precision])
-    return (2 + reduce / compute) / 2
+    return (1 + shape.gathered_twice + reduce / compute) / 2
 
 
 def _compare_gradients(models: Mapping[str, nn.Module], batch: Tensor, precision: str) -> dict[str, float]:

@@ -40,6 +40,11 @@ class Shape:
         return self.blocks * self.block_numel + self.root_numel
 
     @property
+    def gathered_twice(self) -> float:
+        """Share of the parameters that backward must gather: the root and the last two blocks can stay from forward."""
+        return (self.blocks - 2) * self.block_numel / self.numel
+
+    @property
     def groups(self) -> int:
         return self.blocks + 1
 

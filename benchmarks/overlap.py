@@ -89,11 +89,11 @@ def floor_seconds(transfer: float, forward: float, backward: float, blocks: int)
     """Of communication that no order hides, with one collective per block and pass, each of `transfer` seconds.
 
     The first gather and the last reduction have nothing to hide behind; in between, a transfer is exposed as far as it
-    takes longer than the block that computes meanwhile. The last block is kept for backward.
+    takes longer than the block that computes meanwhile. The last two blocks are kept for backward.
     """
     in_forward = (blocks - 1) * max(0.0, transfer - forward)
-    # Beside the last block and the first there is one transfer, beside the others a gather and a reduction.
-    in_backward = 2 * max(0.0, transfer - backward) + (blocks - 2) * max(0.0, 2 * transfer - backward)
+    # Beside the last block there is none, beside the first a reduction, beside the others a gather and a reduction.
+    in_backward = max(0.0, transfer - backward) + (blocks - 2) * max(0.0, 2 * transfer - backward)
     return 2 * transfer + in_forward + in_backward
 
 

@@ -79,6 +79,5 @@ def copy_limit(compute: int, sent: int, world_size: int) -> float:
 
 
 def _wire_limit(compute: int, sent: int, world_size: int) -> float:
-    """Two all-gathers (one for the root, which stays) and a reduce-scatter, in the dtypes that were asked for."""
-    kept = compute * BYTES_SHAPE.root_numel / BYTES_SHAPE.numel
-    return (2 * compute + sent - kept) * (world_size - 1) / world_size
+    """Two all-gathers (one of what stays) and a reduce-scatter, in the dtypes that were asked for."""
+    return (compute * (1 + BYTES_SHAPE.gathered_twice) + sent) * (world_size - 1) / world_size

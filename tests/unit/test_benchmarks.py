@@ -96,9 +96,9 @@ def test_public_functions_wait_where_they_are_called(link: Link) -> None:
 
 
 def test_floor_of_exposed_communication() -> None:
-    """Hidden where compute is longer; where nothing computes, all of it but the last block's second gather."""
+    """Hidden where compute is longer; where nothing computes, all of it but second gathers of the last two blocks."""
     assert floor_seconds(transfer=2, forward=3, backward=6, blocks=5) == 4
-    assert floor_seconds(transfer=1, forward=0, backward=0, blocks=5) == 5 + 4 + 5
+    assert floor_seconds(transfer=1, forward=0, backward=0, blocks=5) == 5 + 4 + 4
     assert floor_seconds(transfer=3, forward=2, backward=4, blocks=4) == 6 + 3 * 1 + 2 * 2
 
 
