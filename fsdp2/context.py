@@ -205,6 +205,8 @@ class Context:
             self.agreement.meet_at_forward_end()
 
     def _begin_pass(self) -> None:
+        if torch_compat.makes_a_graph():
+            raise NotImplementedError(f"{self.root}: its gathers can be in no graph. {torch_compat.EXPORT_PLAIN}")
         if self.root.conditional and self.agreement is not None:
             raise RuntimeError(
                 f"{self.root}: conditional=True needs a module around it that all ranks run, at which they meet. Apply "

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from .dtensor_compat import local_of
 
 __all__ = [
+    "EXPORT_PLAIN",
     "ZERO_FUNCTIONS",
     "ZERO_OPS",
     "ComposableState",
@@ -46,6 +47,7 @@ __all__ = [
     "is_shared_with_ddp",
     "is_wrapped",
     "keep_out_of_graphs",
+    "makes_a_graph",
     "mesh_over",
     "no_torch_function",
     "norm_each",
@@ -68,6 +70,11 @@ __all__ = [
     "watch_calls",
 ]
 
+# What to do, in errors of ours, and, by a private attribute of functions, in those of dynamo.
+EXPORT_PLAIN = (
+    "To export or trace a sharded model, load its full state dict (get_model_state_dict, full_state_dict=True) into a "
+    "plain one, and take that."
+)
 
 # (tensors, counts): set their version counters, whatever they were. The public context manager around it can only
 # restore them.
@@ -269,7 +276,13 @@ def untraced(function: Function) -> Function:
     strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = f"fsdp2 gathers and frees parameters here, outside of graphs. {EXPORT_PLAIN}"  # type: ignore[attr-defined]
     return function
+
+
+def makes_a_graph() -> bool:
+    """Whether torch.export or torch.jit.trace runs what is called, to write it down."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 _dynamo_knows = False

@@ -3,6 +3,7 @@
 import abc
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -375,6 +376,26 @@ def test_shallow_copies_are_refused() -> None:
         with pytest.raises(NotImplementedError, match=r"copy\.copy\(Block\): .* Use copy\.deepcopy"):
             copy.copy(model)
         model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize(
+    "write_down",
+    [
+        torch.jit.trace,
+        functools.partial(torch.export.export, strict=False),
+        functools.partial(torch.export.export, strict=True),
+    ],
+    ids=["trace", "export", "strict export"],
+)
+def test_graphs_of_a_sharded_module_are_refused(write_down: Callable[..., Any]) -> None:
+    """Their nodes would have the shards' sizes, or none of the gathers."""
+    with fake_world(4):
+        model = fully_shard(Block())
+        with pytest.raises(RuntimeError, match=r"sharded model, load its full state dict .* into a\s+plain one"):
+            write_down(model, (torch.ones(2, 4),))
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(param.grad is not None for param in model.parameters()), "it is usable"
 
 
 def test_a_refused_model_can_be_sharded_afterwards() -> None:
