@@ -86,17 +86,24 @@ def trains_in_bf16(implementation: str, expected: dict[str, Tensor]) -> None:
 
 
 def ignores(implementation: str) -> None:
-    """Parameters of an ignored module are not sharded, and each rank trains its own."""
-    with using(implementation):
-        accelerator = make_accelerator(ignored_modules="norm")
-        model, optimizer = accelerator.prepare(*fresh())
-        assert {fqn for fqn, p in model.named_parameters() if not isinstance(p, DTensor)} == {
-            "norm.weight",
-            "norm.bias",
-        }
-        before = model.norm.weight.detach().clone()
-        train(accelerator, model, optimizer, batches())
-        assert not torch.equal(model.norm.weight, before)
+    """Parameters of an ignored module are not sharded. If they are trainable, each rank trains its own: with fsdp2 that
+    is an error.
+    """
+    for is_trainable in (False, True):
+        with using(implementation):
+            accelerator = make_accelerator(ignored_modules="norm")
+            plain, optimizer = fresh()
+            plain.norm.requires_grad_(is_trainable)
+            model, optimizer = accelerator.prepare(plain, optimizer)
+            ignored = {fqn for fqn, p in model.named_parameters() if not isinstance(p, DTensor)}
+            assert ignored == {"norm.weight", "norm.bias"}
+            if is_trainable and implementation == "fsdp2":
+                with pytest.raises(RuntimeError, match=r"norm\.weight, norm\.bias: no fully_shard call manages"):
+                    train(accelerator, model, optimizer, batches())
+            else:
+                before = model.norm.weight.detach().clone()
+                train(accelerator, model, optimizer, batches())
+                assert torch.equal(model.norm.weight, before) != is_trainable
 
 
 def resumes(implementation: str, expected: dict[str, Tensor], folder: Path, state_dict_type: str) -> None:

@@ -26,6 +26,7 @@ def parallelize(model, mesh):
 strategy = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
 fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
 fabric.launch()
+torch.manual_seed(0)
 model = fabric.setup_module(nn.Linear(3, 3))
 fabric.backward(model(torch.ones(2, 3)).sum())
 total = model.module.weight.grad.full_tensor().sum().item()
