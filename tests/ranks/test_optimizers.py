@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +79,22 @@ def test_training() -> None:
             run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
     check(scenario, world_size=3, name=tuple(OPTIMIZERS))
+
+
+def test_muon() -> None:
+    """It needs whole matrices. Computes in bf16, in which sums in another order differ visibly: here in fp64."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Net, depth=1)
+        for param in model.parameters():
+            param.requires_grad_(param.dim() == 2)
+        blocks(run, model)
+        optimizer = optim.Muon([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        with mock.patch.object(Tensor, "bfloat16", Tensor.double):
+            for step in range(3):
+                run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+
+    check(scenario, world_size=3)
 
 
 def test_one_that_cannot_step_says_so() -> None:
