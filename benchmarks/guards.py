@@ -79,7 +79,7 @@ class _Unchecked:
         self._of, self._storage_id = saved_tensors, storage_id
 
     def pack(self, tensor: Tensor) -> Any:
-        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        kept = tensor if tensor.is_leaf else tensor.detach()
         storage = self._storage_id(kept)
         return kept, self._of.owners.get(storage) or (self._of._outer and self._of._owner_in_outer(storage))
 

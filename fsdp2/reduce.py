@@ -23,6 +23,8 @@ from .work import AllWork, Work
 MAX_PIECES = 16
 MIN_PIECE_BYTES = 1024 * 1024
 PIECES_IN_FLIGHT = 2
+# Below this, what is packed at one go on CPU though that takes more copies: an operation costs more than its bytes.
+LITTLE_BYTES = 64 * 1024
 
 # Parameter index -> (a tensor, where in its storage this rank's padded shard of the gradient begins).
 Shards = dict[int, tuple[Tensor, int]]
@@ -184,9 +186,10 @@ class ReducePlan:
         self.slots = gradient_slots(layout, specs)
         self.segments_shape = (world_size, layout.packed_numel)
         packed = [specs[i] for i in layout.packed]
-        # One operation for all of them. On CPU it is slow where it casts, and copies twice where it pads.
+        # One operation for all of them. On CPU it pads by a copy, and casts slowly.
         self.is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
-        self.is_plain_cat = all(spec.is_even and spec.arrives_in(layout.wire_dtype) for spec in packed)
+        self.is_even = all(spec.is_even for spec in packed)
+        self.is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES
         # Elements behind the last of them, of all segments.
         self.tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
         self.pieces: list[tuple[int, int]] = []
@@ -197,17 +200,23 @@ class ReducePlan:
 
     def pack(self, gradients: Mapping[int, Tensor], out_WP: Tensor) -> None:
         packed = [gradients[i] for i in self.layout.packed]
-        if self._is_one_operation(packed, out_WP):
-            tail = [out_WP.new_zeros(self.tail_numel, dtype=packed[0].dtype)] if self.tail_numel else []
+        dtype = packed[0].dtype
+        if not self._is_one_operation(packed, out_WP):
+            pack_gradients(packed, self.slots, out_WP)
+            return
+        tail = [out_WP.new_zeros(self.tail_numel, dtype=dtype)] if self.tail_numel else []
+        if dtype == out_WP.dtype or not out_WP.is_cpu:
             torch_compat.chunk_cat([*packed, *tail], out_WP)
         else:
-            pack_gradients(packed, self.slots, out_WP)
+            uncast = torch.empty_like(out_WP, dtype=dtype)
+            torch_compat.chunk_cat([*packed, *tail], uncast)
+            out_WP.copy_(uncast)
 
     def _is_one_operation(self, packed: list[Tensor], out_WP: Tensor) -> bool:
-        if not self.is_one_cat or (out_WP.is_cpu and not self.is_plain_cat):
+        if not self.is_one_cat or (out_WP.is_cpu and not (self.is_even or self.is_little)):
             return False
         dtypes = {each.dtype for each in packed}  # those that have waited come in the reduce dtype
-        return dtypes == {out_WP.dtype} or (len(dtypes) == 1 and not out_WP.is_cpu)
+        return dtypes == {out_WP.dtype} or (len(dtypes) == 1 and (self.is_little or not out_WP.is_cpu))
 
 
 def start(

@@ -216,21 +216,39 @@ def test_one_that_has_waited_beside_a_fresh_one() -> None:
         assert torch.equal(packed[rank], expected)
 
 
+@pytest.mark.parametrize("rows", [(9, 2, 8, 5), (4, 8, 12)], ids=["uneven", "even"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_one_operation_packs_what_many_do(dtype: torch.dtype) -> None:
-    """On an accelerator also where it casts and pads: rows that don't divide, fewer than ranks, and a tail."""
-
-    class OnAccelerator(ReducePlan):
-        def _is_one_operation(self, *_: object) -> bool:
-            return self.is_one_cat
-
-    specs = tuple(ParamSpec(shape, F32, dtype, 4) for shape in ((9, 2), (8,), (2, 3), (5, 1)))
-    layout = bucket_layout(specs, range(4), F32, 1 << 40)
+def test_one_operation_packs_what_many_do(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+    """Also where it casts and pads: rows that don't divide, fewer than ranks, and a tail."""
+    specs = tuple(ParamSpec((each, columns), F32, dtype, 4) for columns, each in enumerate(rows, start=1))
+    layout = bucket_layout(specs, range(len(rows)), F32, 1 << 40)
     gradients = {i: torch.rand(spec.shape).to(dtype) for i, spec in enumerate(specs)}
-    packed = torch.zeros(2, 4, layout.packed_numel)
-    for out, plan in zip(packed, (ReducePlan, OnAccelerator), strict=True):
-        plan(layout, specs, 4).pack(gradients, out)
+    packed = [torch.zeros(4, layout.packed_numel) for _ in range(2)]
+    for out, is_one in zip(packed, (True, False), strict=True):
+        plan = ReducePlan(layout, specs, 4)
+        plan._is_one_operation = lambda *_, is_one=is_one: is_one  # type: ignore[method-assign]
+        plan.pack(gradients, out)
     assert torch.equal(*packed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype", "expected"),
+    [
+        (8, 4, F32, True),
+        (8, 4, BF16, True),
+        (9, 4, F32, True),
+        (9, 4, BF16, True),
+        (8, 4096, F32, True),
+        (8, 4096, BF16, False),
+        (9, 4096, F32, False),
+    ],
+)
+def test_what_one_operation_packs_on_cpus(rows: int, columns: int, dtype: torch.dtype, expected: bool) -> None:
+    """Where it pads or casts it copies twice: only what is little."""
+    specs = (ParamSpec((rows, columns), F32, dtype, 4),) * 2
+    plan = ReducePlan(bucket_layout(specs, range(2), F32, 1 << 40), specs, 4)
+    gradients = [torch.empty(rows, columns, dtype=dtype)] * 2
+    assert plan._is_one_operation(gradients, torch.empty(plan.segments_shape)) is expected
 
 
 def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
