@@ -6,7 +6,7 @@
     python -m fsdp2 -m torch.distributed.run --nproc-per-node 2 script.py ARGUMENTS
 
 What follows `-m fsdp2` is a command line of Python, and becomes one: this process turns into
-`python script.py ARGUMENTS`, with the folder `startup` in front of PYTHONPATH. From there Python itself runs
+`python script.py ARGUMENTS`, with the folder `bridge/startup` in front of PYTHONPATH. From there Python itself runs
 `sitecustomize.py` before any program, which has `patch_torch()` called as soon as torch.distributed.fsdp is imported.
 
 Why so: the program starts in a fresh interpreter, so that it can set environment variables before it imports torch; it
@@ -20,7 +20,7 @@ import os
 import sys
 from pathlib import Path
 
-STARTUP = str(Path(__file__).resolve().parent / "startup")
+STARTUP = str(Path(__file__).resolve().parent / "bridge" / "startup")
 
 
 def python_options(command: list[str], arguments: list[str]) -> list[str]:

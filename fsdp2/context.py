@@ -11,9 +11,9 @@ import torch
 from . import torch_compat
 from .agreement import Agreement, Turn
 from .checked_comm import level_from_environment
-from .entry_points import refuse_call
+from .guards.entry_points import refuse_call
+from .guards.rank_guard import RankGuard
 from .prefetch import Prefetcher
-from .rank_guard import RankGuard
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
 from .state import FSDPState

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import checks, hooks, torch_compat
+from .guards.rank_guard import StartingWeights
 from .mesh import (
     DataMesh,
     DataParallelMeshDims,
@@ -25,7 +26,6 @@ from .padding import log_waste
 from .param import SHARDED_AS, FSDPParam, Slot
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .rank_guard import StartingWeights
 from .sharded_class import sharded_class
 from .state import FSDPState
 from .units import attach, find_units

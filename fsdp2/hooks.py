@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_compat
-from .autograd_inputs import accept_sharded_inputs
 from .context import Context
-from .data_attribute import follow_data
-from .ddp_around import refuse_ddp_around
-from .dtensor_operations import compute_like_plain_tensors
-from .full_tensor import average_in_full_tensor
+from .corrections.autograd_inputs import accept_sharded_inputs
+from .corrections.data_attribute import follow_data
+from .corrections.ddp_around import refuse_ddp_around
+from .corrections.dtensor_operations import compute_like_plain_tensors
+from .corrections.full_tensor import average_in_full_tensor
+from .corrections.optimizer_steps import follow_optimizer_steps
+from .corrections.parts import write_through_parts
 from .graph_hooks import after_leaf, after_tensors, before_nodes
-from .optimizer_steps import follow_optimizer_steps
-from .parts import write_through_parts
 from .saved_tensors import make_way_where_disabled
 from .state import FSDPState
 from .transforms import outside_transforms, run_outside

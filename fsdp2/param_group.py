@@ -15,12 +15,12 @@ from .agreement import Turn
 from .buffers import GroupBuffers
 from .checked_comm import level_from_environment
 from .comm import Comm, make_comm, subgroup
+from .corrections.dtensor_operations import count_foreach_operations
 from .custom_comm import CommChoice
-from .dtensor_operations import count_foreach_operations
 from .extension import GroupExtensions, refuse_part
-from .full_content import FullContent
 from .gather import PendingGather
 from .gradients import GroupGradients
+from .guards.full_content import FullContent
 from .headers import Label
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .mesh import DataMesh
@@ -84,7 +84,7 @@ class FSDPParamGroup:
         self.storage_ids: frozenset[int] = frozenset()
         self.has_frozen = False
         self.keeps_storage = False
-        # Whether copies are registered in place of parameters, which then are not to be gathered: see full_copies.py.
+        # Whether copies are registered in place of parameters, which then are not to be gathered: see tools/full_copies.py.
         self.is_lent = False
         # What to ask before a gather, if some group under the same root is conditional.
         self.turn: Turn | None = None

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from . import entry_points, hooks, torch_compat, units
+from . import hooks, torch_compat, units
+from .guards import entry_points
 from .module import FSDPModule
 
 

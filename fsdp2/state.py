@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from .full_content import FullContent
-from .looks import is_time_to_look
+from .bridge.torch_interface import TorchState
+from .guards.full_content import FullContent
+from .guards.looks import is_time_to_look
 from .mesh import DataMesh
 from .param_group import SHARDED, FSDPParamGroup
 from .policy import MixedPrecisionPolicy
-from .torch_interface import TorchState
 from .versions import refuse_written
 
 _EVERY_AT_FIRST = 64

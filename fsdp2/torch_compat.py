@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from pkgutil import iter_modules
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -295,11 +295,10 @@ def keep_out_of_graphs() -> None:
     global _dynamo_knows
     if not _dynamo_knows and "torch._dynamo" in sys.modules:
         _dynamo_knows = True
-        rules, package = sys.modules["torch._dynamo"].trace_rules, sys.modules[__package__]
-        first, *others = (module.name for module in iter_modules(package.__path__) if module.name not in _TRACED)
-        # Each `add` takes 10 ms, to compile a pattern of all.
-        rules.SKIP_DIRS.extend(f"{package.__path__[0]}/{name}.py" for name in others)
-        rules.add(f"{__package__}.{first}")
+        rules = sys.modules["torch._dynamo"].trace_rules
+        ours = [path for path in Path(__file__).parent.rglob("*.py") if path.stem not in _TRACED]
+        rules.SKIP_DIRS.extend(map(str, ours))
+        rules.add(__name__)  # takes 10 ms, to compile a pattern of all
 
 
 def take_hooks(source: Tensor, target: Tensor) -> None:

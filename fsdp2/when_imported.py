@@ -1,6 +1,6 @@
 """Do something to a module as soon as a program imports it, without importing it for that.
 
-Imports nothing of fsdp2 or torch: see startup/sitecustomize.py, which runs this file before any program.
+Imports nothing of fsdp2 or torch: see bridge/startup/sitecustomize.py, which runs this file before any program.
 """
 
 from __future__ import annotations

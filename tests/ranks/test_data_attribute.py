@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp2.data_attribute import follow_data
+from fsdp2.corrections.data_attribute import follow_data
 from helpers import assert_same, run_ranks
 
 

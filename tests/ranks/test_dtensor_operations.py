@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp2.corrections.dtensor_operations import compute_like_plain_tensors, count_foreach_operations
 from fsdp2.dtensor_compat import DISPATCHES_TO_SUBCLASSES
-from fsdp2.dtensor_operations import compute_like_plain_tensors, count_foreach_operations
 from helpers import assert_same, run_ranks
 
 SHAPES = [(5, 3), (1,), (4, 2, 2), (2, 6)]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import dtensor_compat, fully_shard
-from fsdp2.parts import Part, write_through_parts
+from fsdp2.corrections.parts import Part, write_through_parts
 from helpers import assert_same, run_ranks
 
 PLAIN = torch.arange(24, dtype=torch.float64).reshape(6, 4) - 9

@@ -419,7 +419,7 @@ def statistics_are_averaged_or_left() -> None:
         root.b0 = nn.BatchNorm1d(4)
         model = build(root)
         model.set_running_stats_averaging(enabled)
-        with mock.patch("fsdp2.rank_guard._connects", return_value=True):
+        with mock.patch("fsdp2.guards.rank_guard._connects", return_value=True):
             backward(model)
         with CommDebugMode() as seen:
             model(torch.ones(2, 4, requires_grad=True)).sum().backward()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fsdp2.difference import HINTS, PHASES, Comparison, Difference, explain, explain_scale, first_of_each, measure
+from fsdp2.tools.difference import HINTS, PHASES, Comparison, Difference, explain, explain_scale, first_of_each, measure
 
 RTOL = 1e-3
 EXPECTED = torch.tensor([[1.0, -4.0], [0.5, 2.0]])

@@ -1,6 +1,6 @@
 """Findings are the same whatever rank computes them, and name those that differ."""
 
-from fsdp2.finding import KINDS, Finding, compare_layouts, compare_sums, merge
+from fsdp2.tools.finding import KINDS, Finding, compare_layouts, compare_sums, merge
 
 
 def test_one_finding_for_each_kind() -> None:

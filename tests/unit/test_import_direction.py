@@ -17,15 +17,15 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
 ORDER = (
     "__main__",
     "__init__",
-    "patch",
-    "clip",
-    "full_params",
-    "full_copies",
-    "compare",
-    "side_by_side",
-    "difference",
-    "audit",
-    "finding",
+    "bridge.patch",
+    "tools.clip",
+    "tools.full_params",
+    "tools.full_copies",
+    "tools.compare",
+    "tools.side_by_side",
+    "tools.difference",
+    "tools.audit",
+    "tools.finding",
     "fully_shard",
     "padding",
     "checks",
@@ -33,24 +33,24 @@ ORDER = (
     "module",
     "handles",
     "forward_method",
-    "pipelining",
+    "bridge.pipelining",
     "units",
     "hooks",
     "context",
     "prefetch",
-    "rank_guard",
-    "running_stats",
-    "rounding",
-    "full_tensor",
+    "guards.rank_guard",
+    "guards.running_stats",
+    "guards.rounding",
+    "corrections.full_tensor",
     "transforms",
-    "autograd_inputs",
-    "data_attribute",
-    "optimizer_steps",
-    "ddp_around",
-    "entry_points",
+    "corrections.autograd_inputs",
+    "corrections.data_attribute",
+    "corrections.optimizer_steps",
+    "corrections.ddp_around",
+    "guards.entry_points",
     "owners",
     "state",
-    "torch_interface",
+    "bridge.torch_interface",
     "saved_tensors",
     "order",
     "param_group",
@@ -61,7 +61,7 @@ ORDER = (
     "reduction_queue",
     "unsynced_grad",
     "extension",
-    "full_content",
+    "guards.full_content",
     "versions",
     "param",
     "buffers",
@@ -75,13 +75,13 @@ ORDER = (
     "headers",
     "work",
     "streams",
-    "checksum",
-    "looks",
+    "guards.checksum",
+    "guards.looks",
     "layout",
     "mesh",
     "policy",
-    "dtensor_operations",
-    "parts",
+    "corrections.dtensor_operations",
+    "corrections.parts",
     "graph_hooks",
     "tree",
     "torch_compat",
@@ -92,13 +92,15 @@ ORDER = (
 COMPAT = ("torch_compat", "dtensor_compat")
 WHERE = "it belongs in torch_compat.py or dtensor_compat.py"
 # The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
-BRIDGE = ("patch",)
+BRIDGE = ("bridge.patch",)
 # What torch's other composable APIs look up on a module; neither an implementation of FSDP nor imported with fsdp2.
 CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.
-STARTUP = "startup/sitecustomize.py"
+STARTUP = "bridge/startup/sitecustomize.py"
+# Each holds its docstring only: what is in it is imported from where it stands.
+FOLDERS = ("bridge", "corrections", "guards", "tools")
 # Plain descriptions: they, and what they import at run time, know nothing of torch.distributed.
-PURE = ("layout", "order", "policy", "difference", "finding")
+PURE = ("layout", "order", "policy", "tools.difference", "tools.finding")
 COLLECTIVES = re.compile(
     r"_?(all_?gather|all_?reduce|all_?to_?all|reduce_scatter|monitored_barrier|batch_isend_irecv)\w*"
     # Words with other meanings too: a collective only when they are torch.distributed's or a process group's.
@@ -112,10 +114,15 @@ TEST_ONLY = re.compile(r"(torch\.testing|tests?|unittest|doctest|pytest|expectte
 
 
 class Source:
-    """One module of the package: its tree, what each imported name stands for, and which names it uses."""
+    """One module of the package: its tree, what each imported name stands for, and which names it uses.
 
-    def __init__(self, path: Path) -> None:
-        self.name, self.path = path.stem, path
+    `name`: `comm`, or `guards.looks`.
+    """
+
+    def __init__(self, path: Path, package: Path) -> None:
+        self.package, self.path = package, path.relative_to(package)
+        self.name = ".".join(self.path.with_suffix("").parts)
+        self.packages = [package.name, *self.path.parts[:-1]]
         self.text = path.read_text()
         self.tree = ast.parse(self.text, str(path))
         self.aliases: dict[str, str] = {}
@@ -134,7 +141,8 @@ class Source:
                     self.aliases[alias.asname or root] = alias.name if alias.asname else root
                     self.imports.append((node.lineno, alias.name, id(node) in typing_only))
             elif isinstance(node, ast.ImportFrom):
-                base = ".".join(filter(None, ["fsdp2" if node.level else "", node.module]))
+                within = self.packages[: len(self.packages) + 1 - node.level] if node.level else []
+                base = ".".join([*within, *filter(None, [node.module])])
                 for alias in node.names:
                     self.aliases[alias.asname or alias.name] = f"{base}.{alias.name}"
                     self.imports.append((node.lineno, f"{base}.{alias.name}", id(node) in typing_only))
@@ -166,10 +174,11 @@ class Source:
     def siblings(self, run_time_only: bool = False) -> Iterator[tuple[int, str]]:
         """The modules of the package that this one imports; a name of the package itself counts as `__init__`."""
         for line, dotted, typing_only in self.imports:
-            first, _, rest = dotted.partition(".")
+            first, *rest = dotted.split(".")
             if first == "fsdp2" and not (run_time_only and typing_only):
-                module = rest.partition(".")[0]
-                is_module = module in ORDER or self.path.with_name(f"{module}.py").is_file()
+                parts = rest[: 2 if rest[:1] and rest[0] in FOLDERS else 1]
+                module = ".".join(parts)
+                is_module = module in ORDER or self.package.joinpath(*parts).with_suffix(".py").is_file()
                 yield line, module if is_module else "__init__"
 
 
@@ -291,8 +300,15 @@ RULES: tuple[Rule, ...] = (
 
 
 def problems(rule: Rule, package: Path) -> list[str]:
-    sources = {path.stem: Source(path) for path in sorted(package.glob("*.py"))}
-    return sorted({f"{package.name}/{source.path.name}:{line}: {what}" for source, line, what in rule(sources)})
+    found = [Source(path, package) for path in sorted(package.rglob("*.py")) if not is_apart(path, package)]
+    sources = {source.name: source for source in found}
+    return sorted({f"{package.name}/{source.path}:{line}: {what}" for source, line, what in rule(sources)})
+
+
+def is_apart(path: Path, package: Path) -> bool:
+    """Whether no rule but those below is about it: what Python starts with, and what a folder is in a word."""
+    place = path.relative_to(package)
+    return place.as_posix() == STARTUP or (place.name == "__init__.py" and place.parent.name in FOLDERS)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -301,16 +317,21 @@ def test_rule_holds(rule: Rule) -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-def test_package_is_flat() -> None:
-    """The rules read fsdp2/*.py; a module in a folder would escape them."""
-    assert [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.glob("*/**/*.py")] == [STARTUP]
-    assert (PACKAGE / "__init__.py").is_file()
+def test_folders_are_known_and_hold_no_code_of_their_own() -> None:
+    """A module in another folder would escape the rules."""
+    places = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+    assert {place.parts[0] for place in places if len(place.parts) == 2} == set(FOLDERS)
+    assert [place.as_posix() for place in places if len(place.parts) > 2] == [STARTUP]
+    for folder in FOLDERS:
+        tree = ast.parse((PACKAGE / folder / "__init__.py").read_text())
+        assert [type(node) for node in tree.body] == [ast.Expr]
+        assert ast.get_docstring(tree)
 
 
 @pytest.mark.parametrize("path", [PACKAGE / "when_imported.py", PACKAGE / STARTUP], ids=lambda path: path.stem)
 def test_what_runs_before_every_program_imports_the_standard_library_alone(path: Path) -> None:
     """Torch takes seconds to import; and a program may have to set environment variables before."""
-    imported = {dotted.partition(".")[0] for _, dotted, _ in Source(path).imports}
+    imported = {dotted.partition(".")[0] for _, dotted, _ in Source(path, PACKAGE).imports}
     assert imported <= sys.stdlib_module_names
 
 
@@ -324,6 +345,12 @@ def test_what_runs_before_every_program_imports_the_standard_library_alone(path:
         (imports_go_downward, "comm", "import fsdp2.hooks as h"),
         (imports_go_downward, "comm", "from . import FSDPModule"),
         (imports_go_downward, "comm", "def f(): from .param import FSDPParam"),
+        (imports_go_downward, "comm", "from .guards.rank_guard import RankGuard"),
+        (imports_go_downward, "comm", "from .guards import rank_guard"),
+        (imports_go_downward, "guards/looks", "from ..comm import Comm"),
+        (imports_go_downward, "guards/looks", "from .. import comm"),
+        (imports_go_downward, "guards/looks", "from .rank_guard import RankGuard"),
+        (imports_go_downward, "guards/looks", "from ..tools import clip"),
         (pure_modules_know_no_process_group, "layout", "import torch.distributed as dist"),
         (pure_modules_know_no_process_group, "order", "import torch; torch.distributed.get_rank()"),
         (pure_modules_know_no_process_group, "policy", "from torch import distributed"),
@@ -350,6 +377,8 @@ def test_what_runs_before_every_program_imports_the_standard_library_alone(path:
         (private_torch_names_stand_in_torch_compat, "param", "import torch; getattr(torch, '_C')"),
         (private_torch_names_stand_in_torch_compat, "param", "d = sys.modules.get('torch._dynamo')"),
         (only_torch_is_needed, "pack", "import numpy as np"),
+        (only_comm_calls_collectives, "guards/looks", "from torch.distributed import all_reduce"),
+        (every_module_is_listed, "guards/helpers", "x = 1"),
         (no_tests_and_no_paths, "pack", "from torch.testing import assert_close"),
         (no_tests_and_no_paths, "pack", "import sys; quiet = 'pytest' in sys.modules"),
         (no_tests_and_no_paths, "pack", "cache = '/tmp/fsdp2'"),
@@ -361,6 +390,7 @@ def test_rule_finds_a_planted_violation(rule: Rule, module: str, line: str, tmp_
     package.mkdir()
     (package / "pack.py").write_text("from .comm import Comm\n")
     (package / "comm.py").write_text("import torch.distributed\n")
+    (package / module).parent.mkdir(exist_ok=True)
     (package / f"{module}.py").write_text(f"{line}\n")
     found = problems(rule, package)
     assert found

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp2
-from fsdp2 import fully_shard, patch, patch_torch
+from fsdp2 import fully_shard, patch_torch
 from fsdp2.__main__ import STARTUP, python_options
+from fsdp2.bridge import patch
 from fsdp2.when_imported import when_imported
 from helpers import fake_world
 

@@ -2,7 +2,9 @@
 
 import ast
 import inspect
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,51 @@ def test_what_users_may_call_is_named() -> None:
     assert sorted(name for name in names if not re.search(rf"\b{name}\b", README)) == []
 
 
-def test_modules_are_named() -> None:
+def modules_listed(heading: str) -> set[str]:
+    """Names in the first column of the table of modules that has this heading."""
+    table = README.partition(f"| {heading} |")[2].partition("\n\n")[0]
+    return {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+\.py)`", row.split("|")[1])}
+
+
+def code_lines(path: Path) -> set[int]:
+    """Numbers of the lines that are no docstring, comment or blank."""
+    text, noise = path.read_text(), {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    places = [(each.start[0], each.end[0]) for each in tokens if each.type not in noise and each.string]
+    lines = {line for first, last in places for line in range(first, last + 1)}
+    docs = (
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+    return lines.difference(*(range(doc.lineno, (doc.end_lineno or 0) + 1) for doc in docs))
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in (ROOT / "fsdp2").glob("*/__init__.py")))
+def test_modules_of_folders_are_listed(folder: str) -> None:
+    files = {path.name for path in (ROOT / "fsdp2" / folder).glob("[!_]*.py")}
+    assert modules_listed(f"`{folder}/`") - {"__main__.py"} == files
+
+
+def test_modules_are_listed() -> None:
     files = {path.name for path in (ROOT / "fsdp2").glob("[!_]*.py")}
-    assert sorted(name for name in files if f"`{name}`" not in README) == []
+    engine, beside = modules_listed("the engine"), modules_listed("beside it")
+    assert engine | beside == files
+    assert not engine & beside
+
+
+def test_the_engine_is_as_short_as_promised() -> None:
+    promised = re.search(r"(\d+) files, ([\d,]+) lines besides docstrings and comments", README)
+    assert promised is not None
+    engine = modules_listed("the engine")
+    lines = sum(len(code_lines(ROOT / "fsdp2" / name)) for name in engine)
+    assert len(engine) == int(promised[1])
+    assert abs(lines - int(promised[2].replace(",", ""))) <= 50
+
+
+def test_lines_of_code_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    path.write_text(
+        '"""Two lines\nof docstring."""\n\n# A comment.\nx = """a\nb"""  # and one behind\n\ny = [\n    1,\n]\n'
+    )
+    assert code_lines(path) == {5, 6, 8, 9, 10}

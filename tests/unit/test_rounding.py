@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.rounding import rounded_whole_numbers, tells_of_numbers
+from fsdp2.guards.rounding import rounded_whole_numbers, tells_of_numbers
 
 DAMAGED = {
     "positions": torch.arange(2048.0),

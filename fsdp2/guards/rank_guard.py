@@ -15,15 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from . import comm, torch_compat
+from .. import comm, torch_compat
+from ..mesh import DataMesh
+from ..param import FSDPParam
+from ..param_group import FSDPParamGroup
+from ..state import FSDPState, data_mesh_of
 from .checksum import bits_of, checksum
 from .looks import is_time_to_look
-from .mesh import DataMesh
-from .param import FSDPParam
-from .param_group import FSDPParamGroup
 from .rounding import rounded_whole_numbers, tells_of_numbers
 from .running_stats import RunningStats
-from .state import FSDPState, data_mesh_of
 
 _NUM_SAMPLES = 16
 

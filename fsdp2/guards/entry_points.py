@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .owners import all_states
-from .param import FSDPParam
-from .state import FSDPState
-from .tree import tensors_in
+from ..owners import all_states
+from ..param import FSDPParam
+from ..state import FSDPState
+from ..tree import tensors_in
 
 # What torch says of an operation on sharded parameters and a plain tensor, and of one that it can't do on shards.
 _ON_SHARDS = re.compile("mixed torch.Tensor and DTensor|sharding strategy")

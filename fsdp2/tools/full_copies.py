@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from . import dtensor_compat
-from .checksum import bits_of, checksum
-from .comm import all_gather_now
-from .param import FSDPParam
-from .param_group import FSDPParamGroup
+from .. import dtensor_compat
+from ..comm import all_gather_now
+from ..guards.checksum import bits_of, checksum
+from ..param import FSDPParam
+from ..param_group import FSDPParamGroup
 
 _DIGEST_NBYTES = 16
 

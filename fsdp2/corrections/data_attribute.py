@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import dtensor_compat, torch_compat
-from .versions import note_data
+from .. import dtensor_compat, torch_compat
+from ..versions import note_data
 
 _PLAIN: Any = torch.Tensor.data
 

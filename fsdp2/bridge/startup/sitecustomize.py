@@ -1,4 +1,4 @@
-"""Python runs this before a program if this folder is on PYTHONPATH: see __main__.py of the package around it.
+"""Python runs this before a program if this folder is on PYTHONPATH: see __main__.py of the package.
 
 Torch is not imported here, since most processes that a program starts have nothing to do with it.
 """
@@ -10,7 +10,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from os.path import basename, dirname, join, realpath
 
 HERE = dirname(realpath(__file__))
-PACKAGE = dirname(HERE)
+PACKAGE = dirname(dirname(HERE))
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import comm, torch_compat
+from .. import comm, torch_compat
 
 
 @torch.no_grad()

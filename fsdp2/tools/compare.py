@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import comm, dtensor_compat
+from .. import comm, dtensor_compat
+from ..guards.checksum import checksum, read
+from ..state import data_mesh_of
+from ..tree import tensors_in
+from ..unsynced_grad import UnsyncedGrad
 from .audit import Held, sharded_states, tensors_of
-from .checksum import checksum, read
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
 from .side_by_side import Sides, mean_loss, named_tensors, restored, ties
-from .state import data_mesh_of
-from .tree import tensors_in
-from .unsynced_grad import UnsyncedGrad
 
 
 def compare(

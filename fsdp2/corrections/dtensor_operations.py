@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
-from .dtensor_compat import (
+from ..dtensor_compat import (
     DTensorSpec,
     argument_names,
     call_unhandled,
@@ -23,7 +23,7 @@ from .dtensor_compat import (
     spec_of,
     whole_of,
 )
-from .tree import tensors_in
+from ..tree import tensors_in
 
 _aten = torch.ops.aten
 _DRAW_IN_PLACE = (

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import torch_compat
-from .graph_hooks import leaf_nodes
-from .owners import Owned, sharded_owner
+from .. import torch_compat
+from ..graph_hooks import leaf_nodes
+from ..owners import Owned, sharded_owner
 
 
 @cache

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from . import torch_compat
-from .owners import owners_by_id
-from .when_imported import when_imported
+from .. import torch_compat
+from ..owners import owners_by_id
+from ..when_imported import when_imported
 
 
 @cache

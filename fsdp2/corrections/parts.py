@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from . import dtensor_compat
-from .dtensor_compat import local_of, set_local, spec_of
-from .tree import map_tensors, tensors_in
+from .. import dtensor_compat
+from ..dtensor_compat import local_of, set_local, spec_of
+from ..tree import map_tensors, tensors_in
 
 _aten = torch.ops.aten
 # Views that torch gathers for. All others are in the memory of what they are views of.

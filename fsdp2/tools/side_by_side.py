@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..state import FSDPState
+from ..tree import map_tensors, tensors_in
 from .audit import Held
 from .difference import Distance, measure
-from .state import FSDPState
-from .tree import map_tensors, tensors_in
 
 
 def named_tensors(module: nn.Module, duplicates: bool = False) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from . import dtensor_compat
-from .buffers import GroupBuffers
+from .. import dtensor_compat
+from ..buffers import GroupBuffers
+from ..param import FSDPParam
 from .checksum import bits_of, read
-from .param import FSDPParam
 
 
 class FullContent:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import torch_compat
-from .comm import all_reduce_now
-from .mesh import DataMesh
+from .. import torch_compat
+from ..comm import all_reduce_now
+from ..mesh import DataMesh
 
 _NAMES = ("running_mean", "running_var")
 

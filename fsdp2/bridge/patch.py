@@ -8,14 +8,15 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from . import hooks, pipelining
-from .forward_method import register_fsdp_forward_method
-from .fully_shard import fully_shard, replicate
-from .handles import GradientReductionHandle, UnshardHandle
-from .mesh import DataParallelMeshDims
-from .module import FSDPModule, share_comm_ctx
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .when_imported import when_imported
+from .. import hooks
+from ..forward_method import register_fsdp_forward_method
+from ..fully_shard import fully_shard, replicate
+from ..handles import GradientReductionHandle, UnshardHandle
+from ..mesh import DataParallelMeshDims
+from ..module import FSDPModule, share_comm_ctx
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..when_imported import when_imported
+from . import pipelining
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
@@ -25,6 +26,7 @@ _INTERNAL = f"{_API}._fully_shard."
 _COPIED = (f"{_INTERNAL}_fully_shard", _REPLICATE)
 _PIPELINING = "torch.distributed.pipelining.stage"
 _ALIASES = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
+_PACKAGE = __name__.partition(".")[0]
 
 
 class _OfReplicated(type):
@@ -111,7 +113,7 @@ def _replace() -> None:
     for name, module in list(sys.modules.items()):
         if id(module) in ours:
             _put(sys.modules, name, ours[id(module)])
-        elif not name.startswith(_INTERNAL) and not name.startswith(f"{__package__}."):
+        elif not name.startswith(_INTERNAL) and not name.startswith(f"{_PACKAGE}."):
             for key, value in _items(module):
                 if id(value) in ours:
                     _put(vars(module), key, ours[id(value)])

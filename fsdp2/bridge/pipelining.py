@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import hooks
+from .. import hooks
 
 
 def adapt(stage: ModuleType) -> Callable[[], None]:

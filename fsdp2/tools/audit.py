@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import comm, context, hooks
-from .checksum import checksum, read, values_of
+from .. import comm, context, hooks
+from ..guards.checksum import checksum, read, values_of
+from ..param import SHARDED_AS, FSDPParam
+from ..state import FSDPState, data_mesh_of
+from ..unsynced_grad import UnsyncedGrad
 from .finding import Finding, compare_layouts, compare_sums, merge
-from .param import SHARDED_AS, FSDPParam
-from .state import FSDPState, data_mesh_of
-from .unsynced_grad import UnsyncedGrad
 
 
 def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import hooks, torch_compat
+from .. import hooks, torch_compat
+from ..owners import Owned, owners_by_id
+from ..param import FSDPParam
+from ..state import FSDPState
 from .full_copies import FullCopies
-from .owners import Owned, owners_by_id
-from .param import FSDPParam
-from .state import FSDPState
 
 
 @torch_compat.untraced

@@ -17,11 +17,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import torch_compat
-from .comm import all_reduce_over, moves_data
-from .owners import sharded_owner
-from .param import SHARDED_AS
-from .state import FSDPState, data_mesh_of
+from .. import torch_compat
+from ..comm import all_reduce_over, moves_data
+from ..owners import sharded_owner
+from ..param import SHARDED_AS
+from ..state import FSDPState, data_mesh_of
 
 
 @cache

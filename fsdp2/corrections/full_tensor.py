@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .comm import all_reduce_over
-from .graph_hooks import leaf_nodes
-from .owners import Owned, all_states, sharded_owner
+from ..comm import all_reduce_over
+from ..graph_hooks import leaf_nodes
+from ..owners import Owned, all_states, sharded_owner
 
 
 @cache

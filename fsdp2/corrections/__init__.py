@@ -1,0 +1,1 @@
+"""What of torch is set right for sharded parameters, for the whole process, when the first module is sharded."""

@@ -1,0 +1,1 @@
+"""What is called beside training: whole parameters, audits, comparisons, clipping."""
