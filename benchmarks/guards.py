@@ -109,6 +109,6 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _states(model: nn.Module) -> Any:
-    from fsdp2.hooks import states_below
+    from fsdp2.state import states_below
 
     return states_below(model)

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
-from . import dtensor_compat, hooks, torch_compat
+from . import dtensor_compat, torch_compat
 from .extension import count_pre_arguments, refuse_part
 from .mesh import DataMesh, Distribution, described_data_mesh, distribute
 from .module import public_methods
 from .param import SHARDED_AS, Slot, is_extended, lacks_of_extension
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .state import FSDPState
+from .state import FSDPState, state_of
 
 
 def check_modules(module: Any) -> list[nn.Module]:
@@ -29,7 +29,7 @@ def check_modules(module: Any) -> list[nn.Module]:
             raise TypeError(f"module: expected an nn.Module or a list of them, got {type(each).__name__}")
         if isinstance(each, torch.jit.ScriptModule):
             raise TypeError(f"module: expected a Python nn.Module, got the TorchScript module {type(each).__name__}")
-        if hooks.state_of(each) is not None:
+        if state_of(each) is not None:
             raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
         if type(each).forward is nn.Module.forward:
             raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from . import hooks
+from .state import state_of
 
 _DEFERRED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
@@ -27,7 +28,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"method_name: expected a method of {type(module).__name__}, got {method_name!r}")
-    if hooks.state_of(module) is None:
+    if state_of(module) is None:
         return
     if any(is_deferred(method) for is_deferred in _DEFERRED):
         raise NotImplementedError(

@@ -27,7 +27,7 @@ from .param import SHARDED_AS, FSDPParam, Slot
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .sharded_class import sharded_class
-from .state import FSDPState
+from .state import FSDPState, state_of, states_below
 from .units import attach, find_units
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
@@ -154,7 +154,7 @@ def _apply(
         checks.check_names(root)
     shared = choose_axes(mesh if mesh is not None else default_mesh())
     checks.check_reshard(reshard_after_forward, shared)
-    inside = [state for root in roots for state in hooks.states_below(root)]
+    inside = [state for root in roots for state in states_below(root)]
     checks.check_conditional(roots, inside, conditional, reshard_after_forward, shared)
     plans = [
         _plan(name, parameter_slots, shared, policy, reshard_after_forward, shard_placement_fn)
@@ -184,7 +184,7 @@ def _apply(
 
 
 # As torch's functions have it: the state that they left on a module, or None.
-fully_shard.state = replicate.state = hooks.state_of  # type: ignore[attr-defined]
+fully_shard.state = replicate.state = state_of  # type: ignore[attr-defined]
 
 
 # ---- what belongs to the call
@@ -195,7 +195,7 @@ def _managed_modules(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-        if module in seen or hooks.state_of(module) is not None:
+        if module in seen or state_of(module) is not None:
             return
         seen.add(module)
         yield module, name

@@ -11,7 +11,7 @@ happens when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,54 +29,16 @@ from .corrections.optimizer_steps import follow_optimizer_steps
 from .corrections.parts import write_through_parts
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .saved_tensors import make_way_where_disabled
-from .state import FSDPState
+from .state import STATE, FSDPState, states_below, states_of
 from .transforms import outside_transforms, run_outside
 from .tree import cast_floating, map_tensors, tensors_in, to_device
-
-_STATE = "_fsdp2_state"
-
-
-def state_of(module: nn.Module) -> FSDPState | None:
-    """The (outer) state that a `fully_shard` call left on `module`."""
-    return module.__dict__.get(_STATE)
-
-
-def require_state(module: Any) -> FSDPState:
-    """The same, for a module that must have been sharded.
-
-    Raises:
-        RuntimeError: it wasn't.
-    """
-    state = state_of(module)
-    if state is None:
-        raise RuntimeError(f"{type(module).__name__}: expected a module that fully_shard was applied to")
-    return state
-
-
-def states_of(module: Any) -> Iterator[FSDPState]:
-    """All states of a module that must have been sharded, from the outer to the inner.
-
-    Raises:
-        RuntimeError: it wasn't.
-    """
-    state: FSDPState | None = require_state(module)
-    while state is not None:
-        yield state
-        state = state.inner
-
-
-def states_below(module: nn.Module) -> Iterator[FSDPState]:
-    """The states of every sharded module in `module`, itself included, outermost first."""
-    for submodule in module.modules():
-        if state_of(submodule) is not None:
-            yield from states_of(submodule)
 
 
 def install(states: list[FSDPState]) -> None:
     """Attach the states of one call to its modules; the first becomes the root of all states below it."""
     outer = states[0]
     for module in outer.modules:
-        module.__dict__[_STATE] = outer
+        module.__dict__[STATE] = outer
         # State dicts hold the sharded parameters, also between unshard() and reshard().
         module.register_state_dict_pre_hook(_before_state_dict)
         module.register_load_state_dict_pre_hook(_before_state_dict)
@@ -117,7 +79,7 @@ def after_copy(module: nn.Module) -> FSDPState | None:
     """`module` is a copy, of which everything is there: its (outer) state becomes usable, and is returned, with the
     last module that it is part of.
     """
-    if not vars(module.__dict__[_STATE]):
+    if not vars(module.__dict__[STATE]):
         return None  # a list of modules shares the state, which comes with the first of them
     states = list(states_of(module))
     settings, *_ = [state.wake() for state in states]
@@ -143,7 +105,7 @@ def run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any,
 
     It surrounds all hooks of the module: what they do to parameters, they do to the full ones.
     """
-    return _run_forward(module.__dict__[_STATE], module, forward, args, kwargs)
+    return _run_forward(module.__dict__[STATE], module, forward, args, kwargs)
 
 
 @torch_compat.untraced

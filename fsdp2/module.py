@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from . import hooks
-from .handles import GradientReductionHandle, UnshardHandle
+from .handles import UnshardHandle
 from .reduce import on_stream
-from .state import FSDPState
-from .stepper import Stepper
+from .root_methods import RootMethods, check_bool
+from .state import FSDPState, require_state, states_below, states_of
 
 
-class FSDPModule:
+class FSDPModule(RootMethods):
     """Base of every module that `fully_shard` was applied to, besides its own class."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -27,8 +25,8 @@ class FSDPModule:
         Args:
             async_op: return at once, with a handle whose `wait` finishes the work.
         """
-        _check_bool("async_op", async_op)
-        states = list(hooks.states_of(self))
+        check_bool("async_op", async_op)
+        states = list(states_of(self))
         for state in states:
             state.hold()
             state.group.start_unshard()
@@ -44,8 +42,8 @@ class FSDPModule:
         Raises:
             RuntimeError: somebody has written to the full ones, which is lost.
         """
-        written = [name for state in hooks.states_of(self) for name in state.group.versions.take_written()]
-        for state in hooks.states_of(self):
+        written = [name for state in states_of(self) for name in state.group.versions.take_written()]
+        for state in states_of(self):
             state.release()
         if written:
             raise RuntimeError(
@@ -66,7 +64,7 @@ class FSDPModule:
         Args:
             requires_gradient_sync: False for all but the last backward of an accumulation.
         """
-        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        check_bool("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
             state.group.gradients.synchronise = requires_gradient_sync
             state.group.gradients.reduction.all_reduce = requires_gradient_sync
@@ -76,7 +74,7 @@ class FSDPModule:
 
         Without, each rank accumulates its shard of its own replica's gradients, and `.grad` holds a stand-in as above.
         """
-        _check_bool("requires_all_reduce", requires_all_reduce)
+        check_bool("requires_all_reduce", requires_all_reduce)
         for state in _states(self, recurse):
             state.group.gradients.reduction.all_reduce = requires_all_reduce
 
@@ -84,7 +82,7 @@ class FSDPModule:
         """Choose whether the full parameters are freed after forward (and gathered again in backward). This replaces
         an int given to `fully_shard`.
         """
-        _check_bool("reshard_after_forward", reshard_after_forward)
+        check_bool("reshard_after_forward", reshard_after_forward)
         for state in _states(self, recurse):
             state.reshard_after_forward, state.keeps_part = reshard_after_forward, False
 
@@ -95,7 +93,7 @@ class FSDPModule:
         of any torch optimizer, or an operation in place, they are gathered anew. Call `reshard` after changes that show
         nowhere: by a collective, or through the `.data` of a local tensor.
         """
-        _check_bool("reshard_after_backward", reshard_after_backward)
+        check_bool("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
             state.reshard_after_backward = reshard_after_backward
             state.group.note_changes(not reshard_after_backward)
@@ -105,20 +103,20 @@ class FSDPModule:
 
         Without (an embedding's backward doesn't read its weight), they are gathered only if something needs them.
         """
-        _check_bool("unshard_in_backward", unshard_in_backward)
+        check_bool("unshard_in_backward", unshard_in_backward)
         for state in _states(self, recurse):
             state.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Begin to gather exactly these when this module's forward begins, in place of what the last pass suggests."""
         chosen = _states_of("modules", modules)
-        for state in hooks.states_of(self):
+        for state in states_of(self):
             state.forward_prefetch = chosen
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Begin to gather exactly these when backward reaches this module, in place of what ran before it."""
         chosen = _states_of("modules", modules)
-        for state in hooks.states_of(self):
+        for state in states_of(self):
             state.backward_prefetch = chosen
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
@@ -127,7 +125,7 @@ class FSDPModule:
         Gradients then are reduced when backward leaves the module, not before. A parameter that no rank uses gets a
         gradient of zeros instead of None.
         """
-        _check_bool("enable", enable)
+        check_bool("enable", enable)
         for state in _states(self, recurse):
             state.group.gradients.reduces_unused = enable
             state.completes = False
@@ -163,7 +161,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
         """Sum and divide afterwards, also where the backend could average by itself."""
-        _check_bool("enable", enable)
+        check_bool("enable", enable)
         for state in _states(self, recurse):
             state.group.choose_comms(force_sum=enable)
 
@@ -194,7 +192,7 @@ class FSDPModule:
         `all_gather.allocate(size, *, dtype, device)` provides its output, of which the input is this rank's part. Both
         are bytes (uint8), whatever the parameters' dtypes. It returns a Work, or None when done.
         """
-        for state in hooks.states_of(self):
+        for state in states_of(self):
             state.group.choose_comms(all_gather=all_gather)
 
     def set_custom_reduce_scatter(self, reduce_scatter: Any) -> None:
@@ -205,7 +203,7 @@ class FSDPModule:
         Raises:
             ValueError: the policy has a `wire_dtype`.
         """
-        for state in hooks.states_of(self):
+        for state in states_of(self):
             if reduce_scatter is not None and state.policy.wire_dtype is not None:
                 raise ValueError(
                     "reduce_scatter: expected None where the policy has a wire_dtype, in which gradients are exchanged "
@@ -217,7 +215,7 @@ class FSDPModule:
         """Reduce on a process group of its own, so that a backend that runs one collective at a time per group can
         gather at the same time. Every rank must call it; ranks of other shards need not.
         """
-        _check_bool("enable", enable)
+        check_bool("enable", enable)
         for state in _states(self, recurse):
             state.group.choose_comms(separate=enable)
 
@@ -227,7 +225,7 @@ class FSDPModule:
         Raises:
             NotImplementedError: always.
         """
-        _check_bool("enable", enable)
+        check_bool("enable", enable)
         raise NotImplementedError("set_allocate_memory_from_process_group_for_comm is not supported yet. Leave it out.")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -238,92 +236,6 @@ class FSDPModule:
         """
         raise NotImplementedError("set_symm_mem_for_comm is not supported yet. Leave it out.")
 
-    def set_prefetch_budget(self, nbytes: int | None) -> None:
-        """Bound what is gathered ahead, in forward and in backward: as many of the groups that follow as have at most
-        `nbytes` of full parameters together, in compute dtypes, besides the group that runs. On the root only.
-
-        Args:
-            nbytes: 0 gathers nothing ahead. None, the default: the next group whatever its size, and more only while
-                they are together no larger than a typical one.
-
-        Raises:
-            RuntimeError: not the root.
-            ValueError: less than 0.
-        """
-        if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool)):
-            raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
-        if nbytes is not None and nbytes < 0:
-            raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
-        _root(self, "set_prefetch_budget").context.prefetcher.budget = nbytes
-
-    def set_saved_tensor_hooks(self, enabled: bool) -> None:
-        """Choose how backward finds out that it needs a group's full parameters. On the root only.
-
-        Args:
-            enabled: True, the default: every weight that autograd has saved is watched, and gathered when backward
-                reads it, whatever way the gradient came. False: gradients must enter each sharded module through a
-                tensor that it returned, as torch's FSDP2 expects. That saves about a third of the host time; a gradient
-                that comes another way, from a tensor that a forward hook has kept say, is refused by autograd:
-                "one of the variables needed for gradient computation has been modified by an inplace operation".
-                What a function saves of a weight's `.data` is not watched then: keep the hooks for such functions.
-
-        Raises:
-            RuntimeError: not the root, or during a forward or backward.
-        """
-        _check_bool("enabled", enabled)
-        _root(self, "set_saved_tensor_hooks").context.notice_saved_tensors(enabled)
-
-    def set_running_stats_averaging(self, enabled: bool) -> None:
-        """Choose whether the ranks average what BatchNorm and its like keep for evaluation, `running_mean` and
-        `running_var`, once per step, in one all-reduce of them all. On the root only; on every rank.
-
-        Args:
-            enabled: True, the default. False: each rank keeps those of its own rows.
-
-        Raises:
-            RuntimeError: not the root.
-        """
-        _check_bool("enabled", enabled)
-        _root(self, "set_running_stats_averaging").context.rank_guard.stats.are_averaged = enabled
-
-    def set_debug_level(self, level: int) -> None:
-        """Choose what ranks verify of each other while they train. On the root only; on every rank, between steps.
-
-        Args:
-            level: 1: before each collective of any group below the root, on any backend, ranks compare which group it
-                is, what is done with it (also forward or backward) and the sizes of its tensors: if they differ, all
-                raise, before anything is sent. When a rank does not answer in time, or has died, the errors of others
-                list where each process was. Ranks wait for each other at each collective. Before the next forward of
-                the root, `check` looks at the model, and the first rank logs what it finds. 0: none of this; on gloo,
-                group, kind and sizes are compared all the same.
-                The default is that of the environment variable FSDP2_DEBUG when `fully_shard` is called, else 0.
-
-        Raises:
-            ValueError: another level.
-            RuntimeError: not the root, or during a forward or backward.
-        """
-        if level not in (0, 1) or isinstance(level, bool):
-            raise ValueError(f"level: expected 0 or 1, got {level!r}")
-        context = _root(self, "set_debug_level").context
-        if context.running or context.in_backward:
-            raise RuntimeError("set_debug_level: call it between steps, not during a forward or backward")
-        for state in context.states:
-            state.group.choose_comms(checked=level == 1)
-        context.audits_next_pass = level == 1
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Announce further backward passes through the forwards that have run: the record of these is kept, so that
-        they are gathered ahead in those passes, too. For all modules under the root.
-        """
-        _check_bool("is_last_backward", is_last_backward)
-        hooks.require_state(self).context.is_last_backward = is_last_backward
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """Have the next forward of the root wait for `event` (a torch.Event), once, besides what the current stream has
-        been given to do. For an optimizer that steps on a stream of its own.
-        """
-        hooks.require_state(self).context.post_optim_event = event
-
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of the full parameters when they are resharded, so that pointers into it stay valid: from the
         first gather on, and until a parameter is replaced by one of another dtype.
@@ -333,78 +245,12 @@ class FSDPModule:
         three eager steps and with `.grad` None, without `set_reshard_after_backward(False)`, which may leave the
         gathers out, and leave the optimizer's `zero_grad` out of the loop that replays.
         """
-        _check_bool("keep", keep)
+        check_bool("keep", keep)
         for state in _states(self, recurse):
             state.group.keep_storage(keep)
 
-    def set_optimizer_in_backward(self, optimizer: Optimizer | None) -> None:
-        """Have backward passes step `optimizer`, on a few parameters at a time, as soon as their gradients are reduced,
-        and clear these: then only few gradients exist at once. On the root only.
-
-        With CPUOffloadPolicy the steps run on another thread while backward goes on, and hooks of the parameters, too:
-        neither may communicate. When backward returns (manual finalization: when that does) all are done.
-
-        A pass whose gradients wait (`set_requires_gradient_sync`, `set_requires_all_reduce`) does not step; the one
-        that reduces them steps once. After a step, `.grad` holds a stand-in that refuses to be used: clipping by norm
-        and GradScaler need all gradients before the first step. A backward that raises may have stepped on some.
-
-        Args:
-            optimizer: one that keeps its state per parameter, as those of torch.optim do. None: step by hand again.
-
-        Raises:
-            TypeError: neither an optimizer nor None.
-            ValueError: it needs a closure, or has parameters that are not sharded here.
-            RuntimeError: not the root, or during a backward pass. Later, in backward: a second gradient of a parameter
-                that was stepped on in the same pass (reentrant checkpointing).
-        """
-        context = _root(self, "set_optimizer_in_backward").context
-        if context.in_backward:
-            raise RuntimeError("set_optimizer_in_backward: call it between backward passes, not during one")
-        params = [param.sharded for state in context.states for param in state.group.params]
-        stepper = None if optimizer is None else Stepper(optimizer, params)
-        context.finalize()  # what is under way belongs to the one before
-        for state in context.states:
-            state.group.gradients.stepper = stepper
-
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Leave reductions in flight at the end of backward, until `finalize_backward` is called. On the root only.
-
-        Raises:
-            RuntimeError: not the root, or during a backward pass.
-        """
-        _check_bool("enabled", enabled)
-        context = _root(self, "set_manual_backward_finalization").context
-        if context.in_backward:
-            raise RuntimeError("set_manual_backward_finalization: call it between backward passes, not during one")
-        context.finalizes_by_itself = not enabled
-
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Finish the reductions of all backward passes since the last call; then `.grad` is there. On the root only.
-
-        Gradients that wait, of passes without synchronisation, are reduced now, if that has been switched on again
-        (`set_requires_gradient_sync`) since.
-
-        Args:
-            async_op: return a handle, whose `wait` does it: before gradients are used, or work on this root begins.
-        """
-        _check_bool("async_op", async_op)
-        context = _root(self, "finalize_backward").context
-        context.synchronise_waiting()
-        handle = GradientReductionHandle(context)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reset_iter_state(self) -> None:
-        """Drop what an exception in forward or backward left half done: gathered parameters, gradients on their way and
-        those that wait unsynchronised. On the root only. After a failed backward it is done by itself, except that
-        gradients of earlier, complete passes stay.
-        """
-        _root(self, "reset_iter_state").context.reset()
-
     def _get_fsdp_state(self) -> FSDPState:
-        return hooks.require_state(self)
+        return require_state(self)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -422,29 +268,16 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
 def public_methods() -> list[str]:
     """Names that fully_shard adds to a module."""
-    return [name for name in vars(FSDPModule) if not name.startswith("_")]
-
-
-def _root(module: Any, what: str) -> FSDPState:
-    state = hooks.require_state(module)
-    is_root: bool = state.context.root is state
-    if not is_root:
-        raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")
-    return state
+    return [name for part in (FSDPModule, RootMethods) for name in vars(part) if not name.startswith("_")]
 
 
 def _states_of(name: str, modules: Any) -> list[FSDPState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")
-    return [state for module in modules for state in hooks.states_of(module)]
+    return [state for module in modules for state in states_of(module)]
 
 
 def _states(module: Any, recurse: bool) -> Iterator[FSDPState]:
-    _check_bool("recurse", recurse)
-    return hooks.states_below(module) if recurse else hooks.states_of(module)
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {value!r}")
+    check_bool("recurse", recurse)
+    return states_below(module) if recurse else states_of(module)

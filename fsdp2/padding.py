@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from . import checks, dtensor_compat, hooks
+from . import checks, dtensor_compat
 from .gradients import find_buckets
 from .layout import ParamSpec, align, bucket_layout, gather_layout
 from .mesh import DataMesh, DataParallelMeshDims, data_mesh, default_mesh, named_data_mesh
 from .policy import MixedPrecisionPolicy
-from .state import FSDPState
+from .state import FSDPState, states_below
 
 # Of copying a byte (read and written at 2.5 TB/s, say) beside receiving it over NVLink; networks are slower than that.
 COPY_COST = 0.25
@@ -187,7 +187,7 @@ def padding_report(module: nn.Module) -> list[GroupPadding]:
     Communicates nothing, may be called on any rank, and on the meta device, too. Parameters that say themselves how
     they are gathered count in reductions only.
     """
-    states = dict.fromkeys(hooks.states_below(module))
+    states = dict.fromkeys(states_below(module))
     return [_group_padding(state) for state in states if state.group.params]
 
 

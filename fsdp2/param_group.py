@@ -84,7 +84,7 @@ class FSDPParamGroup:
         self.storage_ids: frozenset[int] = frozenset()
         self.has_frozen = False
         self.keeps_storage = False
-        # Whether copies are registered in place of parameters, which then are not to be gathered: see tools/full_copies.py.
+        # Whether copies (tools/full_copies.py) are registered in place of parameters, which then can't be gathered.
         self.is_lent = False
         # What to ask before a gather, if some group under the same root is conditional.
         self.turn: Turn | None = None

@@ -10,6 +10,7 @@ from torch import nn
 from . import hooks, torch_compat, units
 from .guards import entry_points
 from .module import FSDPModule
+from .state import states_below, states_of
 
 
 @cache
@@ -36,7 +37,7 @@ def sharded_class(cls: Any) -> Any:
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
-        groups = [state.group for state in hooks.states_of(self)]
+        groups = [state.group for state in states_of(self)]
         for group in groups:
             group.reshard()
         empty = [[param for param in group.params if param.local.is_meta] for group in groups]
@@ -47,7 +48,7 @@ def sharded_class(cls: Any) -> Any:
         return self
 
     def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
-        states = hooks.states_below(self) if recurse else hooks.states_of(self)
+        states = states_below(self) if recurse else states_of(self)
         empty = [param for state in states for param in state.group.params if param.local.is_meta]
         cls.to_empty(self, device=device, recurse=recurse)
         for param in empty:  # by .data: nobody has written values yet, as far as version counters tell

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,9 @@ from .mesh import DataMesh
 from .param_group import SHARDED, FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .versions import refuse_written
+
+# Where a sharded module has its (outer) state.
+STATE = "_fsdp2_state"
 
 _EVERY_AT_FIRST = 64
 
@@ -184,6 +187,42 @@ class FSDPState(TorchState):
         self.held = False
         self.group.note_changes(not self.reshard_after_backward)
         self.group.reshard(free=not self.context.graph_reads_weights)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The (outer) state that a `fully_shard` call left on `module`."""
+    return module.__dict__.get(STATE)
+
+
+def require_state(module: Any) -> FSDPState:
+    """The same, for a module that must have been sharded.
+
+    Raises:
+        RuntimeError: it wasn't.
+    """
+    state = state_of(module)
+    if state is None:
+        raise RuntimeError(f"{type(module).__name__}: expected a module that fully_shard was applied to")
+    return state
+
+
+def states_of(module: Any) -> Iterator[FSDPState]:
+    """All states of a module that must have been sharded, from the outer to the inner.
+
+    Raises:
+        RuntimeError: it wasn't.
+    """
+    state: FSDPState | None = require_state(module)
+    while state is not None:
+        yield state
+        state = state.inner
+
+
+def states_below(module: nn.Module) -> Iterator[FSDPState]:
+    """The states of every sharded module in `module`, itself included, outermost first."""
+    for submodule in module.modules():
+        if state_of(submodule) is not None:
+            yield from states_of(submodule)
 
 
 def data_mesh_of(states: Iterable[FSDPState]) -> DataMesh:

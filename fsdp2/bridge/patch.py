@@ -8,13 +8,13 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from .. import hooks
 from ..forward_method import register_fsdp_forward_method
 from ..fully_shard import fully_shard, replicate
 from ..handles import GradientReductionHandle, UnshardHandle
 from ..mesh import DataParallelMeshDims
 from ..module import FSDPModule, share_comm_ctx
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..state import require_state
 from ..when_imported import when_imported
 from . import pipelining
 
@@ -33,7 +33,7 @@ class _OfReplicated(type):
     """`isinstance` alone tells a replicated module from a sharded one: they have one class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, FSDPModule) and not hooks.require_state(instance).group.mesh.shard_axes
+        return isinstance(instance, FSDPModule) and not require_state(instance).group.mesh.shard_axes
 
 
 class ReplicateModule(FSDPModule, metaclass=_OfReplicated):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .. import hooks
+from ..state import state_of, states_below
 
 
 def adapt(stage: ModuleType) -> Callable[[], None]:
@@ -24,9 +24,9 @@ def adapt(stage: ModuleType) -> Callable[[], None]:
 
     @functools.wraps(original)
     def backward(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        if backward_type == "full" or hooks.state_of(self.submod) is None:
+        if backward_type == "full" or state_of(self.submod) is None:
             return original(self, backward_type, *args, **kwargs)
-        states = list(hooks.states_below(self.submod))
+        states = list(states_below(self.submod))
         for state in states:
             state.group.faces.install()
         try:

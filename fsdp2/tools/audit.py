@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import comm, context, hooks
+from .. import comm, context
 from ..guards.checksum import checksum, read, values_of
 from ..param import SHARDED_AS, FSDPParam
-from ..state import FSDPState, data_mesh_of
+from ..state import FSDPState, data_mesh_of, states_below
 from ..unsynced_grad import UnsyncedGrad
 from .finding import Finding, compare_layouts, compare_sums, merge
 
@@ -82,7 +82,7 @@ def sharded_states(model: Any) -> list[FSDPState]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got a {type(model).__name__}")
-    states = list(dict.fromkeys(hooks.states_below(model)))
+    states = list(dict.fromkeys(states_below(model)))
     if not states:
         raise ValueError(
             f"model: expected a module that fully_shard was applied to, or one with such modules inside, "

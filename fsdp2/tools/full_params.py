@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import hooks, torch_compat
 from ..owners import Owned, owners_by_id
 from ..param import FSDPParam
-from ..state import FSDPState
+from ..state import FSDPState, state_of
 from .full_copies import FullCopies
 
 
@@ -157,7 +157,7 @@ def _named_parameters(module: nn.Module, recurse: bool, prefix: str = "") -> Ite
         if param is not None:
             yield prefix + name, param
     for name, child in module._modules.items():
-        if child is not None and (recurse or hooks.state_of(child) is None):
+        if child is not None and (recurse or state_of(child) is None):
             yield from _named_parameters(child, recurse, f"{prefix}{name}.")
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import full_params, fully_shard
-from fsdp2.hooks import require_state
+from fsdp2.state import require_state
 from helpers import assert_same, run_ranks
 from scenarios import (
     WIDTH,

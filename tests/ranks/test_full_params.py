@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, comm, full_params, fully_shard
-from fsdp2.hooks import states_below
 from fsdp2.param import FSDPParam
 from fsdp2.param_group import SHARDED, FSDPParamGroup
+from fsdp2.state import states_below
 from helpers import assert_same, full, run_checks, shard_batch
 from scenarios import WIDTH, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, train_and_evaluate, whole
 

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, gradients
 from fsdp2.comm import CoalescedComm
-from fsdp2.hooks import states_below
+from fsdp2.state import states_below
 from helpers import alone, assert_same, own_rows, run_checks, run_ranks, shard_batch
 from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
 from scenarios import (

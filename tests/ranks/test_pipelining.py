@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, patch_torch, replicate
 from fsdp2.comm import PairwiseComm
-from fsdp2.hooks import states_below
+from fsdp2.state import states_below
 from helpers import Differences, assert_same, full, run_checks, shard_batch
 from scenarios import ROWS as SCENARIO_ROWS
 from scenarios import Net, Run, blocks, check, sgd

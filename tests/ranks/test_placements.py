@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, cheapest_placement, fully_shard
 from fsdp2.comm import PairwiseComm
-from fsdp2.hooks import states_below
 from fsdp2.mesh import DataMesh
+from fsdp2.state import states_below
 from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
 from models import ConvNet, Experts, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd

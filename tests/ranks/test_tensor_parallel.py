@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.comm import PairwiseComm
-from fsdp2.hooks import states_below
+from fsdp2.state import states_below
 from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
 from models import TinyModel, mean_loss
 

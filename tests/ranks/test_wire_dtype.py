@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_ as clip
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard, gradients, reduce
 from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, SoloComm
-from fsdp2.hooks import states_below
+from fsdp2.state import states_below
 from helpers import Differences, assert_same, full, run_checks
 from stand_in import apart
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2.comm import Comm
-from fsdp2.hooks import states_below
 from fsdp2.param_group import SHARDED, FSDPParamGroup
+from fsdp2.state import states_below
 from fsdp2.work import Work
 
 

@@ -29,7 +29,7 @@ from fsdp2 import (
     fully_shard,
     share_comm_ctx,
 )
-from fsdp2.hooks import states_below
+from fsdp2.state import states_below
 from helpers import fake_world
 from stand_in import Stream, apart
 

@@ -31,6 +31,7 @@ ORDER = (
     "checks",
     "sharded_class",
     "module",
+    "root_methods",
     "handles",
     "forward_method",
     "bridge.pipelining",
