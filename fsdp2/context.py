@@ -334,7 +334,7 @@ class Context:
         self._reductions.abandon(None)
         self.recover()
         for state in self.states:
-            state.group.gradients.drop_waiting()
+            state.group.gradients.waiting.drop()
         for state in list(self.running):
             state.running = 0
         self.running.clear()

@@ -22,7 +22,8 @@ from .policy import MixedPrecisionPolicy
 from .reduce import ReducePlan, Reduction
 from .reduction_queue import ReductionQueue
 from .stepper import Stepper
-from .unsynced_grad import SteppedGrad, UnsyncedGrad
+from .unsynced_grad import SteppedGrad, put_stand_in, take_stand_in
+from .waiting_gradients import WaitingGradients
 
 # A group's gradients are reduced in about four parts, so that what has arrived can be sent and freed while the rest is
 # computed; parts below this size cost more in latency than they save.
@@ -94,12 +95,7 @@ class GroupGradients:
         self._buckets: list[_Bucket] = []
         # Full parameters that tell a bucket of their gradients.
         self._followed: list[Tensor] = []
-        # Both in the reduce dtype: full gradients, and flat padded shards that were not summed between replicas.
-        self._waiting: dict[int, Tensor] = {}
-        self._partial: dict[int, Tensor] = {}
-        # Of these, which have a stand-in in `.grad`; and which this backward pass has taken along.
-        self._marked: set[int] = set()
-        self._taken_along: set[int] = set()
+        self.waiting = WaitingGradients(params)
         # Identity of the backward pass that runs, or ran last.
         self.backward_pass: object = None
         # Whether the last backward pass has left gradients to a later one, on whichever rank.
@@ -207,18 +203,8 @@ class GroupGradients:
         self.backward_pass = backward_pass
         for i in list(self._stepped):
             if isinstance(self._params[i].sharded.grad, SteppedGrad):
-                self._unmark(i)
-        for param in (self._params[i] for i in self._marked):
-            if isinstance(param.sharded.grad, UnsyncedGrad) and param.sharded.grad.is_lost:
-                raise RuntimeError(
-                    f"{param.name}: gradients that waited to be synchronised were lost in a backward pass that failed. "
-                    "Call zero_grad, and repeat the accumulation."
-                )
-        for i in {*self._waiting, *self._partial}:
-            if not self._unmark(i) and i in self._marked:
-                self._waiting.pop(i, None)
-                self._partial.pop(i, None)
-        self._marked.clear()
+                take_stand_in(self._params[i])
+        self.waiting.unmark()
 
     def end_backward(self) -> None:
         """Reduce what is left. `resume` follows, when no rank reduces any more."""
@@ -228,7 +214,7 @@ class GroupGradients:
         if unused or self.turn is not None or any(bucket.missing < bucket.size for bucket in self._buckets):
             self._flush(self._find_arrived(unused))
         if self.synchronise:
-            self._flush(set(self._waiting))
+            self._flush(set(self.waiting.full))
         for bucket in self._buckets:
             bucket.restart()
 
@@ -244,40 +230,18 @@ class GroupGradients:
 
     def resume(self) -> None:
         """Sum between replicas what no gradient of this backward pass has taken along."""
-        while self._partial and self.synchronise and self.reduction.all_reduce:
-            carried = self._carry([next(iter(self._partial))])
+        partial = self.waiting.partial
+        while partial and self.synchronise and self.reduction.all_reduce:
+            carried = self.waiting.take_partial([next(iter(partial))])
             layout = self._plan(tuple(carried)).layout
             self.queue.add(self, reduce.resume(carried, layout, self.reduction, self._params[0].full.device))
 
     def mark_waiting(self) -> None:
         """The pass is over: put a stand-in into `.grad` of the parameters whose gradients wait."""
-        self._taken_along.clear()
-        for i in {*self._waiting, *self._partial}:
-            self._mark(i)
+        self.waiting.mark()
         for i, of_pass in self._stepped.items():
             if of_pass is self.backward_pass:
-                self._put_marker(i, SteppedGrad)
-
-    def _mark(self, i: int, is_lost: bool = False) -> None:
-        self._marked.add(i)
-        self._put_marker(i, UnsyncedGrad, is_lost)
-
-    def _put_marker(self, i: int, kind: type[UnsyncedGrad], is_lost: bool = False) -> None:
-        param = self._params[i]
-        if not isinstance(param.sharded.grad, UnsyncedGrad):
-            nothing = torch.zeros((), dtype=param.local.dtype, device=param.local.device).expand(param.local.shape)
-            marker = kind(nothing, param.dtensor_spec, requires_grad=False)
-            marker.reduced, marker.is_lost = param.sharded.grad, is_lost
-            param.sharded.grad = marker
-
-    def _unmark(self, i: int) -> bool:
-        """Put back what the stand-in stands before. Return whether there was one."""
-        sharded = self._params[i].sharded
-        marker = sharded.grad
-        if not isinstance(marker, UnsyncedGrad):
-            return False
-        sharded.grad = marker.reduced
-        return True
+                put_stand_in(self._params[i], SteppedGrad)
 
     def discard(self) -> None:
         """After an error: drop the gradients of the backward pass that failed, keep those of earlier ones.
@@ -288,35 +252,23 @@ class GroupGradients:
             param.full.grad = None
         for bucket in self._buckets:
             bucket.restart()
-        for i in self._taken_along:
-            self._waiting.pop(i, None)
-            self._partial.pop(i, None)
-            self._mark(i, is_lost=True)
+        self.waiting.lose_taken()
         self.mark_waiting()
-
-    def drop_waiting(self) -> None:
-        """Drop the gradients that wait, and what stands for them."""
-        for i in {*self._waiting, *self._partial, *self._marked}:
-            self._unmark(i)
-        self._marked.clear()
-        self._waiting.clear()
-        self._partial.clear()
 
     def receive(self, pending: reduce.Pending, of_pass: object) -> None:
         """Accumulate reduced shards into the sharded parameters' `.grad`; step on them, if that is to be."""
         shards = pending.finish()
         if pending.is_partial:
             for i, (flat, offset) in shards.items():
-                shard = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
-                self._partial[i] = self._partial[i] + shard if i in self._partial else shard
+                self.waiting.keep_partial(i, flat.as_strided((self._specs[i].shard_numel,), (1,), offset))
             return
         with torch.no_grad():
             with torch_compat.no_torch_function():
-                is_hooked = any(any(torch_compat.gradient_hooks(self._params[i].sharded)) for i in shards)
+                is_hooked = torch_compat.have_gradient_hooks([self._params[i].sharded for i in shards])
                 if not is_hooked:
-                    self._accumulate(shards)
+                    self._accumulate(shards, False)
             if is_hooked:  # users' hooks may need torch functions
-                self._accumulate(shards)
+                self._accumulate(shards, True)
         if self.stepper is not None:
             self._step(shards, of_pass)
 
@@ -344,9 +296,9 @@ class GroupGradients:
             )
         self._stepped.update({places[param]: of_pass for param in self.stepper.step(places)})
 
-    def _accumulate(self, shards: reduce.Shards) -> None:
+    def _accumulate(self, shards: reduce.Shards, is_hooked: bool) -> None:
         for i, (flat, offset) in shards.items():
-            self._params[i].accumulate(flat, offset)
+            self._params[i].accumulate(flat, offset, is_hooked)
 
     def _take(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """The full gradients of those that have one, with what waited for them; nobody else holds them then."""
@@ -360,10 +312,11 @@ class GroupGradients:
                 param.full.grad = None
                 if i in frozen:
                     continue  # since the forward
-                taken[i] = param.gathered_gradient(_without_graph(gradient) if gradient.requires_grad else gradient)
-            if i in self._waiting:
-                self._taken_along.add(i)
-                waited = self._waiting.pop(i)
+                if gradient.requires_grad:
+                    gradient = _without_graph(gradient)
+                taken[i] = gradient if param.is_usual else param.gathered_gradient(gradient)
+            if i in self.waiting.full:
+                waited = self.waiting.take_full(i)
                 taken[i] = waited.add_(taken[i]) if i in taken else waited
         return taken
 
@@ -377,7 +330,7 @@ class GroupGradients:
             self.queue.make_room()
             indices = tuple(gradients)
             plan, self.label.part = self._plan(indices), self._names(indices)
-            carried = self._carry(gradients)
+            carried = self.waiting.take_partial(gradients)
             try:
                 self.queue.add(self, reduce.start(gradients, plan, self.reduction, carried))
             except RuntimeError as error:  # out of memory, say: allocators don't know for whom
@@ -385,14 +338,8 @@ class GroupGradients:
                 error.args = (f"{error} (while reducing the gradients of {', '.join(names)})",)
                 raise
         else:
-            for i, gradient in gradients.items():
-                self._waiting[i] = torch_compat.owned(gradient.to(self._reduce_dtypes[i]))  # later ones are added to it
-
-    def _carry(self, indices: Iterable[int]) -> dict[int, Tensor]:
-        """Take what these have left from earlier passes to be summed between replicas."""
-        carried = {i: self._partial.pop(i) for i in indices if i in self._partial} if self._partial else {}
-        self._taken_along.update(carried)
-        return carried
+            for i, gradient in gradients.items():  # to which later ones are added
+                self.waiting.full[i] = torch_compat.owned(gradient.to(self._reduce_dtypes[i]))
 
 
 def _without_graph(gradient: Tensor) -> Tensor:

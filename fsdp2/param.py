@@ -87,7 +87,7 @@ class FSDPParam:
         if self._is_scalar:
             self.gathered_shape = (mesh.size,)
         # Gradients are reduced as they come.
-        self._is_usual = distribution.full_mesh is None and not self._is_scalar
+        self.is_usual = distribution.full_mesh is None and not self._is_scalar
         self.full = _NO_STORAGE
         self._shard(original)
 
@@ -210,9 +210,7 @@ class FSDPParam:
         return gathered.narrow(self._distribution.dim, first, last - first)
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
-        """A gradient of the full face as the ranks of the mesh share it."""
-        if self._is_usual:
-            return gradient
+        """A gradient of the full face as the ranks of the mesh share it: the same, if the parameter `is_usual`."""
         if self._distribution.full_mesh is not None:
             gradient = self._local_gradient(gradient)
         return gradient.repeat(self.gathered_shape) if self._is_scalar else gradient
@@ -318,17 +316,17 @@ class FSDPParam:
         assert found[0] is not None
         return found[0]
 
-    def accumulate(self, flat: Tensor, offset: int) -> None:
+    def accumulate(self, flat: Tensor, offset: int, is_hooked: bool) -> None:
         """Add this rank's gradient shard, which begins at `offset` of `flat`, to the sharded face's `.grad`.
 
-        `flat` has the storage dtype. The hooks of the sharded face run, on the gradient as in plain training, then on
-        the parameter.
+        `flat` has the storage dtype. The hooks of the sharded face, if it may have any (`is_hooked`), run: on the
+        gradient as in plain training, then on the parameter.
         """
         gradient: Any = dtensor_compat.dtensor(
             flat.as_strided(self._local_shape, self._local_stride, offset), self.dtensor_spec
         )
         sharded = self.sharded
-        hooks, post_accumulate_hooks = torch_compat.gradient_hooks(sharded)
+        hooks, post_accumulate_hooks = torch_compat.gradient_hooks(sharded) if is_hooked else (None, None)
         if hooks:
             for hook in tuple(hooks.values()):  # a hook may remove itself
                 replaced = hook(gradient)

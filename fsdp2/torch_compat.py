@@ -7,7 +7,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ __all__ = [
     "graph_task",
     "group_over",
     "has_backend",
+    "have_gradient_hooks",
     "inner_tensors",
     "innermost_transform",
     "is_shared_with_ddp",
@@ -371,3 +373,11 @@ def composable_states() -> list[Any]:
 def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
     """The hooks of `register_hook` and of `register_post_accumulate_grad_hook`: autograd can't run them for us."""
     return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+_backward_hooks, _post_accumulate_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
+def have_gradient_hooks(tensors: Sequence[Tensor]) -> bool:
+    """Whether any of them has some of these."""
+    return any(map(_backward_hooks, tensors)) or any(map(_post_accumulate_hooks, tensors))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from . import dtensor_compat, torch_compat
+from .param import FSDPParam
 
 
 class UnsyncedGrad(DTensor):
@@ -81,3 +82,21 @@ def _set_to_zero(gradients: Any) -> Any:
         else:
             gradient.zero_()
     return None if several else gradients
+
+
+def put_stand_in(param: FSDPParam, kind: type[UnsyncedGrad], is_lost: bool = False) -> None:
+    """Into `.grad` of the sharded parameter, unless one is there."""
+    if not isinstance(param.sharded.grad, UnsyncedGrad):
+        nothing = torch.zeros((), dtype=param.local.dtype, device=param.local.device).expand(param.local.shape)
+        stand_in = kind(nothing, param.dtensor_spec, requires_grad=False)
+        stand_in.reduced, stand_in.is_lost = param.sharded.grad, is_lost
+        param.sharded.grad = stand_in
+
+
+def take_stand_in(param: FSDPParam) -> bool:
+    """Put back what the stand-in stands before. Return whether there was one."""
+    stand_in = param.sharded.grad
+    if not isinstance(stand_in, UnsyncedGrad):
+        return False
+    param.sharded.grad = stand_in.reduced
+    return True

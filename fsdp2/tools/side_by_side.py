@@ -209,7 +209,7 @@ def restored(reference: nn.Module, tensors: Sequence[Held], states: Sequence[FSD
         raise
     finally:
         for state in states:
-            state.group.gradients.drop_waiting()
+            state.group.gradients.waiting.drop()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():

@@ -219,7 +219,7 @@ def sync_left_off() -> None:
     reference, model, batch = odd()
     model.wide.set_requires_gradient_sync(False)
     assert found(compare(reference, model, batch)) == {"gradients": ("wide.bias", ("unsynced",))}
-    assert not model.wide._get_fsdp_state().group.gradients._waiting
+    assert not model.wide._get_fsdp_state().group.gradients.waiting.full
     model.wide.set_requires_gradient_sync(True)
     expect_none(compare(reference, model, batch))
     mean_loss(model(batch)).backward()

@@ -60,6 +60,7 @@ ORDER = (
     "agreement",
     "stepper",
     "reduction_queue",
+    "waiting_gradients",
     "unsynced_grad",
     "extension",
     "guards.full_content",
