@@ -367,7 +367,7 @@ class Context:
         """`state` is unsharded on purpose now, not only in advance: what is saved of its weights is known as such."""
         self.prefetcher.prefetched.discard(state)
         if self.notices_saved_tensors:
-            for storage in state.group.storage_ids:
+            for storage in state.group.adopted.storage_ids:
                 self._saved_tensors.owners[storage] = state
 
 

@@ -212,7 +212,7 @@ def _convert_output(state: FSDPState, output: Any) -> Any:
 
 def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
     outputs = tensors_in(output)
-    weights = state.group.storage_ids
+    weights = state.group.adopted.storage_ids
     if any(torch_compat.storage_id(tensor) in weights for tensor in outputs):
         output = _without_weights(weights, output)
         outputs = tensors_in(output)
@@ -313,7 +313,7 @@ def on_first_gradient(state: FSDPState) -> None:
 def on_last_gradient(state: FSDPState) -> None:
     """The full gradients of all trainable parameters are complete."""
     # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed regions.
-    if not state.group.has_frozen and not state.context.in_inner_backward():
+    if not state.group.adopted.has_frozen and not state.context.in_inner_backward():
         state.completes = not state.group.gradients.reduces_unused
         state.release_after_backward()
 

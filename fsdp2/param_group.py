@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,26 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import dtensor_compat, torch_compat
+from .adopted_params import AdoptedParams
 from .agreement import Turn
 from .buffers import GroupBuffers
 from .checked_comm import level_from_environment
-from .comm import Comm, make_comm, subgroup
+from .comm import make_comm, subgroup
 from .corrections.dtensor_operations import count_foreach_operations
 from .custom_comm import CommChoice
-from .extension import GroupExtensions, refuse_part
 from .gather import PendingGather
 from .gradients import GroupGradients
-from .guards.full_content import FullContent
 from .headers import Label
-from .layout import GatherLayout, ParamSpec, gather_layout
+from .layout import gather_layout
 from .mesh import DataMesh
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
-from .registered_faces import RegisteredFaces
 from .transfers import Transfers, make_transfers
-from .versions import GroupVersions
 
 
 class _Settled:
@@ -69,21 +64,18 @@ class FSDPParamGroup:
         # Under which name its collectives are known among ranks.
         self.label = Label()
         self.name = type(modules[0]).__name__
-        # Where shards live, and whether in page-locked memory; what copies them to where they compute, if elsewhere.
-        self._rest = params[0].rest if params else mesh.device
+        # Whether shards live in page-locked memory; what copies them to where they compute, if that is elsewhere.
         self._pin = pin
-        self.transfers: Transfers | None = make_transfers(mesh.device, pin) if self._rest != mesh.device else None
+        rests_elsewhere = bool(params) and params[0].rest != mesh.device
+        self.transfers: Transfers | None = make_transfers(mesh.device, pin) if rests_elsewhere else None
         reduction = Reduction.over(mesh, self.transfers, self.label)
         self._comm = self._plain_comm = reduction.shards
         self.state: _Settled | PendingGather = SHARDED
-        self.faces = RegisteredFaces()
         self.gradients = GroupGradients(self.params, reduction)
         self.gradients.label = self.label
-        self.versions = GroupVersions()
-        # Identity of the storage that full parameters share, and of those that extended ones have.
-        self.storage_ids: frozenset[int] = frozenset()
-        self.has_frozen = False
-        self.keeps_storage = False
+        self.adopted = AdoptedParams(self.params, self.gradients, mesh, policy, self.transfers)
+        self.adopted.direct_min_bytes = self._comm.direct_min_bytes
+        self.faces, self.versions = self.adopted.faces, self.adopted.versions
         # Whether copies (tools/full_copies.py) are registered in place of parameters, which then can't be gathered.
         self.is_lent = False
         # What to ask before a gather, if some group under the same root is conditional.
@@ -94,24 +86,16 @@ class FSDPParamGroup:
         # The versions of the shards that were last gathered; for backward they are noted only if `_notes_changes`.
         self._notes_changes = False
         self.gathered_at: tuple[int, ...] | None = None
-        # Ranks that can restore the parameters of which each has kept a part after forward.
-        self._few: Comm | None = None
-        # The parameters that have one are the last in `params`.
-        self._extensions = GroupExtensions((), mesh, policy)
-        self._looked = False
-        # None while parameters are on another device, on meta say.
-        self._buffers: GroupBuffers | None = None
-        self._specs: tuple[ParamSpec, ...] = ()
-        self._trainable: list[bool] = []
         if level_from_environment():
             self.choose_comms(checked=True)
-        self._adopt()
+        self.adopted.adopt()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: no memory, no process group."""
-        names = ("modules", "params", "mesh", "name", "keeps_storage", "_notes_changes", "_policy", "_pin", "_choice")
-        few = self._few.size if self._few is not None else None
-        return {**{name: vars(self)[name] for name in names}, "few": few, "gradients": self.gradients.settings()}
+        names = ("modules", "params", "mesh", "name", "_notes_changes", "_policy", "_pin", "_choice")
+        few, keeps_storage = self.adopted.few, self.adopted.keeps_storage
+        chosen = {"few": few.size if few is not None else None, "keeps_storage": keeps_storage}
+        return {**{name: vars(self)[name] for name in names}, **chosen, "gradients": self.gradients.settings()}
 
     def wake(self) -> None:
         """Become usable, in a copy of which all modules and parameters are there. Every rank must call it."""
@@ -141,8 +125,9 @@ class FSDPParamGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded group, in compute dtypes, padding included."""
-        plain = self._buffers.layout.full_nbytes if self._buffers else 0
-        return plain + self._extensions.nbytes if self._extensions.members else plain
+        buffers, extensions = self.adopted.buffers, self.adopted.extensions
+        plain = buffers.layout.full_nbytes if buffers is not None else 0
+        return plain + extensions.nbytes if extensions.members else plain
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Name the group and its parameters after the FQNs of their modules."""
@@ -160,9 +145,10 @@ class FSDPParamGroup:
         self._comm, reduction.shards = self._choice.build(self._plain_comm, device)
         if reduction.replicas is not None:
             reduction.replicas = self._choice.complete(reduction.replicas, device)
-        if self._few is not None:
-            self._few = self._choice.complete(self._few, device)
-        if self.direct_min_bytes != before or (self._few is not None and "checked" in changes):
+        few = self.adopted.few
+        if few is not None:
+            self.adopted.few = self._choice.complete(few, device)
+        if self.direct_min_bytes != before or (few is not None and "checked" in changes):
             self._rebuild()  # what goes direct, or who restores what is kept, is another choice now
 
     @property
@@ -175,21 +161,21 @@ class FSDPParamGroup:
         if few is not None:
             assert self.mesh.shard_group is not None, "one rank keeps no part"
             comm = make_comm(subgroup(self.mesh.shard_group, few), self.mesh.device, self.label)
-            self._few = self._choice.complete(comm, self.mesh.device)
+            self.adopted.few = self._choice.complete(comm, self.mesh.device)
             self._rebuild()
 
     def keep_storage(self, keep: bool) -> None:
         """Keep the full storage when its data is given up, so that pointers into it stay valid."""
-        self.keeps_storage = keep
-        if self._buffers is not None:
-            self._buffers.keeps_storage = keep
+        self.adopted.keeps_storage = keep
+        if self.adopted.buffers is not None:
+            self.adopted.buffers.keeps_storage = keep
             if self.state is SHARDED:
-                self._buffers.free()
+                self.adopted.buffers.free()
 
     def _rebuild(self) -> None:
         self.reshard()
-        self._buffers = None
-        self._adopt()
+        self.adopted.direct_min_bytes = self._comm.direct_min_bytes
+        self.adopted.adopt_anew()
 
     # ---- sharded -> unsharded -> sharded
 
@@ -200,7 +186,7 @@ class FSDPParamGroup:
         """
         if self.state is not SHARDED:
             return
-        if self._buffers is None:
+        if self.adopted.buffers is None:
             self._notice_changes()
         if self.gradients.steps:
             self.gradients.await_steps()
@@ -208,13 +194,12 @@ class FSDPParamGroup:
             self.turn.gather()
         if self.guard is not None:
             self.guard()
-        assert self._buffers is not None
+        buffers, extensions = self.adopted.buffers, self.adopted.extensions
+        assert buffers is not None
         self.gathered_at = self.shard_versions() if self._notes_changes or not for_backward else None
         try:
-            if self._extensions.members:
-                self.state = self._buffers.start_gather(self._comm, *self._extensions.start(self._comm))
-            else:
-                self.state = self._buffers.start_gather(self._comm)
+            more = extensions.start(self._comm) if extensions.members else ()
+            self.state = buffers.start_gather(self._comm, *more)
         except RuntimeError as error:  # out of memory, say
             self._name_error(error)
             raise
@@ -232,8 +217,8 @@ class FSDPParamGroup:
                 self._name_error(error)
                 raise
             self.state = UNSHARDED
-            if self._extensions.members:
-                self._finish_extensions()
+            if self.adopted.extensions.members:
+                self.adopted.finish_extensions()
         if self.versions.guards:
             self.versions.renew(self.shard_versions())
 
@@ -256,22 +241,23 @@ class FSDPParamGroup:
         state, self.state = self.state, SHARDED
         if isinstance(state, PendingGather):
             state.abandon()
-        if free and self._buffers is not None:
+        adopted = self.adopted
+        if free and adopted.buffers is not None:
             if self.versions.guards:
                 self.versions.expire()
-            self._buffers.free()
-            if self._extensions.members and not self.keeps_storage:
-                self._extensions.free()
+            adopted.buffers.free()
+            if adopted.extensions.members and not adopted.keeps_storage:
+                adopted.extensions.free()
 
     def shrink(self) -> None:
         """Register the sharded parameters; give up the full ones but for a part, from which few ranks restore them."""
         self.faces.uninstall()
         assert self.state is UNSHARDED, "a forward has just used them"
-        assert self._buffers is not None
+        assert self.adopted.buffers is not None
         self.state = SHARDED
         if self.versions.guards:
             self.versions.expire()
-        self._buffers.shrink()
+        self.adopted.buffers.shrink()
 
     def shard_versions(self) -> tuple[int, ...]:
         """`GroupVersions.sharded`, when the steps of an optimizer in backward are done."""
@@ -306,19 +292,6 @@ class FSDPParamGroup:
             buffers.start_gather(self._comm).finish()
             return [buffers.full_parameter(i) for i in range(len(specs))]
 
-    def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
-        """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
-        assert self._buffers is not None, "a full parameter was saved"
-        count = len(self.params)
-        if before[2 * count :] != now[2 * count :]:  # some were replaced, or nothing is known of before
-            return True
-        if self._extensions.members and torch_compat.storage_id(weight) != self._buffers.storage_id:
-            extended = slice(2 * len(self._buffers.layout.specs), 2 * count)
-            return before[extended] != now[extended]  # which of them it is part of is not known
-        weight = dtensor_compat.local_if_any(weight)
-        i = bisect_right(self._buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
-        return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
-
     def watch_calls(self, on_sharded_call: Callable[[nn.Module, Any, Any], None] | None) -> None:
         """Have `on_sharded_call(module, args, kwargs)` run before a call of a module inside, if it is not the group's
         own forward that makes it: the full parameters are not there. None: no more.
@@ -326,7 +299,7 @@ class FSDPParamGroup:
         inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots if on_sharded_call)
         self.faces.watch_calls([each for each in inside if each not in self.modules], on_sharded_call)
 
-    # ---- construction, and again whenever a user replaces a parameter or its local tensor
+    # ---- what users do to parameters
 
     def adopt_replacements(self, accept_whole: bool = False, may_be_meta: bool = True) -> None:
         """Take over what a user put in place of our parameters or their local tensors (`.to`, loading, assignment)."""
@@ -339,16 +312,23 @@ class FSDPParamGroup:
         versions, trainable = self._look()
         if versions != self.gathered_at:
             self.reshard()  # also what is kept for few ranks to restore
-        if self._buffers is None or self.faces.is_replaced() or not (self._looked or self._is_extended_as_before()):
+        adopted = self.adopted
+        if adopted.are_replaced():
             self.reshard()
-            self._readopt(accept_whole)
-        elif self._trainable != trainable:
-            self._follow_requires_grad()
-        if self._buffers is None and not may_be_meta:
-            names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != self._rest]
+            if self.is_lent:
+                raise RuntimeError(
+                    f"{self.name}: its parameters are copies that full_params has lent, with which no sharded module "
+                    "runs. Leave that block first."
+                )
+            adopted.take_replacements(accept_whole)
+        elif adopted.trainable != trainable:
+            adopted.follow_requires_grad()
+        if adopted.buffers is None and not may_be_meta:
+            rest = adopted.rest
+            names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != rest]
             raise RuntimeError(
-                f"expected parameters on {self._rest}, got {', '.join(names)}. Materialise the model "
-                f"before its first forward: model.to_empty(device={self._rest.type!r}), then initialise or load."
+                f"expected parameters on {rest}, got {', '.join(names)}. Materialise the model "
+                f"before its first forward: model.to_empty(device={rest.type!r}), then initialise or load."
             )
 
     def note_changes(self, notes: bool) -> None:
@@ -360,121 +340,4 @@ class FSDPParamGroup:
     def is_up_to_date(self) -> bool:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""
         is_replaced = not self.faces.installed and self.faces.is_replaced()
-        return not is_replaced and self._look() == (self.gathered_at, self._trainable)
-
-    def _is_extended_as_before(self) -> bool:
-        """Whether no user has set an extension's methods on a shard since all were put in place: looked at once."""
-        self._looked = all(p.is_extended == spec.extended for p, spec in zip(self.params, self._specs, strict=True))
-        return self._looked
-
-    def _readopt(self, accept_whole: bool) -> None:
-        if self.is_lent:
-            raise RuntimeError(
-                f"{self.name}: its parameters are copies that full_params has lent, with which no sharded module runs. "
-                "Leave that block first."
-            )
-        # All are checked before one is taken: after an error the user may put the old ones back.
-        found = [param.find_replacement(accept_whole) for param in self.params]
-        owners: dict[nn.Parameter, FSDPParam] = {}
-        for param, parameter in zip(self.params, found, strict=True):
-            other = owners.setdefault(parameter, param)
-            if other is not param:
-                raise ValueError(
-                    f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
-                    "Tie parameters before fully_shard."
-                )
-        for param, parameter in zip(self.params, found, strict=True):
-            param.replace(parameter)
-        self.versions.note_replacement()
-        self._adopt()
-
-    def _adopt(self) -> None:
-        """(Re)build buffers, plan and full parameters from the present local tensors, if all are on the device."""
-        self.faces.forget()
-        if any(param.local.device != self._rest for param in self.params):
-            self._buffers = None
-            self._watch()
-            return
-        self._find_extensions()
-        self._specs = specs = tuple(param.spec(self._policy) for param in self.params)
-        plain = tuple(spec for spec in specs if not spec.extended)
-        # Also when the first forward runs in inference mode: what is built here must serve training.
-        with torch.inference_mode(False), torch.no_grad():
-            if self._buffers is None or self._buffers.layout.specs != plain:
-                self._allocate(gather_layout(plain, self.mesh.size, self._comm.direct_min_bytes))
-            else:
-                self._renew_shards()
-            assert self._buffers is not None
-            shared = self.params[: len(plain)]
-            placed = self._buffers.move_into_shards([param.local for param in shared])
-            for param, local in zip(shared, placed, strict=True):
-                param.local = local
-        self._watch()
-        self._follow_requires_grad()
-        self._prepare_faces()
-
-    def _allocate(self, layout: GatherLayout) -> None:
-        device = self.mesh.device
-        self._buffers = GroupBuffers(layout, self.mesh.rank, device, self.transfers, self._few)
-        # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
-        for i in range(len(layout.specs)):
-            self.params[i].build_full(self._buffers.full_parameter(i))
-        self._buffers.free()
-        self._buffers.keeps_storage = self.keeps_storage
-
-    def _renew_shards(self) -> None:
-        """Have other memory for the shards: users may hold what lies in the present one, to put it back."""
-        assert self._buffers is not None
-        self._buffers.renew_shards()
-        if self._buffers.layout.aliased:
-            self.move_full()
-
-    def note_content(self, every: int) -> FullContent:
-        """Note what the full parameters hold, but for those that say themselves how they are gathered: see there."""
-        assert self._buffers is not None, "they have their data"
-        return FullContent(self.params, self._buffers, every)
-
-    def move_full(self) -> None:
-        """Have the full parameters over the memory that is theirs, which must be there."""
-        assert self._buffers is not None
-        with torch.inference_mode(False), torch.no_grad():
-            for i in range(len(self._buffers.layout.specs)):
-                self.params[i].move_full(self._buffers.full_parameter(i))
-
-    def _find_extensions(self) -> None:
-        self.params.sort(key=lambda param: param.is_extended)
-        self._extensions, self._looked = GroupExtensions(self.params, self.mesh, self._policy), False
-        if self._extensions.members and self._few is not None:
-            refuse_part(self.params[-1].name)
-
-    def _finish_extensions(self) -> None:
-        if self._extensions.finish():
-            was_installed = self.faces.installed
-            self.faces.uninstall()
-            self._watch()
-            self._follow_requires_grad()
-            self._prepare_faces()
-            if was_installed:
-                self.faces.install()
-        self.versions.accept()
-
-    def _watch(self) -> None:
-        """Remember what is registered where, to notice what is put there instead."""
-        self.faces.watch(self.params)
-        self.versions.watch(self.params)
-        # That the sharded parameters are on: few.
-        meshes = (param.dtensor_spec.mesh for param in self.params)
-        self.meshes = list({id(mesh): mesh for mesh in meshes}.values())
-
-    def _follow_requires_grad(self) -> None:
-        _, self._trainable = self._look()
-        for param, trainable in zip(self.params, self._trainable, strict=True):
-            param.full.requires_grad_(trainable)
-        specs = self._specs if self._buffers else ()
-        self.gradients.prepare(specs, self._policy, [i for i, yes in enumerate(self._trainable) if yes])
-        self.has_frozen = not all(self._trainable)
-
-    def _prepare_faces(self) -> None:
-        assert self._buffers is not None
-        self.storage_ids = frozenset([self._buffers.storage_id]) | self._extensions.storage_ids()
-        self.faces.prepare(self.params)
+        return not is_replaced and self._look() == (self.gathered_at, self.adopted.trainable)

@@ -126,7 +126,7 @@ class SavedTensors:
         else:
             self._before_use(owner)
             now = owner.versions
-            changed = now is not before and now != before and owner.group.is_changed(tensor, before, now)
+            changed = now is not before and now != before and owner.group.adopted.is_changed(tensor, before, now)
         if changed:
             what = "tensor" if owner is None else f"parameter (of {owner})"
             raise RuntimeError(

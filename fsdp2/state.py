@@ -140,7 +140,8 @@ class FSDPState(TorchState):
             # What writes in the first, to initialise, writes to all; and programs shall start quickly.
             checks_all = self.group.is_checked
             every = _EVERY_AT_FIRST if self.forwards == 1 and not checks_all else 1
-            self.content = self.group.note_content(every) if is_time_to_look(self.forwards, checks_all) else None
+            is_time = is_time_to_look(self.forwards, checks_all)
+            self.content = self.group.adopted.note_content(every) if is_time else None
 
     def check_content(self) -> None:
         """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""
@@ -148,7 +149,7 @@ class FSDPState(TorchState):
         assert content is not None, "noted when it began"
         written = content.written()
         if written:
-            self.group.move_full()
+            self.group.adopted.move_full()
         refuse_written(written)
 
     def serve(self) -> None:

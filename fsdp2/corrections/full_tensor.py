@@ -41,7 +41,7 @@ def _owner_of(tensor: DTensor) -> Owned | None:
     """Whose sharded parameter it is, or one of those of one mesh that it is computed of; None: neither, or not only of
     such. (Full ones, which tensor parallelism has made DTensors, have their gradients reduced anyway.)
     """
-    if not any(tensor.device_mesh in state.group.meshes for state in all_states()):
+    if not any(tensor.device_mesh in state.group.adopted.meshes for state in all_states()):
         return None  # an activation, say, behind which there may be a large graph
     if tensor.grad_fn is None:
         return sharded_owner(tensor)

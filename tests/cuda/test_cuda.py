@@ -262,8 +262,8 @@ def test_offloaded_memory_is_page_locked(nccl: None) -> None:
     fully_shard(model, offload_policy=CPUOffloadPolicy())
     mean_loss(model(torch.randn(8, 2048))).backward()
     for state in states_below(model):
-        assert state.group._buffers is not None
-        assert state.group._buffers.shards.is_pinned() or not state.group.params
+        assert state.group.adopted.buffers is not None
+        assert state.group.adopted.buffers.shards.is_pinned() or not state.group.params
     assert all(param.grad.to_local().is_pinned() for param in model.parameters())
 
 

@@ -121,7 +121,7 @@ def describe(state: Any) -> dict[str, Any]:
     )
     group, chosen = state.group, {name: getattr(state, name) for name in names.split()}
     reduction = group.gradients.settings()
-    return {**chosen, **reduction, "storage": group.keeps_storage, "choice": group._choice, "name": group.name}
+    return {**chosen, **reduction, "storage": group.adopted.keeps_storage, "choice": group._choice, "name": group.name}
 
 
 def part_of_a_model() -> None:

@@ -220,10 +220,14 @@ def memory_comes_and_goes() -> None:
     fully_shard(model)
     group = next(states_below(model.mids[0])).group
     mean_loss(model(batch(0))).backward()
-    held = [storage.nbytes() for extension in group._extensions.members for storage, _ in extension._storages.values()]
+    held = [
+        storage.nbytes()
+        for extension in group.adopted.extensions.members
+        for storage, _ in extension._storages.values()
+    ]
     assert held == [0, 0], "the gathered bytes, and the cast made of them"
     model.mids[0].unshard()  # type: ignore[operator]
-    assert group.nbytes == 2 * WIDTH * WIDTH + group._buffers.layout.full_nbytes  # type: ignore[union-attr]
+    assert group.nbytes == 2 * WIDTH * WIDTH + group.adopted.buffers.layout.full_nbytes  # type: ignore[union-attr]
     assert_same(model.mids[0].weight, value_of_group(group), 0, 0, "the full parameter")
     model.mids[0].reshard()  # type: ignore[operator]
 

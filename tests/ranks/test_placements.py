@@ -579,7 +579,7 @@ def calls_share_a_process_group() -> None:
     with mock.patch.object(dist, "new_group", counted):
         models = [case.shard(case.plain(), mesh) for _ in range(2)]
     assert len(made) <= 1, made
-    few = {state.group._few.group for model in models for state in states_below(model)}  # type: ignore[union-attr]
+    few = {state.group.adopted.few.group for model in models for state in states_below(model)}  # type: ignore[union-attr]
     assert len(few) == 1
     assert tuple(dist.get_process_group_ranks(few.pop())) == neighbours(2)
 
@@ -759,7 +759,7 @@ def copies_are_given_up(case: Case) -> None:
     """What was copied to the mesh's device is there from the start of a gather to the end of forward or backward."""
     model = case.shard_one(case.plain(), case.device_mesh())
     group = next(iter(states_below(model))).group
-    buffers = group._buffers
+    buffers = group.adopted.buffers
     assert buffers is not None
     with gathers_recorded() as seen:
         for _ in range(2):
@@ -779,7 +779,7 @@ def staged(check: Callable[[Case], None]) -> Callable[[Case], None]:
         with apart():
             mesh = case.device_mesh()
             state = next(iter(states_below(case.shard_one(case.plain(), mesh))))
-            assert state.group._rest != DataMesh(mesh, mesh.ndim - 1).device
+            assert state.group.adopted.rest != DataMesh(mesh, mesh.ndim - 1).device
             check(case)
 
     run.__name__ = f"{check.__name__}, staged"

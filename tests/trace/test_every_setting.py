@@ -126,7 +126,7 @@ def look(model: nn.Module) -> dict[str, Seen]:
         name: Seen(
             [line for line in lines if line.split()[1] == name and not line.startswith("grad")],
             ops[name],
-            state.group._buffers._full_storage.nbytes(),
+            state.group.adopted.buffers._full_storage.nbytes(),
             separate[name],
         )
         for name, state in states.items()
@@ -258,10 +258,10 @@ def unshard_and_reshard() -> None:
     assert gathers(lines) == ["b0"]
     assert not isinstance(model.b0.weight, DTensor)
     assert isinstance(model.weight, DTensor), "its own group only"
-    assert state.group._buffers._full_storage.nbytes() > 0
+    assert state.group.adopted.buffers._full_storage.nbytes() > 0
     model.b0.reshard()
     assert isinstance(model.b0.weight, DTensor)
-    assert state.group._buffers._full_storage.nbytes() == 0
+    assert state.group.adopted.buffers._full_storage.nbytes() == 0
 
 
 def gathers_before_b0_runs(modules: list[Any] | None) -> list[str]:
@@ -533,7 +533,7 @@ def reset() -> None:
     model.unshard()
     model.reset_iter_state()
     assert isinstance(model.weight, DTensor)
-    assert model._get_fsdp_state().group._buffers._full_storage.nbytes() == 0
+    assert model._get_fsdp_state().group.adopted.buffers._full_storage.nbytes() == 0
     assert all(param.grad is None for param in model.parameters()), "dropped"
 
 
@@ -651,8 +651,8 @@ def placements() -> None:
 @checks("fully_shard(offload_policy)")
 def offload() -> None:
     with apart():
-        assert build(offload_policy=CPUOffloadPolicy())._get_fsdp_state().group._buffers._stage is not None
-    assert build()._get_fsdp_state().group._buffers._stage is None
+        assert build(offload_policy=CPUOffloadPolicy())._get_fsdp_state().group.adopted.buffers._stage is not None
+    assert build()._get_fsdp_state().group.adopted.buffers._stage is None
 
 
 @checks("fully_shard(dp_mesh_dims)")
@@ -861,10 +861,10 @@ def test_storage_that_is_kept_stays_where_it_is() -> None:
             model(torch.ones(2, 4)).sum().backward()
             found.add(tuple(pointers))
             taken += [torch.empty(state.group.nbytes, dtype=torch.uint8) for state in states_below(model)]
-        sizes = [state.group._buffers._full_storage.nbytes() for state in states_below(model)]
+        sizes = [state.group.adopted.buffers._full_storage.nbytes() for state in states_below(model)]
         assert sizes == [state.group.nbytes if keep else 0 for state in states_below(model)]
         model.set_keep_unsharded_storage(False)
-        assert all(state.group._buffers._full_storage.nbytes() == 0 for state in states_below(model)), (
+        assert all(state.group.adopted.buffers._full_storage.nbytes() == 0 for state in states_below(model)), (
             "given back at once"
         )
         return found
@@ -884,7 +884,7 @@ def test_modules_to_prefetch_that_never_run() -> None:
     lines = trace(model)
     assert gathers(lines).count("never") == 2
     assert [line.split()[1] for line in lines if line.startswith("free")].count("never") == 2
-    assert model.never._get_fsdp_state().group._buffers._full_storage.nbytes() == 0
+    assert model.never._get_fsdp_state().group.adopted.buffers._full_storage.nbytes() == 0
 
 
 def test_roots_that_share_bound_their_reductions_together() -> None:

@@ -187,7 +187,7 @@ def test_page_locked_memory_is_bounded(buckets_of_one: int, mode: str, gradients
         model = Stack()
         for module in (*model, model):
             fully_shard(module, offload_policy=OFFLOAD)
-        shards = sum(state.group._buffers.shards.nbytes for state in states_below(model))  # type: ignore[union-attr]
+        shards = sum(state.group.adopted.buffers.shards.nbytes for state in states_below(model))  # type: ignore[union-attr]
         assert stand_in.peak == shards == 24 * buckets_of_one
         if mode == "in backward":
             model.set_optimizer_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -55,6 +55,7 @@ ORDER = (
     "saved_tensors",
     "order",
     "param_group",
+    "adopted_params",
     "gradients",
     "registered_faces",
     "agreement",

@@ -1,0 +1,199 @@
+"""What one group has made of the parameters that its modules have: memory for their shards and for the full ones."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import dtensor_compat, torch_compat
+from .buffers import GroupBuffers
+from .comm import Comm
+from .extension import GroupExtensions, refuse_part
+from .gradients import GroupGradients
+from .guards.full_content import FullContent
+from .layout import GatherLayout, ParamSpec, gather_layout
+from .mesh import DataMesh
+from .param import FSDPParam
+from .policy import MixedPrecisionPolicy
+from .registered_faces import RegisteredFaces
+from .transfers import Transfers
+from .versions import GroupVersions
+
+
+class AdoptedParams:
+    """The parameters of one group: `adopt` builds buffers, full faces and plans of the local tensors that they have,
+    once more whenever a user has replaced some.
+
+    `faces`, `versions` tell what users have done since; `buffers` is None while parameters are elsewhere than on
+    `rest`, on meta say. Those that say themselves how they are gathered (`extensions`) are the last in `params`.
+    """
+
+    def __init__(
+        self,
+        params: list[FSDPParam],
+        gradients: GroupGradients,
+        mesh: DataMesh,
+        policy: MixedPrecisionPolicy,
+        transfers: Transfers | None,
+    ) -> None:
+        self.params, self._gradients = params, gradients
+        self._mesh, self._policy, self._transfers = mesh, policy, transfers
+        # Where shards live.
+        self.rest = params[0].rest if params else mesh.device
+        self.faces, self.versions = RegisteredFaces(), GroupVersions()
+        self.buffers: GroupBuffers | None = None
+        self.extensions = GroupExtensions((), mesh, policy)
+        self._looked = False
+        self._specs: tuple[ParamSpec, ...] = ()
+        self.trainable: list[bool] = []
+        self.has_frozen = False
+        # Identity of the storage that full parameters share, and of those that extended ones have.
+        self.storage_ids: frozenset[int] = frozenset()
+        # That the sharded parameters are on: few.
+        self.meshes: list[DeviceMesh] = []
+        # What is chosen: from how many bytes on a parameter is gathered on its own; whether the full storage is kept
+        # when its data is given up; ranks that can restore the parameters of which each has kept a part after forward.
+        self.direct_min_bytes = 0
+        self.keeps_storage = False
+        self.few: Comm | None = None
+
+    # ---- what users have done
+
+    def are_replaced(self) -> bool:
+        """Whether a parameter or its local tensor is another one, or was given an extension's methods."""
+        return self.buffers is None or self.faces.is_replaced() or not (self._looked or self._is_extended_as_before())
+
+    def _is_extended_as_before(self) -> bool:
+        """Whether no user has set an extension's methods on a shard since all were put in place: looked at once."""
+        self._looked = all(p.is_extended == spec.extended for p, spec in zip(self.params, self._specs, strict=True))
+        return self._looked
+
+    def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
+        """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
+        assert self.buffers is not None, "a full parameter was saved"
+        count = len(self.params)
+        if before[2 * count :] != now[2 * count :]:  # some were replaced, or nothing is known of before
+            return True
+        if self.extensions.members and torch_compat.storage_id(weight) != self.buffers.storage_id:
+            extended = slice(2 * len(self.buffers.layout.specs), 2 * count)
+            return before[extended] != now[extended]  # which of them it is part of is not known
+        weight = dtensor_compat.local_if_any(weight)
+        i = bisect_right(self.buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
+        return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
+
+    def note_content(self, every: int) -> FullContent:
+        """Note what the full parameters hold, but for those that say themselves how they are gathered: see there."""
+        assert self.buffers is not None, "they have their data"
+        return FullContent(self.params, self.buffers, every)
+
+    # ---- following that
+
+    def take_replacements(self, accept_whole: bool) -> None:
+        """Adopt what is registered now. `accept_whole`: plain tensors of whole parameters, too.
+
+        Raises:
+            ValueError: one can't take its parameter's place, or that of several; nothing is changed then.
+        """
+        found = [param.find_replacement(accept_whole) for param in self.params]
+        owners: dict[nn.Parameter, FSDPParam] = {}
+        for param, parameter in zip(self.params, found, strict=True):
+            other = owners.setdefault(parameter, param)
+            if other is not param:
+                raise ValueError(
+                    f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
+                    "Tie parameters before fully_shard."
+                )
+        for param, parameter in zip(self.params, found, strict=True):
+            param.replace(parameter)
+        self.versions.note_replacement()
+        self.adopt()
+
+    def adopt_anew(self) -> None:
+        """With other memory than before."""
+        self.buffers = None
+        self.adopt()
+
+    def adopt(self) -> None:
+        """(Re)build buffers, plan and full parameters from the present local tensors, if all are on the device."""
+        self.faces.forget()
+        if any(param.local.device != self.rest for param in self.params):
+            self.buffers = None
+            self._watch()
+            return
+        self._find_extensions()
+        self._specs = specs = tuple(param.spec(self._policy) for param in self.params)
+        plain = tuple(spec for spec in specs if not spec.extended)
+        # Also when the first forward runs in inference mode: what is built here must serve training.
+        with torch.inference_mode(False), torch.no_grad():
+            if self.buffers is None or self.buffers.layout.specs != plain:
+                self.buffers = self._allocate(gather_layout(plain, self._mesh.size, self.direct_min_bytes))
+            else:
+                self._renew_shards(self.buffers)
+            shared = self.params[: len(plain)]
+            placed = self.buffers.move_into_shards([param.local for param in shared])
+            for param, local in zip(shared, placed, strict=True):
+                param.local = local
+        self._follow_faces()
+
+    def _find_extensions(self) -> None:
+        self.params.sort(key=lambda param: param.is_extended)
+        self.extensions, self._looked = GroupExtensions(self.params, self._mesh, self._policy), False
+        if self.extensions.members and self.few is not None:
+            refuse_part(self.params[-1].name)
+
+    def _allocate(self, layout: GatherLayout) -> GroupBuffers:
+        buffers = GroupBuffers(layout, self._mesh.rank, self._mesh.device, self._transfers, self.few)
+        # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
+        for i in range(len(layout.specs)):
+            self.params[i].build_full(buffers.full_parameter(i))
+        buffers.free()
+        buffers.keeps_storage = self.keeps_storage
+        return buffers
+
+    def _renew_shards(self, buffers: GroupBuffers) -> None:
+        """Have other memory for the shards: users may hold what lies in the present one, to put it back."""
+        buffers.renew_shards()
+        if buffers.layout.aliased:
+            self.move_full()
+
+    def move_full(self) -> None:
+        """Have the full parameters over the memory that is theirs, which must be there."""
+        assert self.buffers is not None, "they are there"
+        with torch.inference_mode(False), torch.no_grad():
+            for i in range(len(self.buffers.layout.specs)):
+                self.params[i].move_full(self.buffers.full_parameter(i))
+
+    def finish_extensions(self) -> None:
+        """Extended parameters were gathered: make full ones of them."""
+        if self.extensions.finish():
+            was_installed = self.faces.installed
+            self.faces.uninstall()
+            self._follow_faces()
+            if was_installed:
+                self.faces.install()
+        self.versions.accept()
+
+    def _follow_faces(self) -> None:
+        self._watch()
+        self.follow_requires_grad()
+        assert self.buffers is not None, "full faces are there"
+        self.storage_ids = frozenset([self.buffers.storage_id]) | self.extensions.storage_ids()
+        self.faces.prepare(self.params)
+
+    def _watch(self) -> None:
+        """Remember what is registered where, to notice what is put there instead."""
+        self.faces.watch(self.params)
+        self.versions.watch(self.params)
+        self.meshes = list({id(mesh): mesh for mesh in (param.dtensor_spec.mesh for param in self.params)}.values())
+
+    def follow_requires_grad(self) -> None:
+        """Have the gradients of those reduced that are trainable now."""
+        _, self.trainable = self.versions.sharded_and_trainable()
+        for param, trainable in zip(self.params, self.trainable, strict=True):
+            param.full.requires_grad_(trainable)
+        specs = self._specs if self.buffers is not None else ()
+        self._gradients.prepare(specs, self._policy, [i for i, yes in enumerate(self.trainable) if yes])
+        self.has_frozen = not all(self.trainable)
