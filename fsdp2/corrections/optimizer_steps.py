@@ -67,14 +67,25 @@ def _states_of(optimizer: Optimizer) -> list[FSDPState]:
 
 
 def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
-    """What gradients are of: its sum over the ranks, divided as they are. Every rank must call it."""
+    """What gradients are of: its sum over the ranks, divided as they are. Every rank must call it.
+
+    Raises:
+        ValueError: they are divided in several ways.
+    """
+    divisors = {state.group.gradients.reduction.divisor: state for state in states}
+    if len(divisors) > 1:
+        ways = ", ".join(f"those of {state} by {divisor or 'the ranks'}" for divisor, state in divisors.items())
+        raise ValueError(
+            f"step(closure): no loss fits gradients that are divided in several ways ({ways}), and a line search would "
+            "go wrong. Call set_gradient_divide_factor(factor, recurse=True) on the root."
+        )
     loss, mesh = closure(), data_mesh_of(states)
     if (not isinstance(loss, float) and type(loss) is not Tensor) or not moves_data(mesh.axis_groups, mesh.device):
         return loss
     own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
     total = own.to(mesh.device, torch.float64, copy=True)
     all_reduce_over(total, mesh.axis_groups, largest=False)
-    total /= states[0].group.gradients.reduction.divisor or mesh.num_ranks
+    total /= next(iter(divisors)) or mesh.num_ranks
     return total.to(loss) if isinstance(loss, Tensor) else total.item()
 
 
