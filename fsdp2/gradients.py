@@ -26,8 +26,10 @@ from .unsynced_grad import SteppedGrad, put_stand_in, take_stand_in
 from .waiting_gradients import WaitingGradients
 
 # A group's gradients are reduced in about four parts, so that what has arrived can be sent and freed while the rest is
-# computed; parts below this size cost more in latency than they save.
+# computed: twice as many where copies are sent, cast ones, which take memory, too. Parts below this size cost more in
+# latency than they save.
 MAX_BUCKETS = 4
+MAX_BUCKETS_OF_COPIES = 8
 MIN_BUCKET_BYTES = 1024 * 1024
 
 _KEY = "fsdp2"
@@ -61,10 +63,16 @@ def _do_nothing() -> None:
 
 
 def find_buckets(
-    specs: Sequence[ParamSpec], reduce_dtypes: Sequence[torch.dtype], trainable: Iterable[int]
+    specs: Sequence[ParamSpec],
+    reduce_dtypes: Sequence[torch.dtype],
+    wire_dtypes: Sequence[torch.dtype],
+    trainable: Iterable[int],
 ) -> list[tuple[int, ...]]:
     """The parameters of a group whose gradients are reduced together; they are expected in reverse order."""
-    return split_buckets(specs, reduce_dtypes, sorted(trainable, reverse=True), MAX_BUCKETS, MIN_BUCKET_BYTES)
+    expected = sorted(trainable, reverse=True)
+    are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
+    count = MAX_BUCKETS if are_sent else MAX_BUCKETS_OF_COPIES
+    return split_buckets(specs, reduce_dtypes, expected, count, MIN_BUCKET_BYTES)
 
 
 class GroupGradients:
@@ -125,7 +133,7 @@ class GroupGradients:
         self._wire_dtypes = tuple(policy.sent_dtype(spec.storage_dtype) for spec in specs)
         for full in self._followed:
             torch_compat.on_accumulated(full, _KEY, None)
-        buckets = find_buckets(specs, self._reduce_dtypes, trainable)
+        buckets = find_buckets(specs, self._reduce_dtypes, self._wire_dtypes, trainable)
         self._buckets = [_Bucket(indices, self._progress) for indices in buckets]
         self._followed = [self._params[i].full for bucket in self._buckets for i in bucket.indices]
         for bucket in self._buckets:
@@ -327,19 +335,30 @@ class GroupGradients:
         if self.synchronise:
             if self.guard is not None:
                 self.guard()
-            self.queue.make_room()
-            indices = tuple(gradients)
-            plan, self.label.part = self._plan(indices), self._names(indices)
-            carried = self.waiting.take_partial(gradients)
-            try:
-                self.queue.add(self, reduce.start(gradients, plan, self.reduction, carried))
-            except RuntimeError as error:  # out of memory, say: allocators don't know for whom
-                names = [self._params[i].name for i in gradients]
-                error.args = (f"{error} (while reducing the gradients of {', '.join(names)})",)
-                raise
+            self._reduce(gradients)
         else:
             for i, gradient in gradients.items():  # to which later ones are added
                 self.waiting.full[i] = torch_compat.owned(gradient.to(self._reduce_dtypes[i]))
+
+    def _reduce(self, gradients: dict[int, Tensor]) -> None:
+        self.queue.make_room()
+        indices = tuple(gradients)
+        plan, self.label.part = self._plan(indices), self._names(indices)
+        carried, half = self.waiting.take_partial(gradients), None
+        if plan.halves:
+            half = self._started(reduce.start_half, gradients, plan, self.reduction)
+            if half is not None:
+                self.queue.add(self, half)
+                self.queue.make_room()
+        self.queue.add(self, self._started(reduce.start, gradients, plan, self.reduction, carried, half))
+
+    def _started(self, start: Callable[..., Any], gradients: dict[int, Tensor], *arguments: Any) -> Any:
+        try:
+            return start(gradients, *arguments)
+        except RuntimeError as error:  # out of memory, say: allocators don't know for whom
+            names = [self._params[i].name for i in gradients]
+            error.args = (f"{error} (while reducing the gradients of {', '.join(names)})",)
+            raise
 
 
 def _without_graph(gradient: Tensor) -> Tensor:

@@ -220,10 +220,10 @@ def _reduce_padding(
     specs: Sequence[ParamSpec], trainable: Iterable[int], policy: MixedPrecisionPolicy, direct_min_bytes: int
 ) -> Padded:
     reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
+    wire_dtypes = [policy.sent_dtype(spec.storage_dtype) for spec in specs]
     nbytes = padded_nbytes = 0
-    for indices in find_buckets(specs, reduce_dtypes, trainable):
-        first = specs[indices[0]]
-        wire_dtype = policy.sent_dtype(first.storage_dtype)
+    for indices in find_buckets(specs, reduce_dtypes, wire_dtypes, trainable):
+        first, wire_dtype = specs[indices[0]], wire_dtypes[indices[0]]
         layout = bucket_layout(specs, indices, reduce_dtypes[indices[0]], direct_min_bytes, wire_dtype)
         nbytes += sum(specs[i].numel for i in indices) * wire_dtype.itemsize
         padded_nbytes += layout.payload_nbytes * first.world_size

@@ -68,6 +68,7 @@ class PendingReduce:
     """A reduction in flight; holds its buffers, and the gradients it reads, until `finish`.
 
     `carried`: index -> flat padded shard that an earlier reduction has left for this one to include.
+    `num_halves`: 1 if the rest of its bucket is a FirstHalf.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class PendingReduce:
         output: Tensor,
         inputs: list[Tensor],
         carried: Mapping[int, Tensor],
+        num_halves: int = 2,
     ) -> None:
+        self.num_halves = num_halves
         self._layout, self._reduction, self._work, self._output = layout, reduction, work, output
         self._inputs_kept_alive, self._carried = inputs, carried
         self._is_scattered = False
@@ -157,6 +160,7 @@ class _Local:
     """What a reduction over one rank is: the gradients themselves."""
 
     is_partial = has_second_stage = False
+    num_halves = 2
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -174,7 +178,32 @@ class _Local:
         pass
 
 
-Pending = PendingReduce | _Local
+class FirstHalf:
+    """A half of one gradient, in flight. Finished before the other is packed, it holds its memory no longer; with the
+    other all of `output` is there.
+    """
+
+    is_partial = has_second_stage = False
+    num_halves = 1
+
+    def __init__(self, output: Tensor, work: Work) -> None:
+        self.output, self._work = output, work
+
+    def advance(self) -> None:
+        pass
+
+    def start_return(self) -> bool:
+        return False
+
+    def finish(self) -> Shards:
+        self.abandon()
+        return {}
+
+    def abandon(self) -> None:
+        self._work.wait()
+
+
+Pending = PendingReduce | _Local | FirstHalf
 
 
 class ReducePlan:
@@ -192,11 +221,16 @@ class ReducePlan:
         self.is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES
         # Elements behind the last of them, of all segments.
         self.tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
-        self.pieces: list[tuple[int, int]] = []
-        needs_memory = layout.packed or layout.wire_dtype != layout.reduce_dtype  # to copy to, or to receive in
-        if len(specs) == 1 and specs[0].dim == 0 and needs_memory:
-            itemsize = layout.wire_dtype.itemsize
-            self.pieces = split_pieces(layout.shard_numel, world_size, itemsize, MAX_PIECES, MIN_PIECE_BYTES)
+        self.pieces = self._split(MAX_PIECES) if len(specs) == 1 else []
+        self.halves = self._split(2) if len(layout.indices) == 1 < len(specs) else []
+
+    def _split(self, count: int) -> list[tuple[int, int]]:
+        """Into at most so many pieces, if it takes memory to reduce this gradient: to copy it to, or to receive in."""
+        layout, (world_size, _) = self.layout, self.segments_shape
+        if self.spec.dim or not (layout.packed or layout.wire_dtype != layout.reduce_dtype):
+            return []
+        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, MIN_PIECE_BYTES)
+        return pieces if len(pieces) > 1 else []
 
     def pack(self, gradients: Mapping[int, Tensor], out_WP: Tensor) -> None:
         packed = [gradients[i] for i in self.layout.packed]
@@ -219,13 +253,32 @@ class ReducePlan:
         return dtypes == {out_WP.dtype} or (len(dtypes) == 1 and (self.is_little or not out_WP.is_cpu))
 
 
-def start(
-    gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
-) -> Pending:
-    """Begin to reduce `gradients` (index -> full gradient), which must not be written to until `finish`.
+def start_half(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction) -> FirstHalf | None:
+    """Begin to reduce a half of what is one gradient, if it is worth that; `start` does the rest.
 
     Every rank must call it, in the same order, with the same plan.
     """
+    if not plan.halves or reduction.hook is not None or reduction.replicas is not None or reduction.shards.size == 1:
+        return None
+    gradient = gradients[plan.layout.indices[0]]
+    output = gradient.new_empty(plan.layout.shard_numel, dtype=plan.layout.reduce_dtype)
+    return FirstHalf(output, _start_piece(gradient, plan, reduction, output, *plan.halves[0]))
+
+
+def start(
+    gradients: Mapping[int, Tensor],
+    plan: ReducePlan,
+    reduction: Reduction,
+    carried: Mapping[int, Tensor],
+    half: FirstHalf | None = None,
+) -> Pending:
+    """Begin to reduce `gradients` (index -> full gradient), which must not be written to until `finish`.
+
+    Every rank must call it, in the same order, with the same plan. `half`: what `start_half` has begun.
+    """
+    if half is not None:
+        rest = _start_piece(gradients[plan.layout.indices[0]], plan, reduction, half.output, *plan.halves[1])
+        return PendingReduce(plan.layout, reduction, rest, half.output, [], carried, num_halves=1)
     layout, comm = plan.layout, reduction.shards
     if comm.size == 1:
         if reduction.replicas is None and reduction.hook is None and reduction.transfers is None:
@@ -265,16 +318,23 @@ def _start_in_pieces(gradient: Tensor, plan: ReducePlan, reduction: Reduction, o
     Where there are streams, that is so on one beside the caller's, which goes on.
     """
     running: deque[Work] = deque()
-    comm = reduction.shards
     with streams.beside(output.device):
         for first, last in plan.pieces:
             if len(running) == PIECES_IN_FLIGHT:
                 running.popleft().wait()
-            segments = output.new_empty(plan.segments_shape[0], last - first, dtype=plan.layout.wire_dtype)
-            pack_piece(gradient, plan.spec, first, last, segments)
-            work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
-            running.append(AllWork([work], [segments]))
+            running.append(_start_piece(gradient, plan, reduction, output, first, last))
     return AllWork(running)
+
+
+def _start_piece(
+    gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int
+) -> Work:
+    """Begin to reduce elements `first` to `last` of each rank's shard of one gradient into its place in `output`."""
+    segments = output.new_empty(plan.segments_shape[0], last - first, dtype=plan.layout.wire_dtype)
+    pack_piece(gradient, plan.spec, first, last, segments)
+    comm = reduction.shards
+    work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
+    return AllWork([work], [segments])
 
 
 def resume(

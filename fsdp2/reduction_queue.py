@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from .reduce import Pending, Reduction
 
 # So many reduced buckets may be on their way to the CPU, or be stepped on there, before the host waits for the oldest:
-# what two groups have at most. That bounds what they take on the device, and in page-locked memory.
+# what one group has at most, or two. That bounds what they take on the device, and in page-locked memory.
 MAX_RETURNING = 8
 
 
@@ -39,17 +39,19 @@ class _Entry(NamedTuple):
 class ReductionQueue:
     """The reductions in flight of all groups under one root, oldest first.
 
-    At most `max_running` run while the next is packed; older ones are finished first, which bounds what they hold.
+    At most `max_running` buckets, or as many halves as that is, run while the next is packed; older ones are finished
+    first, which bounds what they hold.
     """
 
     def __init__(self) -> None:
         self.max_running = 1
         self._running: deque[_Entry] = deque()
+        self._num_halves = 0
         # Behind them: those that are reduced, and now are copied to the CPU, or stepped on.
         self._returning: deque[_Entry] = deque()
 
     def make_room(self) -> None:
-        while len(self._running) > self.max_running:
+        while self._num_halves > 2 * self.max_running:
             self._finish_oldest()
         for entry in self._running:
             if entry.pending.has_second_stage:
@@ -57,11 +59,14 @@ class ReductionQueue:
 
     def add(self, owner: Owner, pending: Pending) -> None:
         self._running.append(_Entry(owner, pending, owner.backward_pass))
+        self._num_halves += pending.num_halves
 
     def take_over(self, other: ReductionQueue) -> None:
         if other is not self:
             self._running.extend(other._running)
             self._returning.extend(other._returning)
+            self._num_halves += other._num_halves
+            other._num_halves = 0
             other._running.clear()
             other._returning.clear()
 
@@ -78,6 +83,7 @@ class ReductionQueue:
     def abandon(self, backward_pass: object | None) -> None:
         """After an error: wait until no buffer is in use; drop the results of one pass (None: of all)."""
         entries, steps = [*self._returning, *self._running], []
+        self._num_halves = 0
         self._returning.clear()
         self._running.clear()
         for owner, pending, of_pass, step in entries:
@@ -92,6 +98,7 @@ class ReductionQueue:
 
     def _finish_oldest(self) -> None:
         entry = self._running.popleft()
+        self._num_halves -= entry.pending.num_halves
         if entry.owner.reduction.transfers is None or not entry.pending.start_return():
             entry.owner.receive(entry.pending, entry.of_pass)
             return

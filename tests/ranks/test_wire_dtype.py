@@ -181,6 +181,7 @@ def check_gradients(case: Case) -> None:
         for comm in (PairwiseComm, CoalescedComm) if case.direct else ():
             patches.enter_context(mock.patch.object(comm, "direct_min_bytes", 16))
             patches.enter_context(mock.patch.object(gradients, "MIN_BUCKET_BYTES", 1))
+            patches.enter_context(mock.patch.object(reduce, "MIN_PIECE_BYTES", 16))
         if case.offload:
             patches.enter_context(apart())
         model = plain_model()

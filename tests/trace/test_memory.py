@@ -176,6 +176,15 @@ def test_mixed_precision_step_holds_two_groups_and_the_gradients_on_their_way() 
     assert 0.98 * expected <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= expected + SLACK
 
 
+def test_large_matrices_are_cast_and_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, but of the fp32 copies three halves are there at once, two of them on their way, not two wholes."""
+    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 1 << 16)
+    full = GROUP / 2
+    gradients = full / 4 + 3 * (GROUP / 8)
+    expected = 2 * full + gradients + (BLOCKS - 1) * GROUP / RANKS
+    assert 0.98 * expected <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= expected + SLACK
+
+
 @pytest.mark.parametrize("pairwise", [False, True])
 def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
     pairwise: bool, monkeypatch: pytest.MonkeyPatch

@@ -182,7 +182,7 @@ def test_page_locked_memory_is_bounded(buckets_of_one: int, mode: str, gradients
     """Shards, the gradients there are, and what at most MAX_RETURNING buckets bring: all else that is copied to the CPU
     finds its place again.
     """
-    assert reduction_queue.MAX_RETURNING == 2 * gradients.MAX_BUCKETS
+    assert reduction_queue.MAX_RETURNING == gradients.MAX_BUCKETS_OF_COPIES == 2 * gradients.MAX_BUCKETS
     with apart() as stand_in:
         model = Stack()
         for module in (*model, model):

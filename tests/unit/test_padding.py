@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.alignment import BLOCKS, EXPERTS
 from fsdp2 import DataParallelMeshDims, cheapest_placement
-from fsdp2.gradients import MAX_BUCKETS, find_buckets
+from fsdp2.gradients import MAX_BUCKETS_OF_COPIES, find_buckets
 from fsdp2.layout import ParamSpec, bucket_layout, gather_layout, split_pieces
 from fsdp2.padding import COPY_COST, LINE_NBYTES, cheapest_dim, gather_cost
 from fsdp2.reduce import MAX_PIECES, MIN_PIECE_BYTES
@@ -29,7 +29,7 @@ def specs_of(name: str, world_size: int, stored: torch.dtype = F32) -> list[Para
 
 
 def reductions(specs: Sequence[ParamSpec], direct_min_bytes: int, wire: torch.dtype | None) -> Iterator:
-    for indices in find_buckets(specs, [F32] * len(specs), range(len(specs))):
+    for indices in find_buckets(specs, [F32] * len(specs), [wire or F32] * len(specs), range(len(specs))):
         yield bucket_layout(specs, indices, F32, direct_min_bytes, wire)
 
 
@@ -70,7 +70,7 @@ def test_payloads_are_the_largest_chunks(name: str) -> None:
                 assert sum(rows) == shape[0]
                 assert max(rows) == rows[0]
                 held += rows[0] * torch.Size(shape[1:]).numel() * itemsize
-            assert 0 <= payload - held < 16 * (1 if itemsize == 2 else MAX_BUCKETS)
+            assert 0 <= payload - held < 16 * (1 if itemsize == 2 else MAX_BUCKETS_OF_COPIES)
 
 
 def payloads(name: str, world_size: int) -> Iterator[tuple[int, int]]:
@@ -87,7 +87,7 @@ def test_padding_is_bounded(name: str) -> None:
         for itemsize, payload in payloads(name, world_size):
             own = sum(torch.Size(shape).numel() for shape in SHAPES[name]) * itemsize
             rows = sum(torch.Size(shape[1:]).numel() for shape in SHAPES[name]) * itemsize
-            collectives = 1 if itemsize == 2 else MAX_BUCKETS
+            collectives = 1 if itemsize == 2 else MAX_BUCKETS_OF_COPIES
             assert 0 <= world_size * payload - own <= (world_size - 1) * rows + 15 * world_size * collectives
 
 

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,54 @@ def test_every_rank_gets_its_rows_of_the_mean() -> None:
                 got = flat.as_strided(expected.shape, torch.empty(expected.shape, device="meta").stride(), offset)
                 assert got.dtype == F32
                 assert torch.equal(got.double(), expected), (world_size, specs[i], indices, dtypes)
+
+
+def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has arrived, and is finished, when the second is packed. Even and uneven rows, or none."""
+    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 16)
+    for rows, columns, world_size in itertools.product((1, 3, 8, 9, 24), (5, 8, 20), (2, 4, 8)):
+        specs = (ParamSpec((rows, columns), F32, BF16, world_size), ParamSpec((8,), F32, BF16, world_size))
+        layout = bucket_layout(specs, [0], F32, 1 << 40)
+        plan, exchange = ReducePlan(layout, specs, world_size), Exchange(world_size)
+        gradients = [{0: whole_numbers((rows, columns), BF16)} for _ in range(world_size)]
+        halves = [reduce.start_half(gradients[comm.rank], plan, Reduction(comm)) for comm in exchange.comms]  # type: ignore[arg-type]
+        assert all(halves)
+        assert [each.finish() for each in halves if each] == [{}] * world_size
+        pending = [
+            reduce.start(gradients[comm.rank], plan, Reduction(comm), {}, half)  # type: ignore[arg-type]
+            for comm, half in zip(exchange.comms, halves, strict=True)
+        ]
+        mean = sum(each[0].double() for each in gradients) / world_size
+        for rank, each in enumerate(pending):
+            ((flat, offset),) = each.finish().values()
+            expected = own_rows(mean, rank, world_size)
+            assert torch.equal(flat[offset : offset + expected.numel()].double(), expected.flatten())
+
+
+def test_what_is_not_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent from where it lies; several gradients; what a hook is to see, or replicas to sum, as a whole."""
+    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 16)
+    cast, direct = ParamSpec((8, 8), F32, BF16, 2), ParamSpec((8, 8), F32, F32, 2)
+
+    class Alone(RankComm):
+        def wait(self) -> None:
+            pass
+
+    comm = Alone(Exchange(2), 0, 2)
+
+    def halves(specs: tuple[ParamSpec, ...], indices: list[int], min_bytes: int = 16, **options: Any) -> object:
+        plan = ReducePlan(bucket_layout(specs, indices, F32, min_bytes), specs, 2)
+        gradients = {i: torch.ones(8, 8, dtype=specs[i].compute_dtype) for i in indices}
+        return reduce.start_half(gradients, plan, Reduction(comm, **options))  # type: ignore[arg-type]
+
+    assert halves((cast, cast), [0]) is not None
+    assert halves((direct, direct), [0]) is None
+    assert halves((cast, cast), [0, 1]) is None
+    assert halves((cast,), [0]) is None, "alone in its group, it is sent in more pieces"
+    assert halves((cast, cast), [0], hook=lambda _: None) is None
+    assert halves((cast, cast), [0], replicas=comm) is None
+    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 256)
+    assert halves((cast, cast), [0]) is None
 
 
 def test_gradients_need_not_be_contiguous() -> None:
