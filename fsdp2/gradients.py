@@ -19,7 +19,8 @@ from .headers import Label
 from .layout import ParamSpec, bucket_layout, split_buckets
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
-from .reduce import ReducePlan, Reduction
+from .reduce import Reduction
+from .reduce_plan import ReducePlan
 from .reduction_queue import ReductionQueue
 from .stepper import Stepper
 from .unsynced_grad import SteppedGrad, put_stand_in, take_stand_in

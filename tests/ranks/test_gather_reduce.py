@@ -15,7 +15,8 @@ from fsdp2.comm import PairwiseComm
 from fsdp2.gather import GatherPlan
 from fsdp2.layout import ParamSpec, bucket_layout, gather_layout, split_buckets
 from fsdp2.pack import view_bytes
-from fsdp2.reduce import ReducePlan, Reduction
+from fsdp2.reduce import Reduction
+from fsdp2.reduce_plan import ReducePlan
 from helpers import own_rows, run_checks
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard, reduce, units
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard, reduce_plan, units
 from helpers import full, run_ranks
 from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd, train_and_evaluate
 
@@ -26,7 +26,7 @@ VOCAB = 11
 @pytest.fixture(autouse=True)
 def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "MIN_UNIT_BYTES", 1)
-    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 16)
 
 
 def calls(model: "Language", x: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def test_pieces_of_low_precision_gradients() -> None:
     """Sent in one or in many, in the dtype they come in or cast: on two ranks the same to the last bit."""
 
     def gradients(policy: MixedPrecisionPolicy, min_bytes: int) -> list[Tensor]:
-        units.MIN_UNIT_BYTES, reduce.MIN_PIECE_BYTES = min_bytes, min_bytes
+        units.MIN_UNIT_BYTES, reduce_plan.MIN_PIECE_BYTES = min_bytes, min_bytes
         model = sharded(mp_policy=policy)
         torch.manual_seed(torch.distributed.get_rank())
         loss_of(model(torch.randn(4, WIDTH))).backward()

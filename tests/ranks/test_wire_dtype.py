@@ -23,7 +23,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_ as clip
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, fully_shard, gradients, reduce
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    gradients,
+    reduce,
+    reduce_plan,
+)
 from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, SoloComm
 from fsdp2.state import states_below
 from helpers import Differences, assert_same, full, run_checks
@@ -181,7 +190,7 @@ def check_gradients(case: Case) -> None:
         for comm in (PairwiseComm, CoalescedComm) if case.direct else ():
             patches.enter_context(mock.patch.object(comm, "direct_min_bytes", 16))
             patches.enter_context(mock.patch.object(gradients, "MIN_BUCKET_BYTES", 1))
-            patches.enter_context(mock.patch.object(reduce, "MIN_PIECE_BYTES", 16))
+            patches.enter_context(mock.patch.object(reduce_plan, "MIN_PIECE_BYTES", 16))
         if case.offload:
             patches.enter_context(apart())
         model = plain_model()

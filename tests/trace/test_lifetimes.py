@@ -15,7 +15,7 @@ from ledger import Ledger, Race, ledger_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import MixedPrecisionPolicy, comm, fully_shard, gradients, reduce, replicate
+from fsdp2 import MixedPrecisionPolicy, comm, fully_shard, gradients, reduce, reduce_plan, replicate
 
 RANKS, BLOCKS, DIM = 4, 3, 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -109,7 +109,7 @@ MODELS = {
 def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 64)
     monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 64)
-    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 64)
 
 
 def train(model: Any, ledger: Ledger) -> None:
@@ -159,8 +159,10 @@ def test_compute_does_not_wait_for_pieces_to_be_sent(monkeypatch: pytest.MonkeyP
         model, batch = build(mp_policy=BF16), torch.ones(2, DIM, requires_grad=True)
         with ledger:
             model(batch).float().sum().backward()
-        pieces = 2 * DIM * DIM * 4 // reduce.MIN_PIECE_BYTES
-        assert ledger.waits["reduce-scatter", False] >= min(pieces, reduce.MAX_PIECES) - 2 * reduce.PIECES_IN_FLIGHT
+        pieces = 2 * DIM * DIM * 4 // reduce_plan.MIN_PIECE_BYTES
+        assert (
+            ledger.waits["reduce-scatter", False] >= min(pieces, reduce_plan.MAX_PIECES) - 2 * reduce.PIECES_IN_FLIGHT
+        )
 
 
 def test_the_ledger_notices(monkeypatch: pytest.MonkeyPatch) -> None:

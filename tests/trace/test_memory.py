@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.meters import AllocationMeter, CopyMeter
-from fsdp2 import MixedPrecisionPolicy, fully_shard, gradients, headers, reduce, replicate, units
+from fsdp2 import MixedPrecisionPolicy, fully_shard, gradients, headers, reduce, reduce_plan, replicate, units
 from fsdp2.comm import PairwiseComm, SoloComm
 from helpers import fake_world
 
@@ -178,7 +178,7 @@ def test_mixed_precision_step_holds_two_groups_and_the_gradients_on_their_way() 
 
 def test_large_matrices_are_cast_and_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, but of the fp32 copies three halves are there at once, two of them on their way, not two wholes."""
-    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 1 << 16)
     full = GROUP / 2
     gradients = full / 4 + 3 * (GROUP / 8)
     expected = 2 * full + gradients + (BLOCKS - 1) * GROUP / RANKS
@@ -304,7 +304,7 @@ def test_an_embedding_and_a_head_left_in_the_root(monkeypatch: pytest.MonkeyPatc
     """Forward holds the larger of them and a block; backward a head, its gradient, a block, and what is on its way: in
     mixed precision two of 16 pieces of the gradient in fp32. All sharded gradients are an eighth, in fp32.
     """
-    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 1 << 16)
     large = 2.25
     forward, step = peaks_of_language()
     assert large < forward <= large + 1 + 0.05

@@ -70,6 +70,7 @@ ORDER = (
     "buffers",
     "gather",
     "reduce",
+    "reduce_plan",
     "transfers",
     "pack",
     "custom_comm",

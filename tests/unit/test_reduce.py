@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2 import reduce
+from fsdp2 import reduce, reduce_plan
 from fsdp2.comm import SoloComm
 from fsdp2.headers import Label
 from fsdp2.layout import ParamSpec, bucket_layout, split_pieces
 from fsdp2.pack import pack_piece
-from fsdp2.reduce import ReducePlan, Reduction
+from fsdp2.reduce import Reduction
+from fsdp2.reduce_plan import ReducePlan
 from helpers import own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -114,7 +115,7 @@ def test_every_rank_gets_its_rows_of_the_mean() -> None:
 
 def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has arrived, and is finished, when the second is packed. Even and uneven rows, or none."""
-    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 16)
     for rows, columns, world_size in itertools.product((1, 3, 8, 9, 24), (5, 8, 20), (2, 4, 8)):
         specs = (ParamSpec((rows, columns), F32, BF16, world_size), ParamSpec((8,), F32, BF16, world_size))
         layout = bucket_layout(specs, [0], F32, 1 << 40)
@@ -136,7 +137,7 @@ def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent from where it lies; several gradients; what a hook is to see, or replicas to sum, as a whole."""
-    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 16)
     cast, direct = ParamSpec((8, 8), F32, BF16, 2), ParamSpec((8, 8), F32, F32, 2)
 
     class Alone(RankComm):
@@ -145,18 +146,19 @@ def test_what_is_not_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     comm = Alone(Exchange(2), 0, 2)
 
-    def halves(specs: tuple[ParamSpec, ...], indices: list[int], min_bytes: int = 16, **options: Any) -> object:
-        plan = ReducePlan(bucket_layout(specs, indices, F32, min_bytes), specs, 2)
+    def halves(specs: tuple[ParamSpec, ...], indices: list[int], wire: torch.dtype = F32, **options: Any) -> object:
+        plan = ReducePlan(bucket_layout(specs, indices, F32, 16, wire), specs, 2)
         gradients = {i: torch.ones(8, 8, dtype=specs[i].compute_dtype) for i in indices}
         return reduce.start_half(gradients, plan, Reduction(comm, **options))  # type: ignore[arg-type]
 
     assert halves((cast, cast), [0]) is not None
     assert halves((direct, direct), [0]) is None
+    assert halves((cast, cast), [0], wire=BF16) is None, "sent in the dtype in which it comes"
     assert halves((cast, cast), [0, 1]) is None
     assert halves((cast,), [0]) is None, "alone in its group, it is sent in more pieces"
     assert halves((cast, cast), [0], hook=lambda _: None) is None
     assert halves((cast, cast), [0], replicas=comm) is None
-    monkeypatch.setattr(reduce, "MIN_PIECE_BYTES", 256)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 256)
     assert halves((cast, cast), [0]) is None
 
 

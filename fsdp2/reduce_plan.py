@@ -1,0 +1,69 @@
+"""What is the same in all reductions of one bucket of gradients: how they are packed, and into what they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from . import torch_compat
+from .layout import BucketLayout, ParamSpec, split_pieces
+from .pack import gradient_slots, pack_gradients
+
+# The gradient of a group of one parameter, an embedding or a head say, can't be cut into buckets. It is copied and sent
+# piece by piece, so many at a time, lest a copy of all of it, in the reduce dtype, be the peak of the whole step.
+MAX_PIECES = 16
+MIN_PIECE_BYTES = 1024 * 1024
+# Below this, what is packed at one go on CPU though that takes more copies: an operation costs more than its bytes.
+LITTLE_BYTES = 64 * 1024
+
+
+class ReducePlan:
+    """Of one bucket.
+
+    `pieces`: of the one gradient of a group. `halves`: of one that is copied, and shares its group with others.
+    """
+
+    def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:
+        self.layout, self.spec = layout, specs[layout.indices[0]]
+        self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
+        self.slots = gradient_slots(layout, specs)
+        self.segments_shape = (world_size, layout.packed_numel)
+        packed = [specs[i] for i in layout.packed]
+        # One operation for all of them. On CPU it pads by a copy, and casts slowly.
+        self.is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
+        self.is_even = all(spec.is_even for spec in packed)
+        self.is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES
+        # Elements behind the last of them, of all segments.
+        self.tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
+        self.pieces = self._split(MAX_PIECES) if len(specs) == 1 else []
+        self.halves = self._split(2) if layout.packed and len(layout.indices) == 1 < len(specs) else []
+
+    def _split(self, count: int) -> list[tuple[int, int]]:
+        """Into at most so many pieces, if it takes memory to reduce this gradient: to copy it to, or to receive in."""
+        layout, (world_size, _) = self.layout, self.segments_shape
+        if self.spec.dim or not (layout.packed or layout.wire_dtype != layout.reduce_dtype):
+            return []
+        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, MIN_PIECE_BYTES)
+        return pieces if len(pieces) > 1 else []
+
+    def pack(self, gradients: Mapping[int, Tensor], out_WP: Tensor) -> None:
+        packed = [gradients[i] for i in self.layout.packed]
+        dtype = packed[0].dtype
+        if not self._is_one_operation(packed, out_WP):
+            pack_gradients(packed, self.slots, out_WP)
+            return
+        tail = [out_WP.new_zeros(self.tail_numel, dtype=dtype)] if self.tail_numel else []
+        if dtype == out_WP.dtype or not out_WP.is_cpu:
+            torch_compat.chunk_cat([*packed, *tail], out_WP)
+        else:
+            uncast = torch.empty_like(out_WP, dtype=dtype)
+            torch_compat.chunk_cat([*packed, *tail], uncast)
+            out_WP.copy_(uncast)
+
+    def _is_one_operation(self, packed: list[Tensor], out_WP: Tensor) -> bool:
+        if not self.is_one_cat or (out_WP.is_cpu and not (self.is_even or self.is_little)):
+            return False
+        dtypes = {each.dtype for each in packed}  # those that have waited come in the reduce dtype
+        return dtypes == {out_WP.dtype} or (len(dtypes) == 1 and (self.is_little or not out_WP.is_cpu))
