@@ -88,9 +88,13 @@ def record_step(shape: Shape, precision: str, library: Library, mesh: DeviceMesh
 
 
 def _peak_limits(precision: str, world_size: int) -> dict[str, float]:
-    """Two full groups; in backward also a quarter of one's gradients on their way, and what is reduced already."""
+    """Two full groups; in backward also gradients on their way, and what is reduced already.
+
+    A quarter of a group's gradients that are sent from where they lie, and another quarter behind it; of those that are
+    cast a quarter, beside three eighths that are copied.
+    """
     compute, reduce = (dtype.itemsize for dtype in PRECISIONS[precision])
-    in_flight = (reduce * 2 + (compute if compute != reduce else 0)) / compute / 4
+    in_flight = 2 / 4 if compute == reduce else (compute / 4 + reduce * 3 / 8) / compute
     return {
         "forward peak, groups": 2.0,
         "step peak, groups": 2.0 + in_flight + (BYTES_SHAPE.blocks - 2) * 4 / compute / world_size,
