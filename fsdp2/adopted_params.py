@@ -37,12 +37,13 @@ class AdoptedParams:
         gradients: GroupGradients,
         mesh: DataMesh,
         policy: MixedPrecisionPolicy,
+        rest: torch.device,
         transfers: Transfers | None,
     ) -> None:
         self.params, self._gradients = params, gradients
         self._mesh, self._policy, self._transfers = mesh, policy, transfers
         # Where shards live.
-        self.rest = params[0].rest if params else mesh.device
+        self.rest = rest
         self.faces, self.versions = RegisteredFaces(), GroupVersions()
         self.buffers: GroupBuffers | None = None
         self.extensions = GroupExtensions((), mesh, policy)
@@ -56,7 +57,7 @@ class AdoptedParams:
         self.meshes: list[DeviceMesh] = []
         # What is chosen: from how many bytes on a parameter is gathered on its own; whether the full storage is kept
         # when its data is given up; ranks that can restore the parameters of which each has kept a part after forward.
-        self.direct_min_bytes = 0
+        self._direct_min_bytes = 0
         self.keeps_storage = False
         self.few: Comm | None = None
 
@@ -109,14 +110,14 @@ class AdoptedParams:
         for param, parameter in zip(self.params, found, strict=True):
             param.replace(parameter)
         self.versions.note_replacement()
-        self.adopt()
+        self._adopt()
 
-    def adopt_anew(self) -> None:
-        """With other memory than before."""
-        self.buffers = None
-        self.adopt()
+    def adopt(self, direct_min_bytes: int) -> None:
+        """Build everything, in other memory than before."""
+        self._direct_min_bytes, self.buffers = direct_min_bytes, None
+        self._adopt()
 
-    def adopt(self) -> None:
+    def _adopt(self) -> None:
         """(Re)build buffers, plan and full parameters from the present local tensors, if all are on the device."""
         self.faces.forget()
         if any(param.local.device != self.rest for param in self.params):
@@ -129,7 +130,7 @@ class AdoptedParams:
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
             if self.buffers is None or self.buffers.layout.specs != plain:
-                self.buffers = self._allocate(gather_layout(plain, self._mesh.size, self.direct_min_bytes))
+                self.buffers = self._allocate(gather_layout(plain, self._mesh.size, self._direct_min_bytes))
             else:
                 self._renew_shards(self.buffers)
             shared = self.params[: len(plain)]

@@ -66,15 +66,14 @@ class FSDPParamGroup:
         self.name = type(modules[0]).__name__
         # Whether shards live in page-locked memory; what copies them to where they compute, if that is elsewhere.
         self._pin = pin
-        rests_elsewhere = bool(params) and params[0].rest != mesh.device
-        self.transfers: Transfers | None = make_transfers(mesh.device, pin) if rests_elsewhere else None
+        rest = params[0].rest if params else mesh.device
+        self.transfers: Transfers | None = make_transfers(mesh.device, pin) if rest != mesh.device else None
         reduction = Reduction.over(mesh, self.transfers, self.label)
         self._comm = self._plain_comm = reduction.shards
         self.state: _Settled | PendingGather = SHARDED
         self.gradients = GroupGradients(self.params, reduction)
         self.gradients.label = self.label
-        self.adopted = AdoptedParams(self.params, self.gradients, mesh, policy, self.transfers)
-        self.adopted.direct_min_bytes = self._comm.direct_min_bytes
+        self.adopted = AdoptedParams(self.params, self.gradients, mesh, policy, rest, self.transfers)
         self.faces, self.versions = self.adopted.faces, self.adopted.versions
         # Whether copies (tools/full_copies.py) are registered in place of parameters, which then can't be gathered.
         self.is_lent = False
@@ -88,7 +87,7 @@ class FSDPParamGroup:
         self.gathered_at: tuple[int, ...] | None = None
         if level_from_environment():
             self.choose_comms(checked=True)
-        self.adopted.adopt()
+        self.adopted.adopt(self._comm.direct_min_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: no memory, no process group."""
@@ -174,8 +173,7 @@ class FSDPParamGroup:
 
     def _rebuild(self) -> None:
         self.reshard()
-        self.adopted.direct_min_bytes = self._comm.direct_min_bytes
-        self.adopted.adopt_anew()
+        self.adopted.adopt(self._comm.direct_min_bytes)
 
     # ---- sharded -> unsharded -> sharded
 

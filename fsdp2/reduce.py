@@ -239,7 +239,7 @@ def start(
     device = gradients[layout.indices[0]].device
     allocate = _allocator(reduction)
     output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
-    if len(plan.pieces) > 1 and reduction.hook is None:
+    if plan.pieces and reduction.hook is None:
         gradient = gradients[layout.indices[0]]
         work: Work | None = _start_in_pieces(gradient, plan, reduction, output)
         # Where the caller has not waited for the pieces to be packed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from .reduce import Pending, Reduction
@@ -36,6 +37,9 @@ class _Entry(NamedTuple):
     step: Future[None] | None = None
 
 
+_num_halves = attrgetter("pending.num_halves")
+
+
 class ReductionQueue:
     """The reductions in flight of all groups under one root, oldest first.
 
@@ -46,12 +50,11 @@ class ReductionQueue:
     def __init__(self) -> None:
         self.max_running = 1
         self._running: deque[_Entry] = deque()
-        self._num_halves = 0
         # Behind them: those that are reduced, and now are copied to the CPU, or stepped on.
         self._returning: deque[_Entry] = deque()
 
     def make_room(self) -> None:
-        while self._num_halves > 2 * self.max_running:
+        while sum(map(_num_halves, self._running)) > 2 * self.max_running:
             self._finish_oldest()
         for entry in self._running:
             if entry.pending.has_second_stage:
@@ -59,14 +62,11 @@ class ReductionQueue:
 
     def add(self, owner: Owner, pending: Pending) -> None:
         self._running.append(_Entry(owner, pending, owner.backward_pass))
-        self._num_halves += pending.num_halves
 
     def take_over(self, other: ReductionQueue) -> None:
         if other is not self:
             self._running.extend(other._running)
             self._returning.extend(other._returning)
-            self._num_halves += other._num_halves
-            other._num_halves = 0
             other._running.clear()
             other._returning.clear()
 
@@ -83,7 +83,6 @@ class ReductionQueue:
     def abandon(self, backward_pass: object | None) -> None:
         """After an error: wait until no buffer is in use; drop the results of one pass (None: of all)."""
         entries, steps = [*self._returning, *self._running], []
-        self._num_halves = 0
         self._returning.clear()
         self._running.clear()
         for owner, pending, of_pass, step in entries:
@@ -98,7 +97,6 @@ class ReductionQueue:
 
     def _finish_oldest(self) -> None:
         entry = self._running.popleft()
-        self._num_halves -= entry.pending.num_halves
         if entry.owner.reduction.transfers is None or not entry.pending.start_return():
             entry.owner.receive(entry.pending, entry.of_pass)
             return

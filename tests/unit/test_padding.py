@@ -91,6 +91,15 @@ def test_padding_is_bounded(name: str) -> None:
             assert 0 <= world_size * payload - own <= (world_size - 1) * rows + 15 * world_size * collectives
 
 
+@pytest.mark.parametrize(("wire", "parts"), [(F32, 8), (BF16, 4)])
+def test_gradients_that_are_cast_to_be_sent_travel_in_smaller_parts(wire: torch.dtype, parts: int) -> None:
+    """Of twelve equal matrices that compute in bf16; sent as they come, three at a time, else one by one."""
+    specs = [ParamSpec((1024, 1024), F32, BF16, 8)] * 12
+    buckets = find_buckets(specs, [F32] * 12, [wire] * 12, range(12))
+    assert {len(bucket) for bucket in buckets} == {12 // parts}
+    assert [i for bucket in buckets for i in bucket] == [*reversed(range(12))]
+
+
 def test_one_rank_gathers_nothing() -> None:
     assert gather_layout(tuple(specs_of("Llama-3-8B", 1)), 1, 0).payload_nbytes == 0
 
