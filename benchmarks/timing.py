@@ -1,6 +1,7 @@
 """Take turns: the only fair way to time several things on a machine that others use too."""
 
 import gc
+import random
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,20 +13,20 @@ Call = Callable[[], object]
 def interleave(
     calls: Mapping[str, Call], *, rounds: int, warmup: int, measure: Callable[[Any], float]
 ) -> dict[str, list[float]]:
-    """`measure` of each call, once a round; who goes first rotates. No garbage is collected while a call runs.
+    """`measure` of each call, once a round, in an order drawn anew: what a call finds in the caches is what the one
+    before it has left. No garbage is collected while a call runs.
 
     `warmup`: so many measurements of each go before, and are forgotten.
     """
+    draw = random.Random(0)
     for call in calls.values():
         repeat(warmup, partial(measure, call))
     gc.collect()
     gc.freeze()
     gc.disable()
-    names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for index in range(rounds):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in draw.sample(list(calls), len(calls)):
             times[name].append(measure(calls[name]))
         gc.collect()
     gc.enable()
