@@ -227,6 +227,9 @@ class Context:
         self.prefetcher.begin_pass()
         self._reductions.max_running = max(state.max_reductions for state in self.states)
         self.forget_stale(self.states)
+        kept = [state for state in self.states if state.held and state.group.is_unsharded and state.gate is None]
+        if kept:
+            self.rank_guard.reuses(kept)
 
     def _begin_anew(self) -> None:
         self._is_out_of_step = False

@@ -499,6 +499,22 @@ def data_written(side: Side) -> None:
     side.weights("trained", model)
 
 
+@ends(LOUD, "is not what the sharded parameter holds")
+def data_of_shards_written(side: Side) -> None:
+    """`p.to_local().data` written to, where full parameters stay"""
+    model = shard(side, Net(), reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)
+    params = list(model.parameters())  # as an optimizer holds them
+    for step in range(3):
+        loss_of(model(side.batch(step))).backward()
+        for param in params:
+            local, gradient = (t.to_local() if side.is_sharded else t for t in (param, param.grad))
+            local.data.sub_(0.1 * gradient)
+            param.grad = None
+    side.weights("trained", model)
+
+
 @ends(EXACT)
 def foreach_operations(side: Side) -> None:
     """foreach operations on weights, where full parameters stay"""

@@ -1,13 +1,14 @@
-"""Whether a forward writes to its full parameters where their versions don't show it: through `.data`.
+"""Whether somebody writes to parameters where their versions don't show it: through `.data`.
 
-Such a write is lost when they are given up; an assignment would have the module compute with it for ever after.
+What a forward so writes to its full parameters is lost when they are given up; an assignment would have the module
+compute with it for ever after. What is so written to a shard whose full parameter is kept takes no part in forwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from .. import dtensor_compat
 from ..buffers import GroupBuffers
@@ -39,10 +40,19 @@ class FullContent:
         return assigned if self._sums == self._find_sums() else [*assigned, *self._overwritten()]
 
     def _overwritten(self) -> list[str]:
-        """Those that differ from what they were gathered from, as far as this rank can tell."""
-        found = [param.name for i, param in enumerate(self._params) if self._is_overwritten(i)]
+        found = [param.name for param in differing(self._params, self._buffers)]
         return found or [f"one of {', '.join(param.name for param in self._params)}"]
 
-    def _is_overwritten(self, i: int) -> bool:
-        own, local = self._params[i].own_rows(self._buffers.full_parameter(i)), self._params[i].local
-        return not torch.equal(bits_of(own), bits_of(local.to(own.device, own.dtype)))
+
+def differing(params: Sequence[FSDPParam], buffers: GroupBuffers) -> list[FSDPParam]:
+    """Those of `params` whose full parameters, in `buffers`, are not what their shards hold, as far as this rank can
+    tell.
+    """
+    return [params[i] for i in range(len(buffers.layout.specs)) if _differs(params[i], buffers.full_parameter(i))]
+
+
+def _differs(param: FSDPParam, full: Tensor) -> bool:
+    own = param.own_rows(full)
+    expected = param.local.to(own.device, own.dtype)
+    # Another NaN is none: to which one NaN is cast depends on the instruction.
+    return bool(((bits_of(own) != bits_of(expected)) & ~expected.reshape(-1).isnan()).any())

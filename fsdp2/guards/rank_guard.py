@@ -1,10 +1,11 @@
 """What ranks must have in common though no gather shows it: the weights they start from, memory that somebody has
 initialised, and trainable parameters that no group manages. And what each sees by itself, of which all must be told:
-whole numbers among its inputs that a policy rounds. Besides, optimizers that would never step.
+whole numbers among its inputs that a policy rounds, writes that no version shows. Besides, optimizers that would never
+step.
 
 Ranks look when one of the groups is gathered for the first time; later, at the times of looks.py, where there are such
-parameters, or casts. A number that all have in common is its own maximum and minimum over them: an all-reduce of some
-integers.
+parameters, casts, or full parameters that a pass leaves to the next. A number that all have in common is its own
+maximum and minimum over them: an all-reduce of some integers.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class RankGuard:
 
     def __init__(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
         self._root, self._states = root, states
-        self._times = 0
+        self._times = self._reuses = 0
         self.stats = RunningStats(root.modules)
         # How often the inputs of each were cast, and what whole numbers were rounded then.
         self._casts: dict[FSDPState, int] = {}
@@ -88,6 +89,31 @@ class RankGuard:
         number = self._casts[state] = self._casts.get(state, 0) + 1
         if is_time_to_look(number) and _connects(state.group.mesh):
             self._rounded.setdefault(state, set()).update(rounded_whole_numbers(inputs, dtype))
+
+    def reuses(self, kept: Sequence[FSDPState]) -> None:
+        """A pass is about to compute with what `kept` have gathered before it. At times 1, 2, 4, ... look whether that
+        is what their shards hold.
+
+        Raises:
+            RuntimeError: it isn't, on some rank; on every rank.
+        """
+        self._reuses += 1
+        if not is_time_to_look(self._reuses):
+            return
+        params = [param for state in kept for param in state.group.params]
+        differing = {param for state in kept for param in state.group.adopted.differing()}
+        place = max((params.index(param) + 1 for param in differing), default=0)
+        if self._mesh is not None:
+            ((_, place),) = _bounds(self._mesh, [torch.tensor(place)])
+        if place:
+            for state in kept:
+                state.release()
+            raise RuntimeError(
+                f"{params[place - 1].name}: on some rank, what was gathered of it, and has stayed since, is not what "
+                "the sharded parameter holds. Either was written to through `.data`, which nothing counts. Write to "
+                "the sharded parameter, or to what its to_local() returns, under torch.no_grad(). (The next forward "
+                "gathers it.)"
+            )
 
     def _gathers(self) -> None:
         self._communicates()

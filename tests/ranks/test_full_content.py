@@ -1,5 +1,8 @@
-"""Writes to full parameters through `.data`, inside the forward that computes with them: they would be lost."""
+"""Writes through `.data`: to full parameters inside the forward that computes with them, which would be lost; to shards
+whose full parameters stay, which would not be computed with.
+"""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -184,3 +187,70 @@ def test_no_alarm_without_a_write() -> None:
         run.value("reached", True)
 
     check(scenario)
+
+
+def sharded_and_plain() -> tuple[Any, Tower]:
+    torch.manual_seed(1)
+    plain = Tower()
+    model: Any = copy.deepcopy(plain)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model, plain
+
+
+def assert_is_refused_once(model: Any, plain: Tower, x: Tensor) -> None:
+    """The model computes with what its shards hold from the next forward on."""
+    with pytest.raises(RuntimeError, match=r"^blocks\.1\.up\.bias: on some rank, what was gathered"):
+        model(x)
+    assert_same(model(x), plain(x), 0, 1e-6, "the next forward")
+
+
+def test_a_shard_that_was_written_to_while_full_parameters_stay() -> None:
+    """Where no version shows it. All ranks raise, also the third, which holds no row, in the 1st, 2nd and 4th pass
+    that would compute with what an earlier one gathered.
+    """
+
+    def body(_: int, __: int) -> None:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+        for number in (1, 2, 3, 4):
+            model, plain = sharded_and_plain()
+            model.set_reshard_after_backward(False)
+            for _ in range(number):
+                loss_of(model(x)).backward()
+            model.blocks[1].up.bias.to_local().data.add_(1)
+            if number == 3:
+                assert_same(model(x), plain(x), 0, 1e-6, "an old copy: nobody looks in the 3rd")
+            plain.blocks[1].up.bias.data.add_(1)  # type: ignore[operator, union-attr]
+            assert_is_refused_once(model, plain, x)
+
+    run_ranks(3, body)
+
+
+def test_what_unshard_has_gathered_is_written_to() -> None:
+    def body(_: int, __: int) -> None:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+        model, plain = sharded_and_plain()
+        model.blocks[1].unshard()
+        model.blocks[1].up.bias.data.add_(1)
+        assert_is_refused_once(model, plain, x)
+
+    run_ranks(2, body)
+
+
+def test_no_alarm_where_full_parameters_stay() -> None:
+    """Cast ones, offloaded ones, NaN, changes that versions show, and parameters of which some ranks hold no row."""
+
+    def body(_: int, __: int) -> None:
+        x = torch.randn(4, WIDTH)
+        for shard in (cast, offloaded, parallel):
+            model: Any = Tower()
+            shard(model)
+            for block in model.blocks:
+                block.set_reshard_after_backward(False)
+            for step in range(9):
+                loss_of(model(x)).backward()
+                with torch.no_grad():
+                    model.blocks[step % 3].up.weight.mul_(0.9 if step < 5 else float("nan"))
+
+    run_ranks(4, body)
