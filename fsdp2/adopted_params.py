@@ -145,7 +145,13 @@ class AdoptedParams:
         self._follow_faces()
 
     def _find_extensions(self) -> None:
-        self.params.sort(key=lambda param: param.is_extended)
+        ordered = sorted(self.params, key=lambda param: param.is_extended)
+        if ordered != self.params and self._gradients.is_pending():
+            raise RuntimeError(
+                f"{ordered[-1].name}: how it is gathered (fsdp_pre_all_gather) can't change while gradients of its "
+                "group wait to be synchronised, or are on their way. Do that between steps."
+            )
+        self.params[:] = ordered
         self.extensions, self._looked = GroupExtensions(self.params, self._mesh, self._policy), False
         if self.extensions.members and self.few is not None:
             refuse_part(self.params[-1].name)

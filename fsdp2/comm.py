@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -324,12 +323,17 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
     return found
 
 
-@cache
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
 def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it.
 
     Of all of them: a second one over the same ranks.
     """
-    ranks = dist.get_process_group_ranks(group)
-    first = group.rank() // size * size
-    return dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    of_size = _subgroups.setdefault(group, {})
+    if size not in of_size:
+        ranks = dist.get_process_group_ranks(group)
+        first = group.rank() // size * size
+        of_size[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    return of_size[size]

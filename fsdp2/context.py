@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -226,10 +226,10 @@ class Context:
         self.pass_has_grad = torch.is_grad_enabled()
         self.prefetcher.begin_pass()
         self._reductions.max_running = max(state.max_reductions for state in self.states)
+        held = [state for state in self.states if state.held and state.gate is None]  # on all ranks the same
         self.forget_stale(self.states)
-        kept = [state for state in self.states if state.held and state.group.is_unsharded and state.gate is None]
-        if kept:
-            self.rank_guard.reuses(kept)
+        if held:
+            self.rank_guard.reuses(held)
 
     def _begin_anew(self) -> None:
         self._is_out_of_step = False
@@ -308,20 +308,27 @@ class Context:
         """
         if self.in_backward:
             raise RuntimeError("gradients that wait are reduced by the backward pass that runs: ask for it afterwards")
-        self._reductions.finish_partial()
-        chosen = list(reversed(self.states) if states is None else states)
-        for state in chosen:
-            state.group.gradients.reduce_waiting()
-            state.release_after_backward()
-        self._resume_reductions(chosen)
-        if self.is_last_backward:
-            self.prefetcher.forget_forwards()
+        with self._all_or_nothing():
+            self._reductions.finish_partial()
+            chosen = list(reversed(self.states) if states is None else states)
+            for state in chosen:
+                state.group.gradients.reduce_waiting()
+                state.release_after_backward()
+            self._resume_reductions(chosen)
+            if self.is_last_backward:
+                self.prefetcher.forget_forwards()
 
     def finalize(self) -> None:
         """Between backward passes: finish the reductions in flight, and let `.grad` show what there is."""
-        try:
+        with self._all_or_nothing():
             self._deliver()
-        except BaseException:  # the others must not be delivered later as if they were all
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """After an error, what is in flight must not be delivered later as if it were all."""
+        try:
+            yield
+        except BaseException:
             self._reductions.abandon(None)
             self.recover()
             raise

@@ -113,9 +113,13 @@ class GroupGradients:
         # backward pass the last gradient was that a parameter was stepped with.
         self.stepper: Stepper | None = None
         self.steps: list[Future[None]] = []
-        self._stepped: dict[int, object] = {}
+        self._stepped: dict[FSDPParam, object] = {}
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
+
+    def is_pending(self) -> bool:
+        """Whether some wait, or are in flight: they are known by the places of their parameters, which must stay."""
+        return self.waiting.are_wanted() or self.queue.has(self)
 
     def settings(self) -> dict[str, Any]:
         """What a user has set."""
@@ -210,9 +214,9 @@ class GroupGradients:
     def begin_backward(self, backward_pass: object) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
         self.backward_pass = backward_pass
-        for i in list(self._stepped):
-            if isinstance(self._params[i].sharded.grad, SteppedGrad):
-                take_stand_in(self._params[i])
+        for param in self._stepped:
+            if isinstance(param.sharded.grad, SteppedGrad):
+                take_stand_in(param)
         self.waiting.unmark()
 
     def end_backward(self) -> None:
@@ -242,15 +246,16 @@ class GroupGradients:
         partial = self.waiting.partial
         while partial and self.synchronise and self.reduction.all_reduce:
             carried = self.waiting.take_partial([next(iter(partial))])
-            layout = self._plan(tuple(carried)).layout
+            indices = tuple(carried)
+            layout, self.label.part = self._plan(indices).layout, self._names(indices)
             self.queue.add(self, reduce.resume(carried, layout, self.reduction, self._params[0].full.device))
 
     def mark_waiting(self) -> None:
         """The pass is over: put a stand-in into `.grad` of the parameters whose gradients wait."""
         self.waiting.mark()
-        for i, of_pass in self._stepped.items():
+        for param, of_pass in self._stepped.items():
             if of_pass is self.backward_pass:
-                put_stand_in(self._params[i], SteppedGrad)
+                put_stand_in(param, SteppedGrad)
 
     def discard(self) -> None:
         """After an error: drop the gradients of the backward pass that failed, keep those of earlier ones.
@@ -296,14 +301,14 @@ class GroupGradients:
 
     def _step(self, indices: Iterable[int], of_pass: object) -> None:
         assert self.stepper is not None
-        places = {self._params[i].sharded: i for i in indices}
-        again = [self._params[i].name for i in places.values() if self._stepped.get(i) is of_pass]
+        params = {param.sharded: param for param in map(self._params.__getitem__, indices)}
+        again = [param.name for param in params.values() if self._stepped.get(param) is of_pass]
         if again:
             raise RuntimeError(
                 f"{', '.join(again)}: got a second gradient in one backward pass, after the optimizer had stepped with "
                 "the first. Checkpoint with use_reentrant=False, or step after backward."
             )
-        self._stepped.update({places[param]: of_pass for param in self.stepper.step(places)})
+        self._stepped.update((params[parameter], of_pass) for parameter in self.stepper.step(params))
 
     def _accumulate(self, shards: reduce.Shards, is_hooked: bool) -> None:
         for i, (flat, offset) in shards.items():

@@ -43,13 +43,14 @@ def _hook_last_first(node: Any, callback: Callable[[], None]) -> None:
 
 def after_tensors(tensors: Sequence[Tensor], callback: Callable[[], None]) -> None:
     """Have `callback` called when all of `tensors` have their gradient, in each backward."""
-    total = missing = len(tensors)
+    missing, backward = 0, -1
 
     def hook(_: Tensor) -> None:
-        nonlocal missing
+        nonlocal missing, backward
+        if missing == 0 or backward != torch_compat.graph_task():  # the one before may not have reached all
+            missing, backward = len(tensors), torch_compat.graph_task()
         missing -= 1
         if missing == 0:
-            missing = total
             callback()
 
     for tensor in tensors:

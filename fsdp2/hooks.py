@@ -123,11 +123,18 @@ def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any
             state.check_content()
         if state.context.agreement is not None and not in_backward:
             state.context.meet_at_end(state)
+        output = after_forward(state, module, output, in_backward)
     except BaseException:
         state.content = None
-        after_forward(state, module, None, in_backward)
+        if not in_backward:
+            _settle(state, module, backward_follows=False)
+            state.group.versions.take_written()  # which is lost, as all that this forward did
         raise
-    return after_forward(state, module, output, in_backward)
+    finally:
+        state.context.leave()
+    if not in_backward:
+        state.group.versions.check_written()
+    return _convert_output(state, output)
 
 
 @torch_compat.untraced
@@ -200,10 +207,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     elif not state.context.notices_saved_tensors and torch.is_grad_enabled():
         # Checkpointing runs it again: another forward of the group may free it before backward comes to this one.
         _hook_outputs(state, tensors_in(output))
-    state.context.leave()
-    if not in_backward:
-        state.group.versions.check_written()
-    return _convert_output(state, output)
+    return output
 
 
 def _convert_output(state: FSDPState, output: Any) -> Any:

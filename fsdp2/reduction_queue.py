@@ -63,6 +63,9 @@ class ReductionQueue:
     def add(self, owner: Owner, pending: Pending) -> None:
         self._running.append(_Entry(owner, pending, owner.backward_pass))
 
+    def has(self, owner: Owner) -> bool:
+        return any(entry.owner is owner for entry in (*self._running, *self._returning))
+
     def take_over(self, other: ReductionQueue) -> None:
         if other is not self:
             self._running.extend(other._running)

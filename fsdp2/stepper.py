@@ -47,6 +47,8 @@ class Stepper:
         wanted, groups = set(map(id, parameters)), self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         chosen = [[each for each in params if id(each) in wanted] for params in whole]
+        if not any(chosen):
+            return []  # users' hooks on steps shall not run for nothing
         try:
             for group, params in zip(groups, chosen, strict=True):
                 group["params"] = params

@@ -25,6 +25,10 @@ class WaitingGradients:
         self._marked: set[int] = set()
         self._taken: set[int] = set()
 
+    def are_wanted(self) -> bool:
+        """Between backward passes: whether the user has left some of them."""
+        return any(isinstance(self._params[i].sharded.grad, UnsyncedGrad) for i in self._marked)
+
     def keep_partial(self, i: int, shard: Tensor) -> None:
         self.partial[i] = self.partial[i] + shard if i in self.partial else shard
 

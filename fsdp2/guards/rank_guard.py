@@ -90,29 +90,38 @@ class RankGuard:
         if is_time_to_look(number) and _connects(state.group.mesh):
             self._rounded.setdefault(state, set()).update(rounded_whole_numbers(inputs, dtype))
 
-    def reuses(self, kept: Sequence[FSDPState]) -> None:
-        """A pass is about to compute with what `kept` have gathered before it. At times 1, 2, 4, ... look whether that
-        is what their shards hold.
+    def reuses(self, held: Sequence[FSDPState]) -> None:
+        """A pass begins: what `held` had gathered before it has stayed, but of those whose parameters have changed. At
+        times 1, 2, 4, ... look whether these are the same on all ranks, and whether the others still have what their
+        shards hold.
 
         Raises:
-            RuntimeError: it isn't, on some rank; on every rank.
+            RuntimeError: they aren't, or haven't, on some rank; on every rank.
         """
         self._reuses += 1
         if not is_time_to_look(self._reuses):
             return
-        params = [param for state in kept for param in state.group.params]
-        differing = {param for state in kept for param in state.group.adopted.differing()}
+        has_stayed = [state.held and state.group.is_unsharded for state in held]
+        params = [param for state in held for param in state.group.params]
+        kept = (state.group.adopted for state, has in zip(held, has_stayed, strict=True) if has)
+        differing = {param for adopted in kept for param in adopted.differing()}
         place = max((params.index(param) + 1 for param in differing), default=0)
-        if self._mesh is not None:
-            ((_, place),) = _bounds(self._mesh, [torch.tensor(place)])
+        bounds = _bounds(self._mesh, [torch.tensor(place), *map(torch.tensor, has_stayed)])
+        on_some = [state for state, (least, most) in zip(held, bounds[1:], strict=True) if least != most]
+        (_, place), *_ = bounds
+        if on_some or place:
+            for state in held:
+                state.release()  # the next forward gathers
+        if on_some:
+            raise RuntimeError(
+                f"{on_some[0]}: its parameters were written to, or replaced, on some ranks, and not on others, where "
+                "what was gathered of them would stay. Do to a parameter what you do on every rank."
+            )
         if place:
-            for state in kept:
-                state.release()
             raise RuntimeError(
                 f"{params[place - 1].name}: on some rank, what was gathered of it, and has stayed since, is not what "
                 "the sharded parameter holds. Either was written to through `.data`, which nothing counts. Write to "
-                "the sharded parameter, or to what its to_local() returns, under torch.no_grad(). (The next forward "
-                "gathers it.)"
+                "the sharded parameter, or to what its to_local() returns, under torch.no_grad()."
             )
 
     def _gathers(self) -> None:
@@ -234,8 +243,10 @@ def _connects(mesh: DataMesh) -> bool:
     return mesh.num_ranks == 1 or comm.moves_data(mesh.axis_groups, mesh.device)
 
 
-def _bounds(mesh: DataMesh, numbers: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The least and the greatest of each over the ranks of `mesh`, all of which must call it."""
+def _bounds(mesh: DataMesh | None, numbers: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """The least and the greatest of each over the ranks of `mesh`, all of which must call it. None: on this rank."""
+    if mesh is None:
+        return [(int(number), int(number)) for number in numbers]
     own = torch.stack([number.to(mesh.device, torch.int64) for number in numbers])
     both = torch.cat([~own, own])
     comm.all_reduce_over(both, mesh.axis_groups, largest=True)

@@ -286,6 +286,24 @@ def set_by_hand_after_to_empty() -> None:
     train_beside(model, plain, batch)
 
 
+def set_by_hand_while_gradients_wait() -> None:
+    """They are known by the places of their parameters, which that would change."""
+    model = Model(WIDTH, None)
+    fully_shard(model)
+    model.set_requires_gradient_sync(False)
+    mean_loss(model(batch(0))).backward()
+    weight: Any = model.mids[0].weight
+    local = weight._local_tensor = weight._local_tensor.clone()
+    local.fsdp_pre_all_gather = MethodType(lambda local, mesh: ((local.bfloat16(),), WIDTH), local)
+    local.fsdp_post_all_gather = MethodType(InBF16.fsdp_post_all_gather, local)
+    with pytest.raises(RuntimeError, match=r"^mids\.0\.weight: how it is gathered .* can't change while gradients"):
+        model(batch(1))
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    mean_loss(model(batch(1))).backward()
+    assert all(type(param.grad) is DTensor for param in model.parameters() if param.requires_grad)
+
+
 def ranks_must_agree() -> None:
     """Of 5 rows, the second rank holds 2; it raises there and here, and what pads itself goes on."""
     model = Model(5, Unpadded)
@@ -336,6 +354,7 @@ def test_on_two_ranks() -> None:
         ("quantised", partial(quantised_and_frozen, checkpointed=False)),
         ("quantised, checkpointed", partial(quantised_and_frozen, checkpointed=True)),
         ("set by hand", set_by_hand_after_to_empty),
+        ("set by hand while gradients wait", set_by_hand_while_gradients_wait),
         ("rank_guard", ranks_must_agree),
         ("wrong signature", wrong_signature),
         ("other shape", other_shape),

@@ -227,6 +227,26 @@ def test_a_shard_that_was_written_to_while_full_parameters_stay() -> None:
     run_ranks(3, body)
 
 
+def test_one_rank_writes_to_its_shard_alone() -> None:
+    """What it would gather again has stayed on the others, which would not: all raise."""
+
+    def body(rank: int, _: int) -> None:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+        for passes in (2, 4):
+            model, _ = sharded_and_plain()
+            model.set_reshard_after_backward(False)
+            for _ in range(passes):
+                loss_of(model(x)).backward()
+            if rank == 1:
+                with torch.no_grad():
+                    model.blocks[1].up.weight.to_local()[0].zero_()
+            with pytest.raises(RuntimeError, match=r"^blocks\.1: its parameters were written to.* on some ranks"):
+                model(x)
+            model(x)
+
+    run_ranks(2, body)
+
+
 def test_what_unshard_has_gathered_is_written_to() -> None:
     def body(_: int, __: int) -> None:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))

@@ -1,6 +1,7 @@
 """What a module returns, keeps and takes: any type, hidden tensors, views changed in place, weights themselves."""
 
 import collections
+import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy
 from models import TinyLSTM
@@ -503,5 +505,46 @@ def test_lstm() -> None:
             run.step(f"step {step}", model, optimizer, sum(losses))
             listed = zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True)
             run.value("flat weights", [weight is param for weight, param in listed])
+
+    check(scenario, wrap=WRAPS)
+
+
+class Frozen:
+    """Takes a value for each name once."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} is frozen")
+
+
+class ReturnsItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.how: Callable[..., Any] = lambda y, weight: y
+
+    def forward(self, x: Tensor) -> Any:
+        return self.how(self.inner(x) * self.weight, weight=self.weight)
+
+
+def test_the_step_after_an_output_that_cannot_be_changed() -> None:
+    """A weight in it would have to be replaced by a copy: the error is the object's, and the module goes on."""
+
+    def scenario(run: Run, wrap: Wrap) -> None:
+        model = run.build(ReturnsItsWeight)
+        wrap(run, model)
+        optimizer = sgd(model)
+        if run.sharded:
+            model.how = lambda y, weight: Frozen(y=y, weight=weight)
+            with pytest.raises(AttributeError, match="is frozen"):
+                model(run.batch(seed=1))
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+            copy.deepcopy(model)
+        model.how = lambda y, weight: y
+        for step in range(2):
+            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
     check(scenario, wrap=WRAPS)

@@ -8,6 +8,7 @@ import random
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method, share_comm_ctx
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, reduce, register_fsdp_forward_method, share_comm_ctx
 from helpers import run_checks
 from scenarios import (
     ROWS,
@@ -1102,3 +1103,43 @@ def test_a_failed_backward_leaves_what_another_root_has_in_flight() -> None:
         run.grads("first", first)
 
     check(scenario, shares=(False, True))
+
+
+def test_a_reduction_of_what_waits_that_fails() -> None:
+    """Half begun, it leaves nothing that another finalisation would deliver as if it were all."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Model)
+        blocks(run, model)
+        optimizer = sgd(model)
+        if run.sharded:
+            model.set_requires_gradient_sync(False)
+            loss_of(model(run.batch(seed=1))).backward()
+            model.set_requires_gradient_sync(True)
+            with (
+                mock.patch.object(reduce, "start", FailsAt(2, reduce.start)),
+                pytest.raises(RuntimeError, match="purpose"),
+            ):
+                model.finalize_backward()
+            model.finalize_backward()
+            with pytest.raises(RuntimeError, match="is not synchronised between ranks"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="gradients that waited to be synchronised were lost"):
+                loss_of(model(run.batch(seed=2))).backward()
+            optimizer.zero_grad()
+        run.step("after", model, optimizer, loss_of(model(run.batch(seed=3))))
+
+    check(scenario)
+
+
+class FailsAt:
+    """`call`, but for its `number`th time."""
+
+    def __init__(self, number: int, call: Callable[..., Any]) -> None:
+        self._left, self._call = number, call
+
+    def __call__(self, *args: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            raise torch.OutOfMemoryError("on purpose")
+        return self._call(*args)

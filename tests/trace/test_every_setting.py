@@ -904,3 +904,31 @@ def test_roots_that_share_bound_their_reductions_together() -> None:
 
     assert gradients_there(shares=False) == [False, True, False] * 2
     assert gradients_there(shares=True) == [False, True, False, True, True, True]
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(512, 1024, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return getattr(self, which)(x)
+
+
+def test_sums_between_replicas_that_were_put_off_have_their_own_names() -> None:
+    """By which ranks compare what they do."""
+    model = fully_shard(OneOfTwo(), mesh=init_device_mesh("cpu", (2, 2)))
+    group = model._get_fsdp_state().group
+    replicas, names = group.gradients.reduction.replicas, []
+    sum_up = replicas.all_reduce
+
+    def note(*args: Any) -> Any:
+        names.append(group.label.part)
+        return sum_up(*args)
+
+    model.set_requires_all_reduce(False)
+    model(torch.ones(1, 512), "first").sum().backward()
+    model.set_requires_all_reduce(True)
+    with mock.patch.object(replicas, "all_reduce", note):
+        model(torch.ones(1, 512), "second").sum().backward()
+    assert sorted(names) == [" of first.weight", " of second.weight"]

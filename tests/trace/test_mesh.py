@@ -3,9 +3,11 @@
 import gc
 import weakref
 
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
+from fsdp2.comm import subgroup
 from helpers import fake_world
 
 
@@ -33,3 +35,16 @@ def test_nothing_keeps_the_default_mesh_alive() -> None:
         del model
         gc.collect()
         assert mesh() is None
+
+
+def test_a_subgroup_lives_as_long_as_its_group() -> None:
+    with fake_world(4):
+        group = dist.group.WORLD
+        assert group is not None
+        first = subgroup(group, 2)
+        assert subgroup(group, 2) is first
+        assert first.size() == 2
+        reference = weakref.ref(first)
+        del first, group
+    gc.collect()
+    assert reference() is None

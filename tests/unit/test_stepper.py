@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import clip_grad_norm_, fully_shard
+from fsdp2.stepper import Stepper
 from helpers import fake_world, full
 
 
@@ -89,3 +90,14 @@ def test_a_second_gradient_in_one_pass_is_refused() -> None:
     loss = model(torch.ones(1, 2, requires_grad=True)).sum()
     with pytest.raises(RuntimeError, match=r"inner\.(weight|bias).*second gradient in one backward"):
         loss.backward()
+
+
+def test_users_hooks_on_steps_do_not_run_for_nothing() -> None:
+    """The first half of a large gradient, and parameters that the optimizer does not have, are no reason to step."""
+    model, events = build(), []
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: events.append("step"))
+    stepper = Stepper(optimizer, list(model.parameters()))
+    assert stepper.step([]) == stepper.step(list(model[1].parameters())) == events == []
+    assert stepper.step([model[0].weight]) == [model[0].weight]
+    assert events == ["step"]
