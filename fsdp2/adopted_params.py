@@ -13,7 +13,7 @@ from .buffers import GroupBuffers
 from .comm import Comm
 from .extension import GroupExtensions, refuse_part
 from .gradients import GroupGradients
-from .guards.full_content import FullContent, differing
+from .guards.full_content import FullContent
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .mesh import DataMesh
 from .param import FSDPParam
@@ -89,11 +89,6 @@ class AdoptedParams:
         """Note what the full parameters hold, but for those that say themselves how they are gathered: see there."""
         assert self.buffers is not None, "they have their data"
         return FullContent(self.params, self.buffers, every)
-
-    def differing(self) -> list[FSDPParam]:
-        """Those whose full parameters are not what their shards hold, as far as this rank can tell."""
-        assert self.buffers is not None, "they have their data"
-        return differing(self.params, self.buffers)
 
     # ---- following that
 

@@ -226,10 +226,7 @@ class Context:
         self.pass_has_grad = torch.is_grad_enabled()
         self.prefetcher.begin_pass()
         self._reductions.max_running = max(state.max_reductions for state in self.states)
-        held = [state for state in self.states if state.held and state.gate is None]  # on all ranks the same
         self.forget_stale(self.states)
-        if held:
-            self.rank_guard.reuses(held)
 
     def _begin_anew(self) -> None:
         self._is_out_of_step = False

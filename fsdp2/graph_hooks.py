@@ -43,12 +43,12 @@ def _hook_last_first(node: Any, callback: Callable[[], None]) -> None:
 
 def after_tensors(tensors: Sequence[Tensor], callback: Callable[[], None]) -> None:
     """Have `callback` called when all of `tensors` have their gradient, in each backward."""
-    missing, backward = 0, -1
+    total, missing, backward = len(tensors), 0, -1
 
     def hook(_: Tensor) -> None:
         nonlocal missing, backward
         if missing == 0 or backward != torch_compat.graph_task():  # the one before may not have reached all
-            missing, backward = len(tensors), torch_compat.graph_task()
+            missing, backward = total, torch_compat.graph_task()
         missing -= 1
         if missing == 0:
             callback()

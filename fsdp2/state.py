@@ -142,6 +142,8 @@ class FSDPState(TorchState):
             every = _EVERY_AT_FIRST if self.forwards == 1 and not checks_all else 1
             is_time = is_time_to_look(self.forwards, checks_all)
             self.content = self.group.adopted.note_content(every) if is_time else None
+            if self.content is not None and self.held:
+                self.content.refuse_differing()
 
     def check_content(self) -> None:
         """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""

@@ -39,20 +39,27 @@ class FullContent:
         assigned = [param.name for param, old, new in pointers if old != new]
         return assigned if self._sums == self._find_sums() else [*assigned, *self._overwritten()]
 
+    def refuse_differing(self) -> None:
+        """Raise RuntimeError if what had been gathered before this forward is not what the shards hold."""
+        names = self._find_differing()
+        if names:
+            raise RuntimeError(
+                f"{', '.join(names)}: what was gathered before this forward, and has stayed, is not what the sharded "
+                "parameter holds. Either was written to through `.data`, which nothing counts. Write to the sharded "
+                "parameter, or to what its to_local() returns, under torch.no_grad()."
+            )
+
     def _overwritten(self) -> list[str]:
-        found = [param.name for param in differing(self._params, self._buffers)]
-        return found or [f"one of {', '.join(param.name for param in self._params)}"]
+        return self._find_differing() or [f"one of {', '.join(param.name for param in self._params)}"]
+
+    def _find_differing(self) -> list[str]:
+        """Names of those that differ from their shards, as far as this rank can tell."""
+        differ = read([_differs(param, self._buffers.full_parameter(i)) for i, param in enumerate(self._params)])
+        return [param.name for param, differs in zip(self._params, differ, strict=True) if differs]
 
 
-def differing(params: Sequence[FSDPParam], buffers: GroupBuffers) -> list[FSDPParam]:
-    """Those of `params` whose full parameters, in `buffers`, are not what their shards hold, as far as this rank can
-    tell.
-    """
-    return [params[i] for i in range(len(buffers.layout.specs)) if _differs(params[i], buffers.full_parameter(i))]
-
-
-def _differs(param: FSDPParam, full: Tensor) -> bool:
+def _differs(param: FSDPParam, full: Tensor) -> Tensor:
     own = param.own_rows(full)
     expected = param.local.to(own.device, own.dtype)
     # Another NaN is none: to which one NaN is cast depends on the instruction.
-    return bool(((bits_of(own) != bits_of(expected)) & ~expected.reshape(-1).isnan()).any())
+    return ((bits_of(own) != bits_of(expected)) & ~expected.reshape(-1).isnan()).any()

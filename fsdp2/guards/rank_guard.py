@@ -1,11 +1,10 @@
 """What ranks must have in common though no gather shows it: the weights they start from, memory that somebody has
 initialised, and trainable parameters that no group manages. And what each sees by itself, of which all must be told:
-whole numbers among its inputs that a policy rounds, writes that no version shows. Besides, optimizers that would never
-step.
+whole numbers among its inputs that a policy rounds. Besides, optimizers that would never step.
 
 Ranks look when one of the groups is gathered for the first time; later, at the times of looks.py, where there are such
-parameters, casts, or full parameters that a pass leaves to the next. A number that all have in common is its own
-maximum and minimum over them: an all-reduce of some integers.
+parameters, or casts. A number that all have in common is its own maximum and minimum over them: an all-reduce of some
+integers.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class RankGuard:
 
     def __init__(self, root: FSDPState, states: Sequence[FSDPState]) -> None:
         self._root, self._states = root, states
-        self._times = self._reuses = 0
+        self._times = 0
         self.stats = RunningStats(root.modules)
         # How often the inputs of each were cast, and what whole numbers were rounded then.
         self._casts: dict[FSDPState, int] = {}
@@ -89,40 +88,6 @@ class RankGuard:
         number = self._casts[state] = self._casts.get(state, 0) + 1
         if is_time_to_look(number) and _connects(state.group.mesh):
             self._rounded.setdefault(state, set()).update(rounded_whole_numbers(inputs, dtype))
-
-    def reuses(self, held: Sequence[FSDPState]) -> None:
-        """A pass begins: what `held` had gathered before it has stayed, but of those whose parameters have changed. At
-        times 1, 2, 4, ... look whether these are the same on all ranks, and whether the others still have what their
-        shards hold.
-
-        Raises:
-            RuntimeError: they aren't, or haven't, on some rank; on every rank.
-        """
-        self._reuses += 1
-        if not is_time_to_look(self._reuses):
-            return
-        has_stayed = [state.held and state.group.is_unsharded for state in held]
-        params = [param for state in held for param in state.group.params]
-        kept = (state.group.adopted for state, has in zip(held, has_stayed, strict=True) if has)
-        differing = {param for adopted in kept for param in adopted.differing()}
-        place = max((params.index(param) + 1 for param in differing), default=0)
-        bounds = _bounds(self._mesh, [torch.tensor(place), *map(torch.tensor, has_stayed)])
-        on_some = [state for state, (least, most) in zip(held, bounds[1:], strict=True) if least != most]
-        (_, place), *_ = bounds
-        if on_some or place:
-            for state in held:
-                state.release()  # the next forward gathers
-        if on_some:
-            raise RuntimeError(
-                f"{on_some[0]}: its parameters were written to, or replaced, on some ranks, and not on others, where "
-                "what was gathered of them would stay. Do to a parameter what you do on every rank."
-            )
-        if place:
-            raise RuntimeError(
-                f"{params[place - 1].name}: on some rank, what was gathered of it, and has stayed since, is not what "
-                "the sharded parameter holds. Either was written to through `.data`, which nothing counts. Write to "
-                "the sharded parameter, or to what its to_local() returns, under torch.no_grad()."
-            )
 
     def _gathers(self) -> None:
         self._communicates()
@@ -243,10 +208,8 @@ def _connects(mesh: DataMesh) -> bool:
     return mesh.num_ranks == 1 or comm.moves_data(mesh.axis_groups, mesh.device)
 
 
-def _bounds(mesh: DataMesh | None, numbers: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The least and the greatest of each over the ranks of `mesh`, all of which must call it. None: on this rank."""
-    if mesh is None:
-        return [(int(number), int(number)) for number in numbers]
+def _bounds(mesh: DataMesh, numbers: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """The least and the greatest of each over the ranks of `mesh`, all of which must call it."""
     own = torch.stack([number.to(mesh.device, torch.int64) for number in numbers])
     both = torch.cat([~own, own])
     comm.all_reduce_over(both, mesh.axis_groups, largest=True)
