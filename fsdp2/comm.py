@@ -83,11 +83,15 @@ class CoalescedComm:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._all_gather_one, self._reduce_scatter_one = torch_compat.single_tensor_collectives(group)
         self.force_sum, self.label = False, label or Label()
+        # What torch 2.11 wraps process groups in then does not know coalesced collectives.
+        self._coalesces = dist.get_debug_level() != dist.DebugLevel.DETAIL
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if len(outputs) == 1:
             return self._all_gather_one(outputs[0], inputs[0])
-        return self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+        if self._coalesces:
+            return self.group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
+        return AllWork([*map(self._all_gather_one, outputs, inputs)])
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         if outputs[0].dtype != inputs[0].dtype:
@@ -96,8 +100,10 @@ class CoalescedComm:
         options = _AVERAGE_SCATTER if averages else _SUM_SCATTER
         if len(outputs) == 1:
             work = self._reduce_scatter_one(outputs[0], inputs[0], options)
-        else:
+        elif self._coalesces:
             work = self.group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs), options)
+        else:
+            work = AllWork([self._reduce_scatter_one(*each, options) for each in zip(outputs, inputs, strict=True)])
         return work if averages else DividedWork([work], outputs, divisor)
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
@@ -174,7 +180,7 @@ class PairwiseComm:
         `tensors`: what this rank gives, to be compared.
         """
         header, conversation = self.label.header(kind, tensors), self._conversation
-        rows = {source: torch.empty(self.longest_first, dtype=torch.uint8) for _, source in self._peers}
+        rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}
         exchange = Exchange(conversation, self.label, header, rows, self._take_leave)
         first_tag, tag = conversation.header_tag, conversation.begin(exchange)
         rides = bool(outgoing) and outgoing[-1][0].nbytes <= self._max_rider
@@ -218,7 +224,7 @@ class PairwiseComm:
             agrees = agrees and not differ(exchange.rows[source], exchange.header)
             for work in exchange.rest[source] if agrees else ():
                 work.wait()
-        message = torch.empty(self.longest_first, dtype=torch.uint8)
+        message = torch.empty(self.longest_first, dtype=torch.uint8, device="cpu")
         self.group.recv([message], source, tag).wait()
         while differ(message, GOODBYE):
             self.group.recv([message], source, tag).wait()
@@ -301,10 +307,7 @@ def _bytes(row: Tensor) -> bytes:
 
 def moves_data(groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
     """Whether these connect ranks: a simulated backend returns at once, and leaves in a tensor what was there."""
-    return bool(groups) and {torch_compat.backend_name(group, device) for group in groups} <= _BACKENDS
-
-
-_BACKENDS = {"gloo", "mpi", "nccl", "ucc", "xccl"}
+    return bool(groups) and all(torch_compat.backend_name(group, device) != "fake" for group in groups)
 
 
 def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Any]:
@@ -327,7 +330,9 @@ _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] =
 
 
 def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it.
+    """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it, and,
+    where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL splits
+    it.
 
     Of all of them: a second one over the same ranks.
     """

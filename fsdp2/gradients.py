@@ -23,6 +23,7 @@ from .reduce import Reduction
 from .reduce_plan import ReducePlan
 from .reduction_queue import ReductionQueue
 from .stepper import Stepper
+from .streams import GroupStreams
 from .unsynced_grad import SteppedGrad, put_stand_in, take_stand_in
 from .waiting_gradients import WaitingGradients
 
@@ -59,6 +60,16 @@ class _Bucket:
                 progress(self)
 
 
+def _noting(streams: GroupStreams, bucket: _Bucket) -> Callable[[Tensor], None]:
+    """`bucket.arrive`, which notes on which stream the gradient was computed."""
+
+    def arrive(gradient: Tensor) -> None:
+        streams.note()
+        bucket.arrive(gradient)
+
+    return arrive
+
+
 def _do_nothing() -> None:
     pass
 
@@ -84,8 +95,8 @@ class GroupGradients:
     `on_first`, `on_last`: called when the first gradient of a bucket is there, and when all of the group are.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], reduction: Reduction) -> None:
-        self._params, self.reduction = params, reduction
+    def __init__(self, params: Sequence[FSDPParam], reduction: Reduction, streams: GroupStreams | None = None) -> None:
+        self._params, self.reduction, self.streams = params, reduction, streams
         self.synchronise = True
         # Reduce zeros for parameters that have no gradient on this rank: they may have one on others.
         self.reduces_unused = False
@@ -142,8 +153,9 @@ class GroupGradients:
         self._buckets = [_Bucket(indices, self._progress) for indices in buckets]
         self._followed = [self._params[i].full for bucket in self._buckets for i in bucket.indices]
         for bucket in self._buckets:
+            arrive = bucket.arrive if self.streams is None else _noting(self.streams, bucket)
             for i in bucket.indices:
-                torch_compat.on_accumulated(self._params[i].full, _KEY, bucket.arrive)
+                torch_compat.on_accumulated(self._params[i].full, _KEY, arrive)
         self._plan, self._names = cache(self._make_plan), cache(self._make_names)
 
     def _make_plan(self, indices: tuple[int, ...]) -> ReducePlan:
@@ -159,16 +171,22 @@ class GroupGradients:
     def _progress(self, bucket: _Bucket) -> None:
         if bucket.missing == bucket.size - 1:
             self.on_first()
-        if bucket.missing == 0:
-            if self.reduces_unused:
-                return  # other ranks' buckets may be complete at other times: all reduce at the module's boundary
-            bucket.missing, bucket.complete = bucket.size, True  # reentrant checkpointing may bring them once more
-            if self.turn is None:
-                self._process(self._take(bucket.indices))
-            if all(each.complete for each in self._buckets):
-                if self.turn is not None:
-                    self.flush()
-                self.on_last()
+        # Other ranks' buckets may be complete at other times: then all reduce at the module's boundary.
+        if bucket.missing == 0 and not self.reduces_unused:
+            if self.streams is None:
+                self._complete(bucket)
+            else:
+                with self.streams.at_home():
+                    self._complete(bucket)
+
+    def _complete(self, bucket: _Bucket) -> None:
+        bucket.missing, bucket.complete = bucket.size, True  # reentrant checkpointing may bring them once more
+        if self.turn is None:
+            self._process(self._take(bucket.indices))
+        if all(each.complete for each in self._buckets):
+            if self.turn is not None:
+                self.flush()
+            self.on_last()
 
     def flush(self) -> None:
         """Reduce what has arrived, also if the rest of its bucket has not."""

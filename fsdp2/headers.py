@@ -105,7 +105,7 @@ class Label:
         return f"{kind} {self.name}" if len(self.name) <= _LONGEST_NAME else f"{kind} ...{self.name[-_LONGEST_NAME:]}"
 
 
-GOODBYE = Header.holding("", torch.zeros(HEADER_NBYTES, dtype=torch.uint8))
+GOODBYE = Header.holding("", torch.zeros(HEADER_NBYTES, dtype=torch.uint8, device="cpu"))
 """Of no collective."""
 
 

@@ -213,7 +213,8 @@ class FSDPModule(RootMethods):
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce on a process group of its own, so that a backend that runs one collective at a time per group can
-        gather at the same time. Every rank must call it; ranks of other shards need not.
+        gather at the same time. Every rank must call it; ranks of other shards need not,
+        unless `init_process_group` was given a `device_id`, by which NCCL splits the group of all.
         """
         check_bool("enable", enable)
         for state in _states(self, recurse):

@@ -49,7 +49,7 @@ class Slot:
 
 
 # The full face of every parameter until its group has a storage.
-_NO_STORAGE = nn.Parameter(torch.empty(0))
+_NO_STORAGE = nn.Parameter(torch.empty(0, device="cpu"))
 
 
 class FSDPParam:

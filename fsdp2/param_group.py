@@ -24,6 +24,7 @@ from .mesh import DataMesh
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
+from .streams import GroupStreams
 from .transfers import Transfers, make_transfers
 
 
@@ -71,7 +72,8 @@ class FSDPParamGroup:
         reduction = Reduction.over(mesh, self.transfers, self.label)
         self._comm = self._plain_comm = reduction.shards
         self.state: _Settled | PendingGather = SHARDED
-        self.gradients = GroupGradients(self.params, reduction)
+        self._streams = GroupStreams.of(mesh.device)
+        self.gradients = GroupGradients(self.params, reduction, self._streams)
         self.gradients.label = self.label
         self.adopted = AdoptedParams(self.params, self.gradients, mesh, policy, rest, self.transfers)
         self.faces, self.versions = self.adopted.faces, self.adopted.versions
@@ -195,6 +197,8 @@ class FSDPParamGroup:
         buffers, extensions = self.adopted.buffers, self.adopted.extensions
         assert buffers is not None
         self.gathered_at = self.shard_versions() if self._notes_changes or not for_backward else None
+        if self._streams is not None:
+            self._streams.take_memory()
         try:
             more = extensions.start(self._comm) if extensions.members else ()
             self.state = buffers.start_gather(self._comm, *more)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from threading import Lock
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from . import streams
 
 
 class Stepper:
@@ -18,13 +23,14 @@ class Stepper:
 
     Args:
         sharded: the parameters whose gradients will come.
+        device: where these are computed.
 
     Raises:
         TypeError: not an optimizer.
         ValueError: its step needs a closure, or it has a parameter that is none of these.
     """
 
-    def __init__(self, optimizer: Optimizer, sharded: Collection[nn.Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer, sharded: Collection[nn.Parameter], device: torch.device) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None, got {optimizer!r}")
         name, own = type(optimizer).__name__, set(sharded)
@@ -39,11 +45,19 @@ class Stepper:
                     "step other parameters by one of their own, after backward."
                 )
         self._optimizer = optimizer
-        # One step after the other, beside the thread that computes.
-        self._thread = ThreadPoolExecutor(1, "fsdp2-step")
+        # One step after the other, beside the thread that computes. A new thread's device is the first: what it waits
+        # for, or frees, there would take memory of every rank.
+        on_device = partial(torch.accelerator.set_device_index, device) if streams.exist_on(device) else None
+        self._thread = ThreadPoolExecutor(1, "fsdp2-step", on_device)
+        # After an error another thread may step with what an earlier pass has left.
+        self._stepping = Lock()
 
     def step(self, parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
         """Step those of `parameters` that the optimizer has, and return them, without their gradients."""
+        with self._stepping:
+            return self._step(parameters)
+
+    def _step(self, parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
         wanted, groups = set(map(id, parameters)), self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         chosen = [[each for each in params if id(each) in wanted] for params in whole]

@@ -1,4 +1,5 @@
-"""A stream beside the one that computes, for what must wait in the middle of a reduction. Nothing of the kind on CPU.
+"""A stream beside the one that computes, for what must wait in the middle of a reduction; and the streams on which one
+group computes, if a model has several. Nothing of the kind on CPU.
 
 Lifetime rule: what a collective, or this stream, reads or writes stays alive until the stream that computes has waited
 for a collective that was issued later. Then that stream may free it and take the memory again, in the order of its own
@@ -33,6 +34,46 @@ def beside(device: torch.device) -> Iterator[None]:
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
         yield
+
+
+class GroupStreams:
+    """The stream on which a group's memory was taken, its home, and others on which its gradients were computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._others: list[torch.Stream] = []
+        self.take_memory()
+
+    @classmethod
+    def of(cls, device: torch.device) -> GroupStreams | None:
+        """None: `device` has no streams."""
+        return cls(device) if exist_on(device) else None
+
+    def take_memory(self) -> None:
+        """The current stream is home."""
+        self._home = torch.accelerator.current_stream(self._device)
+
+    def note(self) -> None:
+        """The current stream computes a gradient."""
+        stream = torch.accelerator.current_stream(self._device)
+        if stream != self._home and stream not in self._others:
+            self._others.append(stream)
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Have what is issued inside run behind all that the others were given so far, at home: what it reads is there,
+        and nobody reads what it frees.
+        """
+        others, self._others = self._others, []
+        current = torch.accelerator.current_stream(self._device)
+        if current == self._home and not others:
+            yield
+            return
+        for stream in {*others, current} - {self._home}:
+            self._home.wait_stream(stream)
+        with self._home:
+            yield
+        current.wait_stream(self._home)
 
 
 @cache

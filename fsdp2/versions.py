@@ -57,7 +57,7 @@ class GroupVersions:
         self._data: dict[FSDPParam, Tensor] = {}
         self._data_writes: dict[FSDPParam, int] = {}
         # Counts how often parameters were replaced.
-        self._replacements = torch.empty(0)
+        self._replacements = torch.empty(0, device="cpu")
         self._full: tuple[Tensor, ...] = ()
         # Of each of the full ones: its parameter's name, and place in the group.
         self._names: list[str] = []

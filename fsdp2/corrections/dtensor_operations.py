@@ -131,7 +131,7 @@ def _drawn(whole: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], k
 
 
 def _blank(like: DTensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
 
 def _mean_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

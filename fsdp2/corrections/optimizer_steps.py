@@ -82,7 +82,7 @@ def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
     loss, mesh = closure(), data_mesh_of(states)
     if (not isinstance(loss, float) and type(loss) is not Tensor) or not moves_data(mesh.axis_groups, mesh.device):
         return loss
-    own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+    own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
     total = own.to(mesh.device, torch.float64, copy=True)
     all_reduce_over(total, mesh.axis_groups, largest=False)
     total /= next(iter(divisors)) or mesh.num_ranks

@@ -48,7 +48,7 @@ class StartingWeights:
         """Whether this rank's shard has other values there now: loaded ones, say. Without dims."""
         local = self.param.local
         if local.dtype != self.values.dtype:
-            return torch.ones((), dtype=torch.bool)
+            return _number(True)
         first, last = self.param.bounds
         places = torch.unravel_index(torch.tensor(self._places, device=local.device), self._shape)
         own = (places[self.param.dim] >= first) & (places[self.param.dim] < last)
@@ -143,7 +143,7 @@ class RankGuard:
         places = (
             self._states.index(state) + 1 for state, rounded in self._rounded.items() if tells_of_numbers(rounded)
         )
-        ((_, found),) = _bounds(mesh, [torch.tensor(max(places, default=0))])
+        ((_, found),) = _bounds(mesh, [_number(max(places, default=0))])
         if found:
             self._rounded.clear()
             state = self._states[found - 1]
@@ -172,7 +172,7 @@ def _compare_starts(mesh: DataMesh, states: Sequence[FSDPState]) -> None:
     numbers = []
     for state in states:
         start = state.group.start
-        nothing, something = torch.zeros((), dtype=torch.int64), torch.ones((), dtype=torch.int64)
+        nothing, something = _number(0), _number(1)
         numbers += [checksum(start.values), start.is_replaced()] if start else [nothing, something]
         numbers += [_first_unwritten(state)]
     bounds = _bounds(mesh, numbers)
@@ -196,11 +196,15 @@ def _compare_starts(mesh: DataMesh, states: Sequence[FSDPState]) -> None:
 
 def _first_unwritten(state: FSDPState) -> Tensor:
     """One more than the place of a parameter that is as `to_empty` left it, or 0."""
-    found = torch.zeros((), dtype=torch.int64)
+    found = _number(0)
     for param in state.group.versions.unwritten():
         if param.local.numel() and param.local.is_floating_point() and param.local.detach().isnan().all():
             found.fill_(state.group.params.index(param) + 1)
     return found
+
+
+def _number(value: int) -> Tensor:
+    return torch.tensor(value, device="cpu")  # whatever the default is
 
 
 def _connects(mesh: DataMesh) -> bool:

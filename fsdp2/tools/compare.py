@@ -199,7 +199,7 @@ def _compare_outputs(found: _Found) -> None:
 
 def _compare_loss(found: _Found, mean: float) -> None:
     sides, expected = found.sides, found.sides.whole.loss.double()
-    got = torch.tensor(mean, dtype=torch.float64)
+    got = torch.tensor(mean, dtype=torch.float64, device="cpu")
     distance = measure(got, expected.cpu())
     if found.is_open("loss") and distance.relative > sides.rtol:
         hints = explain_scale(got, expected.cpu(), sides.num_ranks, sides.rtol)

@@ -36,7 +36,7 @@ class Run:
 
     outputs: list[tuple[str, list[Tensor]]] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    loss: Tensor = field(default_factory=lambda: torch.zeros((), device="cpu"))
     is_random: bool = False
 
 

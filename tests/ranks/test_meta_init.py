@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp2 import fully_shard
-from helpers import assert_same, assert_same_names, assert_shard_of, own_rows, run_checks, shard_batch
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from helpers import assert_same, assert_same_names, assert_shard_of, full, own_rows, run_checks, run_ranks, shard_batch
 from models import Experts, OddMLP, TinyGPT, TinyLSTM, TinyModel, mean_loss
 
 ROWS = 12
@@ -222,3 +223,24 @@ CHECKS = [
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_meta_init(world_size: int) -> None:
     run_checks(world_size, [(check.__name__, check) for check in CHECKS])
+
+
+def test_the_default_device_is_not_where_ranks_communicate() -> None:
+    """Whatever it is: numbers that ranks compare, and what carries them, are where their backend is."""
+
+    def body(_: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (world_size,))
+        bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for norm, policy in ((nn.BatchNorm1d(8), MixedPrecisionPolicy()), (nn.LayerNorm(8), bf16)):
+            model: Any = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 3))
+            with torch.device("meta"):
+                fully_shard(model[0], mesh=mesh, mp_policy=policy)
+                fully_shard(model, mesh=mesh, mp_policy=policy)
+                optimizer = torch.optim.AdamW(model.parameters())
+                for level in (0, 1):
+                    model.set_debug_level(level)
+                    model(torch.ones(4, 8, device="cpu")).float().sum().backward()
+                    optimizer.step()
+            assert all(full(param).isfinite().all() for param in model.parameters())
+
+    run_ranks(2, body)

@@ -3,6 +3,8 @@ for them computes with NaN, and whoever writes to what is still being copied is 
 backward, with offload and without.
 """
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, clip_grad_norm_, gradients
-from helpers import full, run_ranks
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, gradients, reduce_plan
+from helpers import assert_same, full, run_ranks
 from scenarios import MayFail, Net, Run, check, loss_of, sgd
 from stand_in import StandIn, apart
 
@@ -210,6 +212,42 @@ def test_an_optimizer_that_steps_in_backward_with_replicas_and_checkpointing(mon
     """A group is gathered again only when none of its shards is being stepped on."""
     monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 1)
     check(steps_in_backward, 2, offload=(True, False), mode=("accumulation",), mesh=((2, 1),), kind=(Net, Recomputes))
+
+
+def test_steps_in_backward_beside_halves_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first half of a gradient, which arrives on the thread that computes, ends in no step beside the others'."""
+    monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
+
+    def trained(run: Run, in_backward: bool) -> tuple[list[Tensor], set[int]]:
+        model, threads = run.build(Net), set()
+        with offloaded(run, model, mp_policy=policy):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def note(*_: Any) -> None:
+                threads.add(threading.get_ident())
+                time.sleep(0.002)  # in which the optimizer has some of its parameters only
+
+            optimizer.register_step_pre_hook(note)
+            model.set_optimizer_in_backward(optimizer if in_backward else None)
+            for step in range(3):
+                loss_of(model(run.batch(seed=step))).backward()
+                if not in_backward:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return [full(param) for param in model.parameters()], threads
+
+    def body(rank: int, world_size: int) -> None:
+        run = Run(rank, world_size, [])
+        expected, _ = trained(run, in_backward=False)
+        params, threads = trained(run, in_backward=True)
+        assert threads
+        assert threading.get_ident() not in threads
+        for i, (param, after) in enumerate(zip(params, expected, strict=True)):
+            assert_same(param, after, 0, 0, f"parameter {i}")
+
+    run_ranks(2, body)
 
 
 def test_a_step_after_an_error_amid_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,7 @@ def ledger_world(world_size: int, monkeypatch: Any, with_streams: bool) -> Itera
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_)
     if with_streams:
         monkeypatch.setattr(streams, "exist_on", lambda device: True)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "the stream that computes")
         monkeypatch.setattr(streams, "beside", ledger.on_the_other_stream)
     dist.Backend.register_backend("ledger", partial(_create, ledger), extended_api=True, devices=["cpu"])
     dist.init_process_group("ledger", store=dist.HashStore(), rank=0, world_size=world_size)

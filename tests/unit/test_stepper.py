@@ -97,7 +97,7 @@ def test_users_hooks_on_steps_do_not_run_for_nothing() -> None:
     model, events = build(), []
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: events.append("step"))
-    stepper = Stepper(optimizer, list(model.parameters()))
+    stepper = Stepper(optimizer, list(model.parameters()), torch.device("cpu"))
     assert stepper.step([]) == stepper.step(list(model[1].parameters())) == events == []
     assert stepper.step([model[0].weight]) == [model[0].weight]
     assert events == ["step"]
