@@ -1,0 +1,107 @@
+"""What the ranks of test_nccl.py run, each on a GPU of its own: training in several ways beside a plain model.
+
+    torchrun --nproc-per-node 2 tests/cuda/ranks_program.py cuda
+
+With `cpu` for `cuda` it runs on gloo: a look at the program itself.
+"""
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, reduce_plan  # noqa: E402
+from helpers import assert_same, full  # noqa: E402
+from models import TinyGPT, mean_loss  # noqa: E402
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+EXACT, ROUNDED = {"rtol": 1e-4, "atol": 1e-5}, {"rtol": 5e-2, "atol": 1e-2}
+CYCLES = 20_000_000  # some milliseconds of a GPU's clock
+
+
+def train(kind: str, size: int, *, tolerance: dict[str, float], prepare: Callable[[Any], None], **options: Any) -> None:
+    """Three steps; the gradients of each beside those of the whole batch."""
+    torch.manual_seed(0)
+    plain = TinyGPT(dim=96, depth=3)
+    model = copy.deepcopy(plain)
+    plain, rows = plain.to(kind), 2 * size
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    prepare(model)
+    for seed in range(3):
+        batch = plain.example(rows=rows, seed=seed)
+        mean_loss(plain(batch.to(kind))).backward()
+        own = batch.chunk(size)[dist.get_rank()].to(kind)
+        if kind == "cuda":  # what is issued now runs when the host is far ahead
+            torch.cuda._sleep(CYCLES)
+        mean_loss(model(own)).backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert_same(full(q.grad).to(kind), p.grad, **tolerance, name=f"step {seed}: {name}.grad")
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                p.sub_(p.grad)
+                q.sub_(q.grad)
+        plain.zero_grad()
+        model.zero_grad()
+
+
+def as_it_is(model: Any) -> None:
+    pass
+
+
+def recomputed(model: Any) -> None:
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+
+
+def small_pieces(_: Any) -> None:
+    """Gradients travel in halves and pieces, which real ones do from 1 MiB on."""
+    reduce_plan.MIN_PIECE_BYTES = 1024
+
+
+def main() -> None:
+    kind = sys.argv[1]
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    size = dist.get_world_size()
+    offload = CPUOffloadPolicy(pin_memory=kind == "cuda")
+    ways: dict[str, dict[str, Any]] = {
+        "fp32": {"tolerance": EXACT},
+        "bf16/fp32": {"tolerance": ROUNDED, "mp_policy": BF16},
+        "sent in bf16": {
+            "tolerance": ROUNDED,
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16),
+        },
+        "kept": {"tolerance": EXACT, "reshard_after_forward": False},
+        "recomputed": {"tolerance": EXACT, "prepare": recomputed},
+        "offloaded": {"tolerance": EXACT, "offload_policy": offload},
+        "replicated": {"tolerance": EXACT, "mesh": init_device_mesh(kind, (size, 1), mesh_dim_names=("dp", "shard"))},
+        "in pieces": {"tolerance": ROUNDED, "mp_policy": BF16, "prepare": small_pieces},
+        "offloaded in pieces": {"tolerance": ROUNDED, "mp_policy": BF16, "offload_policy": offload},
+    }
+    if size % 2 == 0 and size > 2:
+        hsdp = init_device_mesh(kind, (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+        ways["HSDP"] = {"tolerance": EXACT, "mesh": hsdp}
+        ways["HSDP, bf16/fp32"] = {"tolerance": ROUNDED, "mesh": hsdp, "mp_policy": BF16}
+    for way, options in ways.items():
+        mesh = {} if "mesh" in options else {"mesh": init_device_mesh(kind, (size,))}
+        train(kind, size, **{"prepare": as_it_is, **mesh, **options})
+        if dist.get_rank() == 0:
+            print(way, "as the plain model", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
