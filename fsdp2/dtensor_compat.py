@@ -18,30 +18,6 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Parameter
 
-__all__ = [
-    "DISPATCHES_TO_SUBCLASSES",
-    "DTensorSpec",
-    "argument_names",
-    "call_unhandled",
-    "cut",
-    "distributed_parameter",
-    "dtensor",
-    "dtensor_spec",
-    "handle_operations",
-    "handler_of",
-    "is_view",
-    "local_if_any",
-    "local_of",
-    "new_dtensor",
-    "returned_of",
-    "set_local",
-    "spec_of",
-    "strided_shard",
-    "views_and_writes",
-    "whole_of",
-    "written_by",
-]
-
 
 def dtensor_spec(
     mesh: DeviceMesh,

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from . import hooks
-from .state import state_of
+from .state import require_state, state_of
+from .torch_compat import untraced
 
 _DEFERRED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
@@ -43,9 +44,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 # At module level, and with the module as an argument: a copy of the module, pickled or not, then runs its own.
 
 
+@untraced
 def _run_method(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    return hooks.run_forward(module, MethodType(getattr(type(module), name), module), args, kwargs)
+    return hooks.run_forward(
+        require_state(module), module, MethodType(getattr(type(module), name), module), args, kwargs
+    )
 
 
+@untraced
 def _run_function(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return hooks.run_forward(module, function, args, kwargs)
+    return hooks.run_forward(require_state(module), module, function, args, kwargs)

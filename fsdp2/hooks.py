@@ -100,16 +100,11 @@ def _after_load(module: nn.Module, _: Any) -> None:
 
 
 @torch_compat.untraced
-def run_forward(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`forward(*args, **kwargs)` with the full parameters of `module`, which the sharded class calls around its own.
+def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`forward(*args, **kwargs)` with the full parameters of `state`, which the class of `module` calls around its own.
 
     It surrounds all hooks of the module: what they do to parameters, they do to the full ones.
     """
-    return _run_forward(module.__dict__[STATE], module, forward, args, kwargs)
-
-
-@torch_compat.untraced
-def _run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch_compat.innermost_transform() is not None:
         return _run_transformed(state, module, forward, args, kwargs)
     if state.inner is not None and state.inner.outer is None:
@@ -145,20 +140,14 @@ def _run_transformed(state: FSDPState, module: nn.Module, forward: Callable[...,
         args, kwargs = cast_floating((args, kwargs), state.input_dtype)
 
     def run(forward: Callable[..., Any]) -> Any:
-        return _run_forward(state, module, forward, args, kwargs)
+        return run_forward(state, module, forward, args, kwargs)
 
     return run_outside(run, forward, partial(_convert_output, state), partial(_hook_outputs, state))
 
 
 @torch_compat.untraced
 def _run_inner(state: FSDPState, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _run_forward(state, module, forward, args, kwargs)
-
-
-@torch_compat.untraced
-def run_unit(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The same for a unit, a large module below the one that `fully_shard` was applied to."""
-    return _run_forward(state, module, forward, args, kwargs)
+    return run_forward(state, module, forward, args, kwargs)
 
 
 @torch_compat.untraced

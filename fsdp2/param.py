@@ -86,6 +86,8 @@ class FSDPParam:
         self._is_scalar = self.shape == ()
         if self._is_scalar:
             self.gathered_shape = (mesh.size,)
+        # First row, or column, of this rank's along `dim` of what the ranks of the mesh share; and that after the last.
+        self.bounds = self._spec_for(original.dtype, original.dtype).rows(mesh.rank)
         # Gradients are reduced as they come.
         self.is_usual = distribution.full_mesh is None and not self._is_scalar
         self.full = _NO_STORAGE
@@ -128,18 +130,6 @@ class FSDPParam:
         if not isinstance(whole, DTensor):
             whole = dtensor_compat.cut(whole, kind.full_mesh, kind.full_placements)
         return dtensor_compat.local_of(whole)
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """First row, or column, of this rank's along `dim` of what the ranks of the mesh share, and that after the
-        last.
-        """
-        return self._spec_for(self.local.dtype, self.local.dtype).rows(self._mesh.rank)
-
-    def rows_of(self, whole: Tensor) -> Tensor:
-        """What a plain tensor of the whole parameter's shape has where `local` lies: a view, or a copy."""
-        gathered, (first, last) = self.gathered(whole), self.bounds
-        return gathered if self._is_scalar else gathered.narrow(self.dim, first, last - first)
 
     def _prepare_gradients(self, local: Tensor) -> None:
         """What all gradients have in common: they lie like `local`, the sharded face's local tensor, if contiguous."""
@@ -203,11 +193,9 @@ class FSDPParam:
         return dtensor_compat.distributed_parameter(value, spec, requires_grad)
 
     def own_rows(self, gathered: Tensor) -> Tensor:
-        """This rank's rows of what the ranks of `mesh` share."""
-        if self._is_scalar:
-            return gathered
-        first, last = self._spec_for(gathered.dtype, gathered.dtype).rows(self._mesh.rank)
-        return gathered.narrow(self._distribution.dim, first, last - first)
+        """This rank's rows of what the ranks of `mesh` share: a view."""
+        first, last = self.bounds
+        return gathered if self._is_scalar else gathered.narrow(self.dim, first, last - first)
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """A gradient of the full face as the ranks of the mesh share it: the same, if the parameter `is_usual`."""

@@ -10,7 +10,7 @@ from torch import nn
 from . import hooks, torch_compat, units
 from .guards import entry_points
 from .module import FSDPModule
-from .state import states_below, states_of
+from .state import STATE, states_below, states_of
 
 
 @cache
@@ -30,7 +30,7 @@ def sharded_class(cls: Any) -> Any:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         torch_compat.keep_out_of_graphs()
         try:
-            return hooks.run_forward(self, partial(cls.__call__, self), args, kwargs)
+            return hooks.run_forward(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
         except RuntimeError as error:
             entry_points.explain(error, self, "forward")
             raise

@@ -1,6 +1,4 @@
-"""Private names of torch that fsdp2 uses, each with its reason; DTensor's stand in dtensor_compat.py. Nothing else in
-the package touches one.
-"""
+"""Private names of torch that fsdp2 uses, each with its reason; those of DTensor stand in dtensor_compat.py."""
 
 from __future__ import annotations
 
@@ -24,53 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from .dtensor_compat import local_of
-
-__all__ = [
-    "EXPORT_PLAIN",
-    "ZERO_FUNCTIONS",
-    "ZERO_OPS",
-    "ComposableState",
-    "active_pack_hook",
-    "backend_name",
-    "chunk_cat",
-    "composable_states",
-    "concatenate_meshes",
-    "copy_all",
-    "default_store",
-    "disables_hooks",
-    "find_accumulators_of",
-    "gradient_hooks",
-    "graph_task",
-    "group_over",
-    "has_backend",
-    "have_gradient_hooks",
-    "inner_tensors",
-    "innermost_transform",
-    "is_shared_with_ddp",
-    "is_wrapped",
-    "keep_out_of_graphs",
-    "makes_a_graph",
-    "mesh_over",
-    "no_torch_function",
-    "norm_each",
-    "on_accumulated",
-    "on_backward_end",
-    "owned",
-    "owns_memory",
-    "reads_metadata",
-    "register_composable",
-    "replace_hooks",
-    "scale_each",
-    "set_versions",
-    "single_tensor_collectives",
-    "stepped_on_accumulation",
-    "storage_id",
-    "take_hooks",
-    "transform_stacks",
-    "untraced",
-    "unwrapped",
-    "watch_calls",
-]
 
 # What to do, in errors of ours, and, by a private attribute of functions, in those of dynamo.
 EXPORT_PLAIN = (

@@ -247,4 +247,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _part(held: Held, whole: Tensor) -> Tensor:
     """What this rank has of it."""
-    return whole.detach() if held.param is None else held.param.rows_of(whole.detach())
+    return whole.detach() if held.param is None else held.param.own_rows(held.param.gathered(whole.detach()))
