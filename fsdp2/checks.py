@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -153,6 +153,11 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
         raise NotImplementedError(
             f"{_describe(name, parameter)} complex parameters are not supported yet. Store torch.view_as_real of it."
         )
+    if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
+        raise NotImplementedError(
+            f"{_describe(name, parameter)} a grad_dtype of its own ({parameter.grad_dtype}) is not supported: "
+            "gradients have their parameter's dtype. Store it in that one, and compute in a policy's param_dtype."
+        )
     owner = getattr(parameter, SHARDED_AS, None)
     if owner is not None:
         raise ValueError(
@@ -262,16 +267,30 @@ def choose_dtype(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolic
         raise ValueError(f"{name}: {error}") from error
 
 
-def check_memory(slots: dict[str, list[Slot]]) -> None:
-    """Two parameters over the same memory, not being one object, would be two after sharding."""
-    owners: dict[int, str] = {}
-    for name, (slot, *_) in slots.items():
-        parameter = slot.get()
-        data = torch_compat.inner_tensors(parameter)[0]
-        if data.numel() and data.device.type != "meta":
-            other = owners.setdefault(data.data_ptr(), name)
-            if other != name:
-                raise ValueError(f"{name} and {other} share memory. Tie them as one nn.Parameter, or copy one of them.")
+def check_memory(slots: dict[str, list[Slot]], roots: Sequence[nn.Module], inside: Iterable[FSDPState]) -> None:
+    """Two parameters over the same memory, not being one object, would be two after sharding; a buffer over a
+    parameter's would keep what it is now. `inside`: what is sharded already below `roots`.
+    """
+    sharded = ((param.memory, param.slots[0]) for state in inside for param in state.group.params)
+    here = ((torch_compat.memory_of(slot.get()), slot) for slot, *_ in slots.values())
+    owners: dict[Any, Slot] = {}
+    for memory, slot in (*sharded, *here):
+        if memory is not None and (other := owners.setdefault(memory, slot)) is not slot:
+            one, another = (_fqn_below(roots, each) for each in (slot, other))
+            raise ValueError(
+                f"{one} and {another} share memory. Tie them as one nn.Parameter, in one group, or copy one of them."
+            )
+    for name, buffer in (each for root in roots for each in root.named_buffers()):
+        if owners and (owner := owners.get(torch_compat.memory_of(buffer))) is not None:
+            raise ValueError(
+                f"{name}, a buffer, and {_fqn_below(roots, owner)} share memory, and would not after sharding: the "
+                "buffer would keep what the parameter is now. Copy it, or compute it in forward."
+            )
+
+
+def _fqn_below(roots: Sequence[nn.Module], slot: Slot) -> str:
+    prefix = next(name for root in roots for name, module in root.named_modules() if module is slot.module)
+    return f"{prefix}.{slot.name}" if prefix else slot.name
 
 
 def check_names(root: nn.Module) -> None:

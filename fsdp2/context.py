@@ -11,7 +11,7 @@ import torch
 from . import torch_compat
 from .agreement import Agreement, Turn
 from .checked_comm import level_from_environment
-from .guards.entry_points import refuse_call
+from .guards.entry_points import leave_fast_paths, refuse_call
 from .guards.rank_guard import RankGuard
 from .prefetch import Prefetcher
 from .reduction_queue import ReductionQueue
@@ -78,6 +78,7 @@ class Context:
             state.group.label.run_in(self)
             # Users call those of the root by hand: its head, its embedding. It takes time in each step.
             state.group.watch_calls(refuse_call if state.modules == self.root.modules else None)
+        leave_fast_paths(self.root.modules)
         self.agreement = self._find_agreement()
         self.prefetcher = Prefetcher(self.states)
         self.rank_guard = RankGuard(self.root, self.states)

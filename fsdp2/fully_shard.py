@@ -149,12 +149,12 @@ def _apply(
     slots = _collect_slots(managed, ignored_params or frozenset())
     for name, parameter_slots in slots.items():
         checks.check_parameter(name, parameter_slots)
-    checks.check_memory(slots)
+    inside = [state for root in roots for state in states_below(root)]
+    checks.check_memory(slots, roots, inside)
     for root in roots:
         checks.check_names(root)
     shared = choose_axes(mesh if mesh is not None else default_mesh())
     checks.check_reshard(reshard_after_forward, shared)
-    inside = [state for root in roots for state in states_below(root)]
     checks.check_conditional(roots, inside, conditional, reshard_after_forward, shared)
     plans = [
         _plan(name, parameter_slots, shared, policy, reshard_after_forward, shard_placement_fn)

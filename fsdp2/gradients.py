@@ -346,6 +346,8 @@ class GroupGradients:
                     continue  # since the forward
                 if gradient.requires_grad:
                     gradient = _without_graph(gradient)
+                if gradient.layout is not torch.strided:
+                    raise NotImplementedError(f"{param.name}: sparse gradients are not supported. Use sparse=False.")
                 taken[i] = gradient if param.is_usual else param.gathered_gradient(gradient)
             if i in self.waiting.full:
                 waited = self.waiting.take_full(i)

@@ -17,6 +17,8 @@ from .policy import MixedPrecisionPolicy
 
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
 SHARDED_AS = "_fsdp2_sharded_as"
+# Attribute of a full parameter: the names of the sharded one.
+FULL_OF = "_fsdp2_full_of"
 # What a local tensor has that says itself how it is gathered: see extension.py.
 EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -78,6 +80,8 @@ class FSDPParam:
         # FQNs of the slots. Errors call the parameter by the first.
         self.names = [name] * len(slots)
         original = slots[0].get()
+        # Where it was before it was sharded.
+        self.memory = torch_compat.memory_of(original)
         # Of all of it, and of what the ranks of `mesh` share: the same but for tensor parallelism.
         self.shape = self.gathered_shape = tuple(original.shape)
         if isinstance(original, DTensor):
@@ -95,7 +99,7 @@ class FSDPParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from; its sharded face is what is registered in the copied modules."""
-        faces = ("full", "sharded", "dtensor_spec", "_local_shape", "_local_stride")
+        faces = ("full", "sharded", "dtensor_spec", "_local_shape", "_local_stride", "memory")
         return {name: value for name, value in vars(self).items() if name not in faces}
 
     def own_gradient(self) -> None:
@@ -106,8 +110,9 @@ class FSDPParam:
 
     def wake(self) -> None:
         """Become usable, in a copy of which all modules are there."""
-        self.full = _NO_STORAGE
+        self.full, self.memory = _NO_STORAGE, None
         self.sharded = self.slots[0].get()
+        self.sharded.grad = None  # as copies of plain parameters have none
         self._prepare_gradients(self.local)
 
     def _shard(self, whole: Tensor) -> None:
@@ -175,6 +180,7 @@ class FSDPParam:
         """
         self.full = self.face_of(memory, memory.is_floating_point())
         vars(self.full).update(_user_attributes(self.sharded))
+        vars(self.full)[FULL_OF] = self.names
 
     def move_full(self, memory: Tensor) -> None:
         """Have the full face over other `memory`."""

@@ -56,6 +56,12 @@ def sharded_class(cls: Any) -> Any:
                 param.local.data.fill_(float("nan"))
         return self
 
+    def share_memory(self: nn.Module) -> nn.Module:
+        raise NotImplementedError(
+            f"{type(self).__name__}.share_memory: sharded parameters can't be moved to shared memory. Each rank is a "
+            "process with shards of its own; share what full_params lends, or buffers."
+        )
+
     def reduce(self: nn.Module, protocol: int) -> Any:
         # For deepcopy and pickle, which can't find this class by name.
         hooks.before_copy(self)
@@ -86,6 +92,7 @@ def sharded_class(cls: Any) -> Any:
         "__call__": call,
         "_apply": apply,
         "to_empty": to_empty,
+        "share_memory": share_memory,
         "__reduce_ex__": reduce,
         "__copy__": shallow_copy,
         "__setstate__": setstate,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -231,3 +231,8 @@ def states_below(module: nn.Module) -> Iterator[FSDPState]:
 def data_mesh_of(states: Iterable[FSDPState]) -> DataMesh:
     """The mesh of most ranks: those that train on one batch."""
     return max((state.group.mesh for state in states), key=lambda mesh: mesh.num_ranks)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """For errors: the first of them, and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

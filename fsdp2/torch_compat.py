@@ -19,6 +19,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from .dtensor_compat import local_of
@@ -155,6 +156,14 @@ def storage_id(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return -1
+
+
+def memory_of(tensor: Tensor) -> tuple[StorageWeakRef, int] | None:
+    """Equal for tensors that begin at the same place of one storage, also when it is gone; None: there is nothing."""
+    data = inner_tensors(tensor)[0]
+    if data.numel() == 0 or data.device.type == "meta" or data.layout != torch.strided:
+        return None
+    return StorageWeakRef(data.untyped_storage()), data.data_ptr()
 
 
 def owns_memory(tensor: Tensor) -> bool:

@@ -1312,3 +1312,100 @@ def unused_parameters_reduced(side: Side) -> None:
 def replicas_use_different_parameters(side: Side) -> None:
     """Replicas use different parameters, of equal shapes, of one group"""
     train_by_rank(side, side.fully_shard(Branches(), **hsdp(side, 1)), (0, 1))
+
+
+# ---- memory that two share, and copies
+
+
+@ends(LOUD, "share memory")
+def tied_by_data(side: Side) -> None:
+    """Weights of two groups tied by `nn.Parameter(other.data)`"""
+    model = Net()
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[0].up.weight.data)
+    train(side, shard(side, model))
+
+
+class Scaled(Block):
+    """By a buffer that is its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", self.up.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.norm()
+
+
+@ends(LOUD, "a buffer")
+def buffer_over_a_weight(side: Side) -> None:
+    """A buffer over a weight's memory"""
+    train(side, side.fully_shard(Scaled()))
+
+
+@ends(LOUD, "built inside a forward")
+def optimizer_built_in_forward(side: Side) -> None:
+    """Optimizer built inside the first forward"""
+    model, built = Net(), []
+
+    def build(*_: Any) -> None:
+        if not built:
+            built.append(sgd(model))
+
+    model.register_forward_pre_hook(build)
+    shard(side, model)
+    for step in range(3):
+        loss_of(model(side.batch(step))).backward()
+        built[0].step()
+        built[0].zero_grad()
+    side.weights("trained", model)
+
+
+# ---- shards with nothing in them, and what torch's own layers read
+
+
+@ends(EXACT)
+def clipped_by_the_largest(side: Side) -> None:
+    """Gradients clipped by their largest element, where some ranks hold no row"""
+    model = side.fully_shard(nn.Linear(5, 1))
+    for step in range(2):
+        optimizer = sgd(model)
+        loss_of(model(side.batch(step))).backward()
+        side.value(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf")))
+        optimizer.step()
+        optimizer.zero_grad()
+    side.value("largest", model.weight.abs().max())
+    side.weights("trained", model)
+
+
+@ends(EXACT)
+def loss_of_weights_with_logits(side: Side) -> None:
+    """`binary_cross_entropy_with_logits` of weights, of which ranks hold different numbers of rows"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    optimizer = sgd(model)
+    for step in range(2):
+        loss_of(model(side.batch(step))).backward()
+        ones = torch.ones_like(model.weight)
+        side.value(f"of weights {step}", nn.functional.binary_cross_entropy_with_logits(model.weight, ones))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ends(EXACT)
+def evaluated_encoder_layer(side: Side) -> None:
+    """`nn.TransformerEncoderLayer` evaluated, a part of which is sharded by itself"""
+    model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+    for part in (model.self_attn, model.linear1):
+        side.fully_shard(part)
+    side.fully_shard(model).eval()
+    with torch.no_grad():
+        side.rows("output", model(side.batch(0, 12).view(-1, 2, 6)))
+
+
+@ends(EXACT)
+def copy_after_backward(side: Side) -> None:
+    """`deepcopy` after a backward, which copies no gradients"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    loss_of(model(side.batch(0))).backward()
+    other = copy.deepcopy(model)
+    loss_of(other(side.batch(1))).backward()
+    side.grads("of the copy", other)

@@ -4,6 +4,7 @@ that optimizers need and it has no rule for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -23,7 +24,7 @@ from ..dtensor_compat import (
     spec_of,
     whole_of,
 )
-from ..tree import tensors_in
+from ..tree import map_tensors, tensors_in
 
 _aten = torch.ops.aten
 _DRAW_IN_PLACE = (
@@ -68,6 +69,13 @@ _COLLECTIVES = (
     *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
     *("alltoall_", "alltoall_base_", "recv_any_source_"),
 )
+# What has no value for no elements; norms, if they are extremes.
+_NORMS = (_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar)
+_EXTREMES = (
+    *(_aten.max.default, _aten.max.dim, _aten.amax.default, _aten.argmax.default),
+    *(_aten.min.default, _aten.min.dim, _aten.amin.default, _aten.argmin.default),
+    *(_aten.aminmax.default, _aten._foreach_max.default, *_NORMS),
+)
 _NONE, _MEAN = 0, 1  # as a loss's `reduction`
 _MEAN_LOSSES = {
     _aten.mse_loss.default: _aten.mse_loss_backward.default,
@@ -86,19 +94,24 @@ def compute_like_plain_tensors() -> None:
       plain tensor would get from the same seed, for any number of ranks. Torch gives all the same values.
     - `mse_loss` and its kin are the mean over all elements, also where ranks hold different numbers of them. Torch
       takes the mean of the ranks' means.
+    - Extremes, and norms that are such, of parameters of which some ranks hold nothing are those of all elements. Torch
+      raises on these ranks, and the others wait.
     - `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
       p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
     - `rrelu` in training raises: each rank would draw slopes of its own.
     - `torch.distributed`'s collectives raise an error that says what to do.
-    - SGD and Adagrad with `fused=True`, Rprop, and `p[mask] = number` work.
+    - SGD and Adagrad with `fused=True`, Rprop, Muon on fewer rows than ranks, and `p[mask] = number` work.
     """
     handle_operations(_ON_LISTS, _count)
     handle_operations([_aten.index_put_.default], _put)
+    handle_operations([_aten.add_.Tensor], _add)
     handle_operations(_DRAW_IN_PLACE, _draw_in_place)
     handle_operations(_DRAW_LIKE, partial(_draw, _blank))
     handle_operations(_DRAW_FROM, partial(_draw, whole_of))
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
+    handle_operations([_aten.binary_cross_entropy_with_logits.default], _mean_loss)
+    handle_operations(_EXTREMES, _extreme)
     handle_operations([_aten._local_scalar_dense.default], _item)
     handle_operations([_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default], _rrelu)
     collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
@@ -154,6 +167,34 @@ def _before_mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(*args[:place], **{**rest, "reduction": _NONE})
 
 
+def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if op in _NORMS and not math.isinf(args[1] if len(args) > 1 else kwargs.get("ord", 2)):
+        return call_unhandled(op, args, kwargs)
+    target, *rest = args
+    if not isinstance(target, Tensor):
+        return [each for one in target for each in _extreme_of_one(op, one, [one], rest, kwargs)]
+    return _extreme_of_one(op, target, target, rest, kwargs)
+
+
+def _extreme_of_one(op: Any, target: Any, given: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`given`: the target, or a list of it."""
+    if not (isinstance(target, DTensor) and _may_be_empty(target)):
+        return call_unhandled(op, (given, *rest), kwargs)
+    mesh, whole = target.device_mesh, whole_of(target)
+    found = op(whole if given is target else [whole], *rest, **kwargs)
+    return map_tensors(found, lambda each: cut(each, mesh, [Replicate()] * mesh.ndim))
+
+
+def _may_be_empty(tensor: DTensor) -> bool:
+    """Whether some rank may hold nothing of it; all ranks say the same."""
+    ranks = [1] * tensor.dim()
+    for axis, placement in enumerate(tensor.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            ranks[dim] *= tensor.device_mesh.size(axis)
+    return any(n > 1 and (n - 1) * -(-rows // n) >= rows for rows, n in zip(tensor.shape, ranks, strict=True))
+
+
 def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     Raises:
@@ -175,6 +216,17 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(indices) != 1 or isinstance(value, DTensor) or value.dim() or not _is_mask_of(target, indices[0]):
         return call_unhandled(op, args, kwargs)
     op(local_of(target), [local_of(indices[0])], *args[2:], **kwargs)
+    return target
+
+
+def _add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is distributed in another way is brought to the target's, if torch may not: some ranks hold nothing."""
+    target, other = args
+    if not (isinstance(target, DTensor) and isinstance(other, DTensor) and _may_be_empty(target)):
+        return call_unhandled(op, args, kwargs)
+    if target.shape != other.shape or target.placements == other.placements:
+        return call_unhandled(op, args, kwargs)
+    op(local_of(target), local_of(cut(whole_of(other), target.device_mesh, target.placements)), **kwargs)
     return target
 
 

@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
 from .. import torch_compat
 from ..comm import all_reduce_over, moves_data
 from ..owners import sharded_owner
-from ..param import SHARDED_AS
-from ..state import FSDPState, data_mesh_of
+from ..param import FULL_OF, SHARDED_AS
+from ..state import FSDPState, data_mesh_of, some_of
 
 
 @cache
@@ -93,11 +93,16 @@ def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     increment_version([param for param in params if isinstance(param, DTensor) and param.grad is not None])
+    kind = type(optimizer).__name__
     replaced = [name for param in params if param.grad is None and (name := vars(param).get(SHARDED_AS))]
     if replaced:
-        others = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
         raise RuntimeError(
-            f"{type(optimizer).__name__} steps what was {', '.join(replaced[:3])}{others} before fully_shard, and is "
-            "no parameter of the model any more: the optimizer was built before fully_shard. Build it afterwards, "
-            "from model.parameters()."
+            f"{kind} steps what was {some_of(replaced)} before fully_shard, and is no parameter of the model any more: "
+            "the optimizer was built before fully_shard. Build it afterwards, from model.parameters()."
+        )
+    full = [names[0] for param in params if param.grad is None and (names := vars(param).get(FULL_OF))]
+    if full:
+        raise RuntimeError(
+            f"{kind} steps full parameters, of {some_of(full)}, which get no gradients: the optimizer was built inside "
+            "a forward. Build it outside, from model.parameters(), which are sharded there."
         )

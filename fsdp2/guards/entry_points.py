@@ -20,11 +20,27 @@ from torch.distributed.tensor import DTensor
 
 from ..owners import all_states
 from ..param import FSDPParam
-from ..state import FSDPState
+from ..state import FSDPState, state_of
 from ..tree import tensors_in
 
 # What torch says of an operation on sharded parameters and a plain tensor, and of one that it can't do on shards.
 _ON_SHARDS = re.compile("mixed torch.Tensor and DTensor|sharding strategy")
+
+
+def leave_fast_paths(roots: Iterable[nn.Module]) -> None:
+    """Have torch's transformer layers below `roots` call what is sharded inside them: in evaluation they would read its
+    parameters, but for modules that have hooks.
+    """
+    modules = (module for root in roots for module in root.modules())
+    for layer in (module for module in modules if isinstance(module, nn.TransformerEncoderLayer)):
+        for module in layer.modules():
+            is_sharded = module is not layer and state_of(module) is not None
+            if is_sharded and _do_nothing not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_do_nothing)
+
+
+def _do_nothing(module: nn.Module, args: Any) -> None:
+    pass
 
 
 class _NotGatheredError(RuntimeError):

@@ -19,7 +19,7 @@ from .. import comm, torch_compat
 from ..mesh import DataMesh
 from ..param import FSDPParam
 from ..param_group import FSDPParamGroup
-from ..state import FSDPState, data_mesh_of
+from ..state import FSDPState, data_mesh_of, some_of
 from .checksum import bits_of, checksum
 from .looks import is_time_to_look
 from .rounding import rounded_whole_numbers, tells_of_numbers
@@ -50,7 +50,7 @@ class StartingWeights:
         if local.dtype != self.values.dtype:
             return _number(True)
         first, last = self.param.bounds
-        places = torch.unravel_index(torch.tensor(self._places, device=local.device), self._shape)
+        places = torch.unravel_index(torch.tensor(self._places, dtype=torch.int64, device=local.device), self._shape)
         own = (places[self.param.dim] >= first) & (places[self.param.dim] < last)
         index = [place[own] - (first if dim == self.param.dim else 0) for dim, place in enumerate(places)]
         return (bits_of(local[tuple(index)]) != bits_of(self.values.to(local.device)[own])).any()
@@ -133,7 +133,7 @@ class RankGuard:
         apart = [name for name in unmanaged if name in self._common - common]
         if apart:
             raise RuntimeError(
-                f"{_some(apart)}: no fully_shard call manages it. It was the same on all ranks, and is not any more: "
+                f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, and is not any more: "
                 "each rank has trained it with its own gradient. Have it there before fully_shard, and out of "
                 "ignored_params; or freeze it, or average its gradient before each step."
             )
@@ -219,10 +219,6 @@ def _bounds(mesh: DataMesh, numbers: Sequence[Tensor]) -> list[tuple[int, int]]:
     comm.all_reduce_over(both, mesh.axis_groups, largest=True)
     inverse, greatest = both.chunk(2)
     return list(zip((~inverse).tolist(), greatest.tolist(), strict=True))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _find_unmanaged(root: FSDPState, states: Sequence[FSDPState]) -> Iterator[tuple[str, nn.Parameter]]:

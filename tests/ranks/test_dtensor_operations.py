@@ -199,6 +199,54 @@ def test_losses_are_means_over_elements(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
+EXTREMES: dict[str, Callable[[Any], Any]] = {
+    "max": torch.max,
+    "max of rows": lambda t: t.max(0),
+    "amax of columns": lambda t: t.amax(-1),
+    "argmin": torch.argmin,
+    "argmax of rows": lambda t: t.argmax(0),
+    "aminmax": torch.aminmax,
+    "largest norm": lambda t: torch.linalg.vector_norm(t, float("inf")),
+    "least norm": lambda t: torch.linalg.vector_norm(t, -float("inf")),
+    "norm": torch.linalg.vector_norm,
+    "largest norms": lambda t: torch._foreach_norm([t, t], float("inf"))[1],
+    "maxima": lambda t: torch._foreach_max([t])[0],
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_extremes_where_some_ranks_hold_nothing(world_size: int) -> None:
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        for plain in values(1):
+            for kind in (Shard(0), Shard(plain.dim() - 1), Replicate()):
+                for name, find in EXTREMES.items():
+                    (own,) = distributed([plain], kind)
+                    expected, found = find(plain), find(own)
+                    pairs = zip(expected, found, strict=True) if isinstance(found, tuple) else [(expected, found)]
+                    for one, other in pairs:
+                        assert_same(other.full_tensor(), one, 1e-12, 1e-12, f"{name}, {tuple(plain.shape)}, {kind}")
+        weight = distributed([torch.tensor([[3.0, -7.0]])], Shard(0))[0].requires_grad_()
+        weight.abs().max().backward()
+        assert_same(weight.grad.full_tensor(), torch.tensor([[0.0, -1.0]]), 0, 0, "gradient of a maximum")
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_all_have_is_added_where_some_ranks_hold_nothing(world_size: int) -> None:
+    """As Muon does."""
+
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        for plain in values(1):
+            own, other = (distributed([plain], kind)[0] for kind in (Shard(0), Replicate()))
+            own.add_(other, alpha=2)
+            assert_same(own.full_tensor(), 3 * plain, 1e-12, 1e-12, f"{tuple(plain.shape)}")
+
+    run_ranks(world_size, body)
+
+
 def test_items() -> None:
     """What all ranks hold is read; parts of a number are refused; of a truth, taken together."""
 

@@ -95,6 +95,43 @@ def scalars_train(build_mesh: Callable[[], Any] = lambda: None, **options: Any) 
     assert_same(twin(plain[0].batch(7)).float(), plain(plain[0].batch(7)), 1e-5, 1e-5, "output of a copy")  # type: ignore[operator]
 
 
+class Nothing(nn.Module):
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 5), trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x @ self.weight.T], 1)
+
+
+class WithNothing(nn.Module):
+    """A group that has no elements, trained or frozen, in front of one that has."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.empty = Nothing(trained)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.empty(x))
+
+
+def groups_of_nothing() -> None:
+    for trained in (True, False):
+        torch.manual_seed(0)
+        plain = WithNothing(trained)
+        torch.manual_seed(0)
+        model = WithNothing(trained)
+        fully_shard(model.empty)
+        fully_shard(model)
+        x = torch.randn(6, 5)
+        mean_loss(plain(x)).backward()
+        mean_loss(model(x)).backward()
+        for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if twin.requires_grad:
+                assert_same(param.grad, twin.grad, 1e-5, 1e-6, name)
+
+
 def scalar_of_tensor_parallelism() -> None:
     """A DTensor that another axis replicates."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -120,8 +157,8 @@ def replicas() -> Any:
 
 def test_scalars() -> None:
     cast = partial(scalars_train, mp_policy=FP64)
-    run_checks(1, [("one rank", scalars_train), ("one rank, cast", cast)])
-    run_checks(3, [("three ranks", scalars_train), ("cast", cast)])
+    run_checks(1, [("one rank", scalars_train), ("one rank, cast", cast), ("groups of nothing", groups_of_nothing)])
+    run_checks(3, [("three ranks", scalars_train), ("cast", cast), ("groups of nothing", groups_of_nothing)])
     parts = partial(scalars_train, reshard_after_forward=2)
     checks = [("replicas", partial(scalars_train, replicas)), ("a part stays", parts)]
     run_checks(4, [*checks, ("tensor parallelism", scalar_of_tensor_parallelism)])

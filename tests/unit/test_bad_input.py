@@ -625,3 +625,37 @@ def test_a_slice_of_a_sharded_sequence_is_not_sharded() -> None:
         assert type(part) is nn.Sequential
         assert isinstance(part[0], FSDPModule)
         assert part(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_gradients_of_another_dtype_than_their_parameters() -> None:
+    model = nn.Linear(4, 4).bfloat16()
+    if not hasattr(model.weight, "grad_dtype"):
+        pytest.skip("this release of torch has none")
+    model.weight.grad_dtype = None
+    model.bias.grad_dtype = torch.float32
+    with fake_world(2), pytest.raises(NotImplementedError, match=r"^bias, of shape .* a grad_dtype of its own"):
+        fully_shard(model)
+
+
+class SparseLookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(6, 4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(rows, self.table, sparse=True)
+
+
+def test_a_sparse_gradient_of_a_parameter_that_no_embedding_has() -> None:
+    with fake_world(2):
+        model = fully_shard(SparseLookup())
+        with pytest.raises(NotImplementedError, match=r"^table: sparse gradients"):
+            model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_shared_memory_of_processes_is_refused() -> None:
+    """It would end the process."""
+    with fake_world(2):
+        model = fully_shard(nn.Linear(4, 4))
+        with pytest.raises(NotImplementedError, match=r"share_memory: sharded parameters"):
+            model.share_memory()
