@@ -19,7 +19,8 @@ from .saved_tensors import SavedTensors
 from .state import FSDPState
 from .transforms import outside_transforms
 
-# What looks at a root before its first pass, at the debug level. It needs to know all that stands above this file.
+# What looks at a root before its next pass, once it is at the debug level. It needs to know all that stands above
+# this file.
 audits: list[Callable[[FSDPState], None]] = []
 
 
@@ -237,8 +238,8 @@ class Context:
                 state.release()
 
     def forget_stale(self, states: Iterable[FSDPState]) -> None:
-        """Between passes, before shards are read: let go of full copies that the passes before have left, unless they
-        may be used.
+        """Between passes, before shards are read, and behind the optimizer's event, if there is one: let go of full
+        copies that the passes before have left, unless they may be used.
         """
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -22,9 +22,8 @@ from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
 from .reduce_plan import ReducePlan
 from .reduction_queue import ReductionQueue
-from .stepper import Stepper
+from .stepper import GroupSteps
 from .streams import GroupStreams
-from .unsynced_grad import SteppedGrad, put_stand_in, take_stand_in
 from .waiting_gradients import WaitingGradients
 
 # A group's gradients are reduced in about four parts, so that what has arrived can be sent and freed while the rest is
@@ -120,11 +119,7 @@ class GroupGradients:
         self.backward_pass: object = None
         # Whether the last backward pass has left gradients to a later one, on whichever rank.
         self.owes = False
-        # Steps in backward, if the user wants that; steps that may still be under way, on its thread; and of which
-        # backward pass the last gradient was that a parameter was stepped with.
-        self.stepper: Stepper | None = None
-        self.steps: list[Future[None]] = []
-        self._stepped: dict[FSDPParam, object] = {}
+        self.steps = GroupSteps()
         # Set by the context that the group runs in.
         self.queue = ReductionQueue()
 
@@ -232,9 +227,7 @@ class GroupGradients:
     def begin_backward(self, backward_pass: object) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
         self.backward_pass = backward_pass
-        for param in self._stepped:
-            if isinstance(param.sharded.grad, SteppedGrad):
-                take_stand_in(param)
+        self.steps.unmark()
         self.waiting.unmark()
 
     def end_backward(self) -> None:
@@ -271,9 +264,7 @@ class GroupGradients:
     def mark_waiting(self) -> None:
         """The pass is over: put a stand-in into `.grad` of the parameters whose gradients wait."""
         self.waiting.mark()
-        for param, of_pass in self._stepped.items():
-            if of_pass is self.backward_pass:
-                put_stand_in(param, SteppedGrad)
+        self.steps.mark(self.backward_pass)
 
     def discard(self) -> None:
         """After an error: drop the gradients of the backward pass that failed, keep those of earlier ones.
@@ -301,32 +292,12 @@ class GroupGradients:
                     self._accumulate(shards, False)
             if is_hooked:  # users' hooks may need torch functions
                 self._accumulate(shards, True)
-        if self.stepper is not None:
-            self._step(shards, of_pass)
+        if self.steps.stepper is not None:
+            self.steps.step(map(self._params.__getitem__, shards), of_pass)
 
     def start_step(self, pending: reduce.Pending, of_pass: object) -> Future[None] | None:
         """Have `receive` done beside this thread, if that ends in a step."""
-        if self.stepper is None:
-            return None
-        step = self.stepper.run_beside(self.receive, pending, of_pass)
-        self.steps.append(step)
-        return step
-
-    def await_steps(self) -> None:
-        """Wait until no shard is being stepped on. Whoever finishes the reductions gets the errors."""
-        wait(self.steps)
-        self.steps.clear()
-
-    def _step(self, indices: Iterable[int], of_pass: object) -> None:
-        assert self.stepper is not None
-        params = {param.sharded: param for param in map(self._params.__getitem__, indices)}
-        again = [param.name for param in params.values() if self._stepped.get(param) is of_pass]
-        if again:
-            raise RuntimeError(
-                f"{', '.join(again)}: got a second gradient in one backward pass, after the optimizer had stepped with "
-                "the first. Checkpoint with use_reentrant=False, or step after backward."
-            )
-        self._stepped.update((params[parameter], of_pass) for parameter in self.stepper.step(params))
+        return self.steps.start(self.receive, pending, of_pass)
 
     def _accumulate(self, shards: reduce.Shards, is_hooked: bool) -> None:
         for i, (flat, offset) in shards.items():

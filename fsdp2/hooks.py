@@ -4,6 +4,7 @@ happens when.
 - before_forward: gather (unless that was done ahead), register the full parameters, begin the next gather
 - after_forward: free, register the sharded ones; leave hints on the outputs for backward
 - before_backward: gather again, begin the gather of what ran before
+- on_first_gradient: backward has come to the group, whatever way
 - on_last_gradient: all full gradients are complete (each bucket was reduced with its last): free
 - after_backward: the gradients of all inputs are computed: reduce and free what is left of this forward
 - end_backward, in context.py: whatever none of these noticed
@@ -20,13 +21,7 @@ from torch import Tensor, nn
 
 from . import torch_compat
 from .context import Context
-from .corrections.autograd_inputs import accept_sharded_inputs
-from .corrections.data_attribute import follow_data
-from .corrections.ddp_around import refuse_ddp_around
-from .corrections.dtensor_operations import compute_like_plain_tensors
-from .corrections.full_tensor import average_in_full_tensor
-from .corrections.optimizer_steps import follow_optimizer_steps
-from .corrections.parts import write_through_parts
+from .corrections.all_of_them import correct_torch
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .saved_tensors import make_way_where_disabled
 from .state import STATE, FSDPState, states_below, states_of
@@ -50,13 +45,7 @@ def install(states: list[FSDPState]) -> None:
 
 
 def _start(states: list[FSDPState]) -> Context:
-    follow_optimizer_steps()
-    average_in_full_tensor()
-    follow_data()
-    accept_sharded_inputs()
-    write_through_parts()
-    compute_like_plain_tensors()
-    refuse_ddp_around()
+    correct_torch()
     make_way_where_disabled()
     for state in states:
         state.group.gradients.on_first = partial(on_first_gradient, state)
@@ -76,8 +65,8 @@ def before_copy(module: nn.Module) -> None:
 
 
 def after_copy(module: nn.Module) -> FSDPState | None:
-    """`module` is a copy, of which everything is there: its (outer) state becomes usable, and is returned, with the
-    last module that it is part of.
+    """`module` is a copy, of which everything is there: once that is so of all of them, their (outer) state becomes
+    usable, and is returned.
     """
     if not vars(module.__dict__[STATE]):
         return None  # a list of modules shares the state, which comes with the first of them

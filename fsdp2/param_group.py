@@ -188,8 +188,8 @@ class FSDPParamGroup:
             return
         if self.adopted.buffers is None:
             self._notice_changes()
-        if self.gradients.steps:
-            self.gradients.await_steps()
+        if self.gradients.steps.under_way:
+            self.gradients.steps.wait()
         if self.turn is not None and self.params and self._comm.size > 1:
             self.turn.gather()
         if self.guard is not None:
@@ -263,8 +263,8 @@ class FSDPParamGroup:
 
     def shard_versions(self) -> tuple[int, ...]:
         """`GroupVersions.sharded`, when the steps of an optimizer in backward are done."""
-        if self.gradients.steps:
-            self.gradients.await_steps()
+        if self.gradients.steps.under_way:
+            self.gradients.steps.wait()
         return self.versions.sharded()
 
     def guard_saved(self) -> None:
@@ -274,9 +274,9 @@ class FSDPParamGroup:
             self.versions.guard(gathered_at or self.shard_versions())
 
     def _look(self) -> tuple[tuple[int, ...], list[bool]]:
-        """The same, and which parameters are trainable."""
-        if self.gradients.steps:
-            self.gradients.await_steps()
+        """`shard_versions`, and which parameters are trainable."""
+        if self.gradients.steps.under_way:
+            self.gradients.steps.wait()
         return self.versions.sharded_and_trainable()
 
     def copy_full(self, params: Sequence[FSDPParam], dtype: torch.dtype | None) -> list[Tensor]:

@@ -155,14 +155,11 @@ class PendingReduce:
 class _Local:
     """What a reduction over one rank is: the gradients themselves."""
 
-    is_partial = has_second_stage = False
+    is_partial = False
     num_halves = 2
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-
-    def advance(self) -> None:
-        pass
 
     def start_return(self) -> bool:
         return False
@@ -179,14 +176,11 @@ class FirstHalf:
     other all of `output` is there.
     """
 
-    is_partial = has_second_stage = False
+    is_partial = False
     num_halves = 1
 
     def __init__(self, output: Tensor, work: Work) -> None:
         self.output, self._work = output, work
-
-    def advance(self) -> None:
-        pass
 
     def start_return(self) -> bool:
         return False

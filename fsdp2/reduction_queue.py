@@ -8,7 +8,7 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from .reduce import Pending, Reduction
+from .reduce import Pending, PendingReduce, Reduction
 
 # So many reduced buckets may be on their way to the CPU, or be stepped on there, before the host waits for the oldest:
 # what one group has at most, or two. That bounds what they take on the device, and in page-locked memory.
@@ -57,7 +57,7 @@ class ReductionQueue:
         while sum(map(_num_halves, self._running)) > 2 * self.max_running:
             self._finish_oldest()
         for entry in self._running:
-            if entry.pending.has_second_stage:
+            if isinstance(entry.pending, PendingReduce) and entry.pending.has_second_stage:
                 entry.pending.advance()
 
     def add(self, owner: Owner, pending: Pending) -> None:

@@ -127,7 +127,7 @@ class RootMethods:
         stepper = None if optimizer is None else Stepper(optimizer, params, context.root.group.mesh.device)
         context.finalize()  # what is under way belongs to the one before
         for state in context.states:
-            state.group.gradients.stepper = stepper
+            state.group.gradients.steps.stepper = stepper
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Leave reductions in flight at the end of backward, until `finalize_backward` is called. On the root only.

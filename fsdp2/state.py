@@ -126,7 +126,9 @@ class FSDPState(TorchState):
             self._reshard()
 
     def note_versions(self, now: tuple[int, ...] | None) -> None:
-        """The full parameters are about to be saved for backward, or read by it: `now`, these are the sharded ones'."""
+        """The full parameters are about to be saved for backward, or read by it. `now`: the versions of what they were
+        made of.
+        """
         if self.context.notices_saved_tensors and now != self.versions:  # else the same object: no time to compare
             assert now is not None, "noted at each gather for a forward"
             self.versions = now

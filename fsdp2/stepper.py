@@ -1,10 +1,10 @@
-"""An optimizer that steps in backward, on some of its parameters at a time."""
+"""An optimizer that steps in backward, on some of its parameters at a time, and what a group knows of that."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import streams
+from .param import FSDPParam
+from .unsynced_grad import SteppedGrad, put_stand_in, take_stand_in
 
 
 class Stepper:
@@ -78,3 +80,55 @@ class Stepper:
     def run_beside(self, task: Callable[..., None], *args: Any) -> Future[None]:
         """Run `task` on a thread of its own, after the tasks before it."""
         return self._thread.submit(task, *args)
+
+
+class GroupSteps:
+    """The steps in backward on the parameters of one group, if the user wants that (`stepper`).
+
+    `under_way`: those that may not have ended, on the stepper's thread.
+    """
+
+    def __init__(self) -> None:
+        self.stepper: Stepper | None = None
+        self.under_way: list[Future[None]] = []
+        # Of which backward pass the last gradient was that a parameter was stepped with.
+        self._last: dict[FSDPParam, object] = {}
+
+    def start(self, task: Callable[..., None], *args: Any) -> Future[None] | None:
+        """Run `task`, which ends in a step, beside this thread; None: it doesn't."""
+        if self.stepper is None:
+            return None
+        self.under_way.append(self.stepper.run_beside(task, *args))
+        return self.under_way[-1]
+
+    def wait(self) -> None:
+        """Until no shard is being stepped on. Whoever finishes the reductions gets the errors."""
+        wait(self.under_way)
+        self.under_way.clear()
+
+    def step(self, params: Iterable[FSDPParam], of_pass: object) -> None:
+        """
+        Raises:
+            RuntimeError: one was stepped on before in this backward pass.
+        """
+        assert self.stepper is not None, "somebody wants that"
+        found = {param.sharded: param for param in params}
+        again = [param.name for param in found.values() if self._last.get(param) is of_pass]
+        if again:
+            raise RuntimeError(
+                f"{', '.join(again)}: got a second gradient in one backward pass, after the optimizer had stepped with "
+                "the first. Checkpoint with use_reentrant=False, or step after backward."
+            )
+        self._last.update((found[parameter], of_pass) for parameter in self.stepper.step(found))
+
+    def mark(self, of_pass: object) -> None:
+        """The pass is over: put stand-ins into `.grad` of the parameters that were stepped on."""
+        for param, last in self._last.items():
+            if last is of_pass:
+                put_stand_in(param, SteppedGrad)
+
+    def unmark(self) -> None:
+        """Another pass begins."""
+        for param in self._last:
+            if isinstance(param.sharded.grad, SteppedGrad):
+                take_stand_in(param)

@@ -37,6 +37,7 @@ ORDER = (
     "bridge.pipelining",
     "units",
     "hooks",
+    "corrections.all_of_them",
     "context",
     "prefetch",
     "guards.rank_guard",

@@ -1,0 +1,25 @@
+"""What torch does wrong with sharded parameters, and with other DTensors, put right for the whole process."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from .autograd_inputs import accept_sharded_inputs
+from .data_attribute import follow_data
+from .ddp_around import refuse_ddp_around
+from .dtensor_operations import compute_like_plain_tensors
+from .full_tensor import average_in_full_tensor
+from .optimizer_steps import follow_optimizer_steps
+from .parts import write_through_parts
+
+
+@cache
+def correct_torch() -> None:
+    """From now on. What each changes is said there, and in the README."""
+    follow_optimizer_steps()
+    average_in_full_tensor()
+    follow_data()
+    accept_sharded_inputs()
+    write_through_parts()
+    compute_like_plain_tensors()
+    refuse_ddp_around()
