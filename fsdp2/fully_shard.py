@@ -92,17 +92,18 @@ def fully_shard(
 
     After any of these errors nothing has been changed.
     """
-    return _apply(
-        module,
+    given = _Arguments(
         mesh,
         dp_mesh_dims,
-        data_mesh if dp_mesh_dims is None else lambda mesh: named_data_mesh(mesh, dp_mesh_dims),
         reshard_after_forward,
         shard_placement_fn,
         mp_policy,
         offload_policy,
         ignored_params,
         conditional,
+    )
+    return _apply(
+        module, given, data_mesh if dp_mesh_dims is None else lambda mesh: named_data_mesh(mesh, dp_mesh_dims)
     )
 
 
@@ -124,42 +125,41 @@ def replicate(
     Args:
         mesh: a DeviceMesh of one axis.
     """
-    return _apply(
-        module, mesh, None, replicated_data_mesh, None, None, mp_policy, offload_policy, ignored_params, conditional
-    )
+    given = _Arguments(mesh, None, None, None, mp_policy, offload_policy, ignored_params, conditional)
+    return _apply(module, given, replicated_data_mesh)
 
 
-def _apply(
-    module: Modules,
-    mesh: DeviceMesh | None,
-    dp_mesh_dims: DataParallelMeshDims | None,
-    choose_axes: Callable[[DeviceMesh], DataMesh],
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    ignored_params: set[nn.Parameter] | None,
-    conditional: bool,
-) -> Modules:
+class _Arguments(NamedTuple):
+    """Of one call."""
+
+    mesh: DeviceMesh | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    conditional: bool
+
+
+def _apply(module: Modules, given: _Arguments, choose_axes: Callable[[DeviceMesh], DataMesh]) -> Modules:
     roots = checks.check_modules(module)
-    checks.check_mesh(mesh, dp_mesh_dims)
-    checks.check_arguments(reshard_after_forward, shard_placement_fn, offload_policy, ignored_params, conditional)
-    policy = checks.check_policy(mp_policy)
+    checks.check_mesh(given.mesh, given.dp_mesh_dims)
+    _, _, reshard, placement_fn, _, offload_policy, ignored, conditional = given
+    checks.check_arguments(reshard, placement_fn, offload_policy, ignored, conditional)
+    policy = checks.check_policy(given.mp_policy)
     managed = dict(_managed_modules(roots))
-    slots = _collect_slots(managed, ignored_params or frozenset())
+    slots = _collect_slots(managed, ignored or frozenset())
     for name, parameter_slots in slots.items():
         checks.check_parameter(name, parameter_slots)
     inside = [state for root in roots for state in states_below(root)]
     checks.check_memory(slots, roots, inside)
     for root in roots:
         checks.check_names(root)
-    shared = choose_axes(mesh if mesh is not None else default_mesh())
-    checks.check_reshard(reshard_after_forward, shared)
-    checks.check_conditional(roots, inside, conditional, reshard_after_forward, shared)
-    plans = [
-        _plan(name, parameter_slots, shared, policy, reshard_after_forward, shard_placement_fn)
-        for name, parameter_slots in slots.items()
-    ]
+    shared = choose_axes(given.mesh if given.mesh is not None else default_mesh())
+    checks.check_reshard(reshard, shared)
+    checks.check_conditional(roots, inside, conditional, reshard, shared)
+    plans = [_plan(name, parameter_slots, shared, policy, given) for name, parameter_slots in slots.items()]
     for plan in plans if conditional else ():
         checks.check_one_mesh(plan.name, plan.mesh, shared)
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def _apply(
     states = []
     for share, members in shares.items():
         params, start = _shard(members, rest, type(roots[0]).__name__)
-        states.append(_make_state(roots, share, params, policy, reshard_after_forward, pin, conditional))
+        states.append(_make_state(roots, share, params, policy, pin, given))
         states[-1].group.start = start
     for state, share in zip(states, shares, strict=True):
         state.outer = states[0] if share.unit is not None else None
@@ -248,23 +248,16 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
     )
 
 
-def _plan(
-    name: str,
-    slots: list[Slot],
-    shared: DataMesh,
-    policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-) -> _Plan:
+def _plan(name: str, slots: list[Slot], shared: DataMesh, policy: MixedPrecisionPolicy, given: _Arguments) -> _Plan:
     """Ask the user's functions about one parameter, and check what they say."""
-    parameter = slots[0].get()
-    dim, own = checks.choose_placement(name, parameter, shard_placement_fn)
+    parameter, reshard = slots[0].get(), given.reshard_after_forward
+    dim, own = checks.choose_placement(name, parameter, given.shard_placement_fn)
     mesh = own or shared
     checks.check_device_type(name, mesh, shared)
-    checks.check_reshard(reshard_after_forward, mesh)
+    checks.check_reshard(reshard, mesh)
     checks.check_wire(name, policy, mesh)
     checks.check_frequencies(name, slots, mesh)
-    checks.check_extension(name, parameter, reshard_after_forward, mesh)
+    checks.check_extension(name, parameter, reshard, mesh)
     distribution = checks.choose_distribution(name, parameter, mesh, dim)
     return _Plan(name, slots, mesh, distribution, checks.choose_dtype(name, parameter, policy))
 
@@ -318,15 +311,15 @@ def _make_state(
     share: _Share,
     params: list[FSDPParam],
     policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
     pin: bool,
-    conditional: bool,
+    given: _Arguments,
 ) -> FSDPState:
     modules = roots
     if share.unit is not None:  # inputs and outputs are those of the outer module: what is inside stays as it is
         modules, policy = [share.unit], replace(policy, cast_forward_inputs=False, output_dtype=None)
     group = FSDPParamGroup(modules, params, share.mesh, policy, pin)
-    state = FSDPState(modules, group, policy, *_reshard_choice(reshard_after_forward, share.mesh), conditional)
+    reshard, few = _reshard_choice(given.reshard_after_forward, share.mesh)
+    state = FSDPState(modules, group, policy, reshard, few, given.conditional)
     # The backward of an embedding reads no weight.
     state.unshard_in_backward = not isinstance(share.unit, nn.Embedding)
     return state
