@@ -117,6 +117,8 @@ def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 # Whether an operation on a subclass of DTensor calls its `__torch_dispatch__`.
 DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
+# Whether argmax and its kin count rows of the whole tensor, not of a rank's part.
+FINDS_PLACES = torch.__version__ >= "2.13"
 
 
 def views_and_writes() -> list[Any]:

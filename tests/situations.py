@@ -1378,19 +1378,6 @@ def clipped_by_the_largest(side: Side) -> None:
 
 
 @ends(EXACT)
-def loss_of_weights_with_logits(side: Side) -> None:
-    """`binary_cross_entropy_with_logits` of weights, of which ranks hold different numbers of rows"""
-    model = side.fully_shard(nn.Linear(5, 3))
-    optimizer = sgd(model)
-    for step in range(2):
-        loss_of(model(side.batch(step))).backward()
-        ones = torch.ones_like(model.weight)
-        side.value(f"of weights {step}", nn.functional.binary_cross_entropy_with_logits(model.weight, ones))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@ends(EXACT)
 def evaluated_encoder_layer(side: Side) -> None:
     """`nn.TransformerEncoderLayer` evaluated, a part of which is sharded by itself"""
     model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..dtensor_compat import (
+    FINDS_PLACES,
     DTensorSpec,
     argument_names,
     call_unhandled,
@@ -69,12 +70,12 @@ _COLLECTIVES = (
     *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
     *("alltoall_", "alltoall_base_", "recv_any_source_"),
 )
-# What has no value for no elements; norms, if they are extremes.
+# What finds places; what has no value for no elements; norms, if they are extremes.
+_PLACES = (_aten.max.dim, _aten.min.dim, _aten.argmax.default, _aten.argmin.default)
 _NORMS = (_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar)
 _EXTREMES = (
-    *(_aten.max.default, _aten.max.dim, _aten.amax.default, _aten.argmax.default),
-    *(_aten.min.default, _aten.min.dim, _aten.amin.default, _aten.argmin.default),
-    *(_aten.aminmax.default, _aten._foreach_max.default, *_NORMS),
+    *(_aten.max.default, _aten.amax.default, _aten.min.default, _aten.amin.default, _aten.aminmax.default),
+    *(_aten._foreach_max.default, *_PLACES, *_NORMS),
 )
 _NONE, _MEAN = 0, 1  # as a loss's `reduction`
 _MEAN_LOSSES = {
@@ -95,7 +96,7 @@ def compute_like_plain_tensors() -> None:
     - `mse_loss` and its kin are the mean over all elements, also where ranks hold different numbers of them. Torch
       takes the mean of the ranks' means.
     - Extremes, and norms that are such, of parameters of which some ranks hold nothing are those of all elements. Torch
-      raises on these ranks, and the others wait.
+      raises on these ranks, and the others wait. Their places are those in the whole; torch 2.11's in a rank's part.
     - `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
       p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
     - `rrelu` in training raises: each rank would draw slopes of its own.
@@ -178,7 +179,8 @@ def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _extreme_of_one(op: Any, target: Any, given: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
     """`given`: the target, or a list of it."""
-    if not (isinstance(target, DTensor) and _may_be_empty(target)):
+    needs_all = isinstance(target, DTensor) and (_may_be_empty(target) or (op in _PLACES and not FINDS_PLACES))
+    if not needs_all:
         return call_unhandled(op, (given, *rest), kwargs)
     mesh, whole = target.device_mesh, whole_of(target)
     found = op(whole if given is target else [whole], *rest, **kwargs)

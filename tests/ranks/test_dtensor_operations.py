@@ -172,6 +172,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "soft_margin_loss": nn.functional.soft_margin_loss,
     "binary_cross_entropy": nn.functional.binary_cross_entropy,
 }
+if torch.__version__ >= "2.13":  # before, DTensor has no rule for it
+    LOSSES["binary_cross_entropy_with_logits"] = nn.functional.binary_cross_entropy_with_logits
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
