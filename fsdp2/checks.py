@@ -18,6 +18,7 @@ from .module import public_methods
 from .param import SHARDED_AS, Slot, is_extended, lacks_of_extension
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .state import FSDPState, state_of
+from .torch_compat import Memory
 
 
 def check_modules(module: Any) -> list[nn.Module]:
@@ -267,30 +268,43 @@ def choose_dtype(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolic
         raise ValueError(f"{name}: {error}") from error
 
 
-def check_memory(slots: dict[str, list[Slot]], roots: Sequence[nn.Module], inside: Iterable[FSDPState]) -> None:
+def check_memory(
+    slots: dict[str, list[Slot]], managed: dict[nn.Module, str], roots: Sequence[nn.Module], inside: Iterable[FSDPState]
+) -> dict[str, Memory | None]:
     """Two parameters over the same memory, not being one object, would be two after sharding; a buffer over a
-    parameter's would keep what it is now. `inside`: what is sharded already below `roots`.
+    parameter's would keep what it is now. Return where each parameter is.
+
+    `managed`: the modules of the call, with their FQNs; `inside`: what is sharded already below `roots`.
     """
+    memory_of = {name: torch_compat.memory_of(slot.get()) for name, (slot, *_) in slots.items()}
     sharded = ((param.memory, param.slots[0]) for state in inside for param in state.group.params)
-    here = ((torch_compat.memory_of(slot.get()), slot) for slot, *_ in slots.values())
-    owners: dict[Any, Slot] = {}
+    here = ((memory_of[name], slot) for name, (slot, *_) in slots.items())
+    owners: dict[Memory, Slot] = {}
     for memory, slot in (*sharded, *here):
         if memory is not None and (other := owners.setdefault(memory, slot)) is not slot:
             one, another = (_fqn_below(roots, each) for each in (slot, other))
             raise ValueError(
                 f"{one} and {another} share memory. Tie them as one nn.Parameter, in one group, or copy one of them."
             )
-    for name, buffer in (each for root in roots for each in root.named_buffers()):
-        if owners and (owner := owners.get(torch_compat.memory_of(buffer))) is not None:
-            raise ValueError(
-                f"{name}, a buffer, and {_fqn_below(roots, owner)} share memory, and would not after sharding: the "
-                "buffer would keep what the parameter is now. Copy it, or compute it in forward."
-            )
+    for module, prefix in managed.items():
+        for name, buffer in module._buffers.items():
+            memory = torch_compat.memory_of(buffer) if buffer is not None else None
+            if memory is not None and memory in owners:
+                raise ValueError(
+                    f"{fqn(prefix, name)}, a buffer, and {_fqn_below(roots, owners[memory])} share memory, and would "
+                    "not after sharding: the buffer would keep what the parameter is now. Copy it, or compute it in "
+                    "forward."
+                )
+    return memory_of
 
 
 def _fqn_below(roots: Sequence[nn.Module], slot: Slot) -> str:
     prefix = next(name for root in roots for name, module in root.named_modules() if module is slot.module)
-    return f"{prefix}.{slot.name}" if prefix else slot.name
+    return fqn(prefix, slot.name)
+
+
+def fqn(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def check_names(root: nn.Module) -> None:

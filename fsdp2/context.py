@@ -79,7 +79,7 @@ class Context:
             state.group.label.run_in(self)
             # Users call those of the root by hand: its head, its embedding. It takes time in each step.
             state.group.watch_calls(refuse_call if state.modules == self.root.modules else None)
-        leave_fast_paths(self.root.modules)
+        leave_fast_paths(names)
         self.agreement = self._find_agreement()
         self.prefetcher = Prefetcher(self.states)
         self.rank_guard = RankGuard(self.root, self.states)

@@ -28,6 +28,7 @@ from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .sharded_class import sharded_class
 from .state import FSDPState, state_of, states_below
+from .torch_compat import Memory
 from .units import attach, find_units
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
@@ -153,13 +154,15 @@ def _apply(module: Modules, given: _Arguments, choose_axes: Callable[[DeviceMesh
     for name, parameter_slots in slots.items():
         checks.check_parameter(name, parameter_slots)
     inside = [state for root in roots for state in states_below(root)]
-    checks.check_memory(slots, roots, inside)
+    memory_of = checks.check_memory(slots, managed, roots, inside)
     for root in roots:
         checks.check_names(root)
     shared = choose_axes(given.mesh if given.mesh is not None else default_mesh())
     checks.check_reshard(reshard, shared)
     checks.check_conditional(roots, inside, conditional, reshard, shared)
-    plans = [_plan(name, parameter_slots, shared, policy, given) for name, parameter_slots in slots.items()]
+    plans = [
+        _plan(name, parameter_slots, memory_of[name], shared, policy, given) for name, parameter_slots in slots.items()
+    ]
     for plan in plans if conditional else ():
         checks.check_one_mesh(plan.name, plan.mesh, shared)
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
@@ -200,7 +203,7 @@ def _managed_modules(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
         seen.add(module)
         yield module, name
         for child_name, child in module.named_children():
-            yield from walk(child, _fqn(name, child_name))
+            yield from walk(child, checks.fqn(name, child_name))
 
     for i, root in enumerate(roots):
         yield from walk(root, "" if len(roots) == 1 else f"[{i}]")
@@ -215,11 +218,7 @@ def _collect_slots(
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in ignored:
                 slots.setdefault(parameter, []).append(Slot(module, name))
-    return {_fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
-
-
-def _fqn(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+    return {checks.fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
 
 
 class _Plan(NamedTuple):
@@ -230,10 +229,11 @@ class _Plan(NamedTuple):
     mesh: DataMesh
     distribution: Distribution
     keeps_dtype: bool
+    memory: Memory | None
 
     def shard(self, rest: torch.device, root: str) -> FSDPParam:
         original = self.slots[0].get()
-        param = FSDPParam(self.slots, self.name, self.mesh, self.distribution, rest, self.keeps_dtype)
+        param = FSDPParam(self.slots, self.name, self.mesh, self.distribution, rest, self.keeps_dtype, self.memory)
         setattr(original, SHARDED_AS, f"{root}'s {self.name}")
         if original.requires_grad:
             torch_compat.replace_hooks(original, partial(_refuse_gradient, f"{root}'s {self.name}"))
@@ -248,7 +248,14 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
     )
 
 
-def _plan(name: str, slots: list[Slot], shared: DataMesh, policy: MixedPrecisionPolicy, given: _Arguments) -> _Plan:
+def _plan(
+    name: str,
+    slots: list[Slot],
+    memory: Memory | None,
+    shared: DataMesh,
+    policy: MixedPrecisionPolicy,
+    given: _Arguments,
+) -> _Plan:
     """Ask the user's functions about one parameter, and check what they say."""
     parameter, reshard = slots[0].get(), given.reshard_after_forward
     dim, own = checks.choose_placement(name, parameter, given.shard_placement_fn)
@@ -259,7 +266,7 @@ def _plan(name: str, slots: list[Slot], shared: DataMesh, policy: MixedPrecision
     checks.check_frequencies(name, slots, mesh)
     checks.check_extension(name, parameter, reshard, mesh)
     distribution = checks.choose_distribution(name, parameter, mesh, dim)
-    return _Plan(name, slots, mesh, distribution, checks.choose_dtype(name, parameter, policy))
+    return _Plan(name, slots, mesh, distribution, checks.choose_dtype(name, parameter, policy), memory)
 
 
 class _Share(NamedTuple):

@@ -70,7 +70,8 @@ class FSDPParam:
         mesh: DataMesh,
         distribution: Distribution,
         rest: torch.device,
-        keeps_dtype: bool = False,
+        keeps_dtype: bool,
+        memory: torch_compat.Memory | None,
     ) -> None:
         self.slots, self._mesh, self._distribution = slots, mesh, distribution
         # Where the sharded face lives.
@@ -81,7 +82,7 @@ class FSDPParam:
         self.names = [name] * len(slots)
         original = slots[0].get()
         # Where it was before it was sharded.
-        self.memory = torch_compat.memory_of(original)
+        self.memory = memory
         # Of all of it, and of what the ranks of `mesh` share: the same but for tensor parallelism.
         self.shape = self.gathered_shape = tuple(original.shape)
         if isinstance(original, DTensor):

@@ -158,7 +158,10 @@ def storage_id(tensor: Tensor) -> int:
         return -1
 
 
-def memory_of(tensor: Tensor) -> tuple[StorageWeakRef, int] | None:
+Memory = tuple[StorageWeakRef, int]
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
     """Equal for tensors that begin at the same place of one storage, also when it is gone; None: there is nothing."""
     data = inner_tensors(tensor)[0]
     if data.numel() == 0 or data.device.type == "meta" or data.layout != torch.strided:

@@ -27,11 +27,10 @@ from ..tree import tensors_in
 _ON_SHARDS = re.compile("mixed torch.Tensor and DTensor|sharding strategy")
 
 
-def leave_fast_paths(roots: Iterable[nn.Module]) -> None:
-    """Have torch's transformer layers below `roots` call what is sharded inside them: in evaluation they would read its
-    parameters, but for modules that have hooks.
+def leave_fast_paths(modules: Iterable[nn.Module]) -> None:
+    """Have torch's transformer layers among `modules` call what is sharded inside them: in evaluation they would read
+    its parameters, but for modules that have hooks.
     """
-    modules = (module for root in roots for module in root.modules())
     for layer in (module for module in modules if isinstance(module, nn.TransformerEncoderLayer)):
         for module in layer.modules():
             is_sharded = module is not layer and state_of(module) is not None
