@@ -16,7 +16,7 @@ from .guards.rank_guard import RankGuard
 from .prefetch import Prefetcher
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
-from .state import FSDPState
+from .state import FSDPState, modules_below
 from .transforms import outside_transforms
 
 # What looks at a root before its next pass, once it is at the debug level. It needs to know all that stands above
@@ -71,7 +71,7 @@ class Context:
 
     def _take_over(self) -> None:
         """Bring all states under this context, and name groups and parameters after their place below the root."""
-        names = {module: name for outer in self.root.modules for name, module in outer.named_modules()}
+        names = {module: name for outer in self.root.modules for module, name in modules_below(outer).items()}
         for state in self.states:
             state.context = self
             state.group.gradients.queue = self._reductions
