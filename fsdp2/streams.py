@@ -41,8 +41,8 @@ class GroupStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._home: torch.Stream | None = None
         self._others: list[torch.Stream] = []
-        self.take_memory()
 
     @classmethod
     def of(cls, device: torch.device) -> GroupStreams | None:
@@ -64,16 +64,17 @@ class GroupStreams:
         """Have what is issued inside run behind all that the others were given so far, at home: what it reads is there,
         and nobody reads what it frees.
         """
-        others, self._others = self._others, []
+        home, others, self._others = self._home, self._others, []
+        assert home is not None, "what has gradients has been gathered"
         current = torch.accelerator.current_stream(self._device)
-        if current == self._home and not others:
+        if current == home and not others:
             yield
             return
-        for stream in {*others, current} - {self._home}:
-            self._home.wait_stream(stream)
-        with self._home:
+        for stream in {*others, current} - {home}:
+            home.wait_stream(stream)
+        with home:
             yield
-        current.wait_stream(self._home)
+        current.wait_stream(home)
 
 
 @cache
