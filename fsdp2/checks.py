@@ -15,7 +15,7 @@ from . import dtensor_compat, torch_compat
 from .extension import count_pre_arguments, refuse_part
 from .mesh import DataMesh, Distribution, described_data_mesh, distribute
 from .module import public_methods
-from .param import SHARDED_AS, Slot, is_extended, lacks_of_extension
+from .param import SHARDED_AS, Slot, fqn, is_extended, lacks_of_extension
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .state import FSDPState, state_of
 from .torch_compat import Memory
@@ -301,10 +301,6 @@ def check_memory(
 def _fqn_below(roots: Sequence[nn.Module], slot: Slot) -> str:
     prefix = next(name for root in roots for name, module in root.named_modules() if module is slot.module)
     return fqn(prefix, slot.name)
-
-
-def fqn(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def check_names(root: nn.Module) -> None:

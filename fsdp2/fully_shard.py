@@ -23,7 +23,7 @@ from .mesh import (
     replicated_data_mesh,
 )
 from .padding import log_waste
-from .param import SHARDED_AS, FSDPParam, Slot
+from .param import SHARDED_AS, FSDPParam, Slot, fqn
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .sharded_class import sharded_class
@@ -203,7 +203,7 @@ def _managed_modules(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
         seen.add(module)
         yield module, name
         for child_name, child in module.named_children():
-            yield from walk(child, checks.fqn(name, child_name))
+            yield from walk(child, fqn(name, child_name))
 
     for i, root in enumerate(roots):
         yield from walk(root, "" if len(roots) == 1 else f"[{i}]")
@@ -218,7 +218,7 @@ def _collect_slots(
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in ignored:
                 slots.setdefault(parameter, []).append(Slot(module, name))
-    return {checks.fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
+    return {fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
 
 
 class _Plan(NamedTuple):

@@ -95,7 +95,7 @@ class GroupGradients:
     """
 
     def __init__(self, params: Sequence[FSDPParam], reduction: Reduction, streams: GroupStreams | None = None) -> None:
-        self._params, self.reduction, self.streams = params, reduction, streams
+        self._params, self.reduction, self._streams = params, reduction, streams
         self.synchronise = True
         # Reduce zeros for parameters that have no gradient on this rank: they may have one on others.
         self.reduces_unused = False
@@ -148,7 +148,7 @@ class GroupGradients:
         self._buckets = [_Bucket(indices, self._progress) for indices in buckets]
         self._followed = [self._params[i].full for bucket in self._buckets for i in bucket.indices]
         for bucket in self._buckets:
-            arrive = bucket.arrive if self.streams is None else _noting(self.streams, bucket)
+            arrive = bucket.arrive if self._streams is None else _noting(self._streams, bucket)
             for i in bucket.indices:
                 torch_compat.on_accumulated(self._params[i].full, _KEY, arrive)
         self._plan, self._names = cache(self._make_plan), cache(self._make_names)
@@ -168,10 +168,10 @@ class GroupGradients:
             self.on_first()
         # Other ranks' buckets may be complete at other times: then all reduce at the module's boundary.
         if bucket.missing == 0 and not self.reduces_unused:
-            if self.streams is None:
+            if self._streams is None:
                 self._complete(bucket)
             else:
-                with self.streams.at_home():
+                with self._streams.at_home():
                     self._complete(bucket)
 
     def _complete(self, bucket: _Bucket) -> None:
@@ -180,11 +180,18 @@ class GroupGradients:
             self._process(self._take(bucket.indices))
         if all(each.complete for each in self._buckets):
             if self.turn is not None:
-                self.flush()
+                self._flush_arrived()
             self.on_last()
 
     def flush(self) -> None:
         """Reduce what has arrived, also if the rest of its bucket has not."""
+        if self._streams is None:
+            self._flush_arrived()
+        else:
+            with self._streams.at_home():
+                self._flush_arrived()
+
+    def _flush_arrived(self) -> None:
         self._flush(self._find_arrived(self._buckets if self.reduces_unused and self._reduces_all() else []))
 
     def _reduces_all(self) -> bool:
@@ -353,8 +360,7 @@ class GroupGradients:
         try:
             return start(gradients, *arguments)
         except RuntimeError as error:  # out of memory, say: allocators don't know for whom
-            names = [self._params[i].name for i in gradients]
-            error.args = (f"{error} (while reducing the gradients of {', '.join(names)})",)
+            error.args = (f"{error} (while reducing the gradients{self._names(tuple(gradients))})",)
             raise
 
 

@@ -303,17 +303,8 @@ def on_last_gradient(state: FSDPState) -> None:
 def after_backward(state: FSDPState) -> None:
     """The gradients of all inputs of one forward are computed."""
     if state.context.in_backward:
-        streams = state.group.gradients.streams
-        if streams is None:
-            _flush(state)
-        else:
-            with streams.at_home():
-                _flush(state)
-
-
-def _flush(state: FSDPState) -> None:
-    state.group.gradients.flush()
-    state.release_after_backward()
+        state.group.gradients.flush()
+        state.release_after_backward()
 
 
 def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bool) -> None:

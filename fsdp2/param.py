@@ -51,6 +51,11 @@ class Slot:
 
 
 # The full face of every parameter until its group has a storage.
+def fqn(prefix: str, name: str) -> str:
+    """Of what a module calls `name`, `prefix` being the module's: "" for a root."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 _NO_STORAGE = nn.Parameter(torch.empty(0, device="cpu"))
 
 

@@ -21,7 +21,7 @@ from .gradients import GroupGradients
 from .headers import Label
 from .layout import gather_layout
 from .mesh import DataMesh
-from .param import FSDPParam
+from .param import FSDPParam, fqn
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
 from .streams import GroupStreams
@@ -136,7 +136,7 @@ class FSDPParamGroup:
             for i, slot in enumerate(param.slots):
                 prefix = names.get(slot.module)
                 if prefix is not None:
-                    param.names[i] = f"{prefix}.{slot.name}" if prefix else slot.name
+                    param.names[i] = fqn(prefix, slot.name)
         self.name = self.label.name = names.get(self.modules[0], "") or "root"
 
     def choose_comms(self, **changes: Any) -> None:

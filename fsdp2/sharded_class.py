@@ -56,12 +56,6 @@ def sharded_class(cls: Any) -> Any:
                 param.local.data.fill_(float("nan"))
         return self
 
-    def share_memory(self: nn.Module) -> nn.Module:
-        raise NotImplementedError(
-            f"{type(self).__name__}.share_memory: sharded parameters can't be moved to shared memory. Each rank is a "
-            "process with shards of its own; share what full_params lends, or buffers."
-        )
-
     def reduce(self: nn.Module, protocol: int) -> Any:
         # For deepcopy and pickle, which can't find this class by name.
         hooks.before_copy(self)
@@ -92,7 +86,7 @@ def sharded_class(cls: Any) -> Any:
         "__call__": call,
         "_apply": apply,
         "to_empty": to_empty,
-        "share_memory": share_memory,
+        "share_memory": _refuse_shared_memory,
         "__reduce_ex__": reduce,
         "__copy__": shallow_copy,
         "__setstate__": setstate,
@@ -102,6 +96,14 @@ def sharded_class(cls: Any) -> Any:
     if hasattr(cls, "__deepcopy__"):
         body["__deepcopy__"] = deepcopy
     return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)
+
+
+def _refuse_shared_memory(self: nn.Module) -> nn.Module:
+    """`share_memory` of a sharded module: it would end the process."""
+    raise NotImplementedError(
+        f"{type(self).__name__}.share_memory: sharded parameters can't be moved to shared memory. Each rank is a "
+        "process with shards of its own; share what full_params lends, or buffers."
+    )
 
 
 def _new_sharded(cls: Any) -> Any:

@@ -65,9 +65,8 @@ class GroupStreams:
         and nobody reads what it frees.
         """
         home, others, self._others = self._home, self._others, []
-        assert home is not None, "what has gradients has been gathered"
         current = torch.accelerator.current_stream(self._device)
-        if current == home and not others:
+        if home is None or (current == home and not others):
             yield
             return
         for stream in {*others, current} - {home}:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import comm, torch_compat
 from ..mesh import DataMesh
-from ..param import FSDPParam
+from ..param import FSDPParam, fqn
 from ..param_group import FSDPParamGroup
 from ..state import FSDPState, data_mesh_of, some_of
 from .checksum import bits_of, checksum
@@ -228,4 +228,4 @@ def _find_unmanaged(root: FSDPState, states: Sequence[FSDPState]) -> Iterator[tu
         for prefix, module in outer.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad and (module, name) not in managed:
-                    yield f"{prefix}.{name}" if prefix else name, parameter
+                    yield fqn(prefix, name), parameter

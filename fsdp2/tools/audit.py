@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import comm, context
 from ..guards.checksum import checksum, read, values_of
-from ..param import SHARDED_AS, FSDPParam
+from ..param import SHARDED_AS, FSDPParam, fqn
 from ..state import FSDPState, data_mesh_of, states_below
 from ..unsynced_grad import UnsyncedGrad
 from .finding import Finding, compare_layouts, compare_sums, merge
@@ -132,7 +132,7 @@ def tensors_of(model: nn.Module, states: Sequence[FSDPState]) -> Iterator[Held]:
                 seen.add(key)
                 tensor = parameter if param is None else param.sharded
                 kind = "unmanaged" if param is None else "parameter"
-                yield Held(f"{prefix}.{name}" if prefix else name, kind, tensor, param)
+                yield Held(fqn(prefix, name), kind, tensor, param)
     yield from (Held(name, "buffer", buffer) for name, buffer in model.named_buffers())
 
 

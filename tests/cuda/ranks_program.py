@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, reduce_plan  # noqa: E402
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, gradients, reduce_plan  # noqa: E402
 from helpers import assert_same, full  # noqa: E402
 from models import TinyGPT, mean_loss  # noqa: E402
 
@@ -34,10 +34,10 @@ def train(kind: str, size: int, *, tolerance: dict[str, float], prepare: Callabl
     plain = TinyGPT(dim=96, depth=3)
     model = copy.deepcopy(plain)
     plain, rows = plain.to(kind), 2 * size
+    prepare(model)
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    prepare(model)
     for seed in range(3):
         batch = plain.example(rows=rows, seed=seed)
         mean_loss(plain(batch.to(kind))).backward()
@@ -66,8 +66,8 @@ def recomputed(model: Any) -> None:
 
 
 def small_pieces(_: Any) -> None:
-    """Gradients travel in halves and pieces, which real ones do from 1 MiB on."""
-    reduce_plan.MIN_PIECE_BYTES = 1024
+    """From now on gradients travel one by one, in halves, which large ones do from 1 MiB on."""
+    gradients.MIN_BUCKET_BYTES, reduce_plan.MIN_PIECE_BYTES = 1, 1024
 
 
 def main() -> None:

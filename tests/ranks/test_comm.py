@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import fully_shard, torch_compat
-from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, make_comm
+from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, make_comm, moves_data
 from fsdp2.headers import HEADER_NBYTES
 from helpers import run_checks, run_ranks
 
@@ -324,3 +325,32 @@ def collectives_of_a_step(hsdp: bool) -> None:
 def test_what_is_counted_on_gloo() -> None:
     """CommDebugMode knows no send and no receive; a dispatch mode does."""
     run_checks(4, [(f"{hsdp=}", lambda hsdp=hsdp: collectives_of_a_step(hsdp)) for hsdp in (False, True)])  # type: ignore[misc]
+
+
+def test_tensors_go_one_by_one_where_torch_can_send_no_list() -> None:
+    """At the level of TORCH_DISTRIBUTED_DEBUG=DETAIL, on the wrapped process groups of torch 2.11."""
+
+    def body(rank: int, size: int) -> None:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        comm = CoalescedComm(dist.group.WORLD)  # type: ignore[arg-type]
+        comm.force_sum = True  # gloo takes no means
+        own = [torch.full((2,), float(rank)), torch.full((3,), 10.0 + rank)]
+        gathered = [torch.empty(size * len(each)) for each in own]
+        reduced = [torch.empty_like(each) for each in own]
+        with mock.patch.object(comm, "group", None):  # nothing but single tensors is sent
+            comm.all_gather(gathered, own).wait()
+            comm.reduce_scatter(reduced, gathered, 4.0).wait()
+        for each, whole, mean in zip(own, gathered, reduced, strict=True):
+            expected = torch.stack([each - rank + other for other in range(size)])
+            assert torch.equal(whole.view(size, -1), expected)
+            assert torch.equal(mean, size * each / 4)
+
+    run_ranks(2, body)
+
+
+def test_only_simulated_backends_leave_tensors_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever real ones are called."""
+    for name, moves in (("gloo", True), ("nccl2", True), ("fake", False)):
+        monkeypatch.setattr(torch_compat, "backend_name", lambda group, device, name=name: name)
+        assert moves_data([object()], torch.device("cpu")) == moves, name  # type: ignore[list-item]
+    assert not moves_data([], torch.device("cpu"))

@@ -1,6 +1,8 @@
 """What an optimizer in backward refuses, and that it leaves the optimizer as it was."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 
 import pytest
 import torch
@@ -101,3 +103,18 @@ def test_users_hooks_on_steps_do_not_run_for_nothing() -> None:
     assert stepper.step([]) == stepper.step(list(model[1].parameters())) == events == []
     assert stepper.step([model[0].weight]) == [model[0].weight]
     assert events == ["step"]
+
+
+def test_two_threads_step_one_after_the_other() -> None:
+    """While one does, the optimizer has some of its parameters only."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    stepper = Stepper(optimizer, params, torch.device("cpu"))
+    optimizer.register_step_pre_hook(lambda *_: time.sleep(0.05))
+    for param in params:
+        param.grad = torch.ones(2)
+    steps = [stepper.run_beside(stepper.step, params[:1])]
+    stepper.step(params[1:])
+    wait(steps)
+    assert all(torch.equal(param, torch.zeros(2)) for param in params)
+    assert len(optimizer.param_groups[0]["params"]) == 2
