@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from . import reduce, torch_compat
 from .agreement import Turn
+from .bucket import Bucket, find_buckets, noting
 from .headers import Label
-from .layout import ParamSpec, bucket_layout, split_buckets
+from .layout import ParamSpec, bucket_layout
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
@@ -26,64 +26,11 @@ from .stepper import GroupSteps
 from .streams import GroupStreams
 from .waiting_gradients import WaitingGradients
 
-# A group's gradients are reduced in about four parts, so that what has arrived can be sent and freed while the rest is
-# computed: twice as many where copies are sent, cast ones, which take memory, too. Parts below this size cost more in
-# latency than they save.
-MAX_BUCKETS = 4
-MAX_BUCKETS_OF_COPIES = 8
-MIN_BUCKET_BYTES = 1024 * 1024
-
 _KEY = "fsdp2"
-
-
-class _Bucket:
-    """Parameters whose gradients are reduced together, and how many of these are still to come in this backward.
-
-    The full parameters hold it by their hooks, so it must not hold the group that owns them.
-    """
-
-    def __init__(self, indices: tuple[int, ...], progress: Callable[[_Bucket], None]) -> None:
-        self.indices, self.size = indices, len(indices)
-        self._progress = weakref.WeakMethod(progress)
-        self.restart()
-
-    def restart(self) -> None:
-        self.missing, self.complete = self.size, False
-
-    def arrive(self, _: Tensor) -> None:
-        """Post-accumulate hook: one of the gradients is complete."""
-        self.missing -= 1
-        if self.missing == 0 or self.missing == self.size - 1:
-            progress = self._progress()
-            if progress is not None:
-                progress(self)
-
-
-def _noting(streams: GroupStreams, bucket: _Bucket) -> Callable[[Tensor], None]:
-    """`bucket.arrive`, which notes on which stream the gradient was computed."""
-
-    def arrive(gradient: Tensor) -> None:
-        streams.note()
-        bucket.arrive(gradient)
-
-    return arrive
 
 
 def _do_nothing() -> None:
     pass
-
-
-def find_buckets(
-    specs: Sequence[ParamSpec],
-    reduce_dtypes: Sequence[torch.dtype],
-    wire_dtypes: Sequence[torch.dtype],
-    trainable: Iterable[int],
-) -> list[tuple[int, ...]]:
-    """The parameters of a group whose gradients are reduced together; they are expected in reverse order."""
-    expected = sorted(trainable, reverse=True)
-    are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
-    count = MAX_BUCKETS if are_sent else MAX_BUCKETS_OF_COPIES
-    return split_buckets(specs, reduce_dtypes, expected, count, MIN_BUCKET_BYTES)
 
 
 class GroupGradients:
@@ -111,7 +58,7 @@ class GroupGradients:
         self._specs: tuple[ParamSpec, ...] = ()
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
         self._wire_dtypes: tuple[torch.dtype, ...] = ()
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         # Full parameters that tell a bucket of their gradients.
         self._followed: list[Tensor] = []
         self.waiting = WaitingGradients(params)
@@ -145,10 +92,10 @@ class GroupGradients:
         for full in self._followed:
             torch_compat.on_accumulated(full, _KEY, None)
         buckets = find_buckets(specs, self._reduce_dtypes, self._wire_dtypes, trainable)
-        self._buckets = [_Bucket(indices, self._progress) for indices in buckets]
+        self._buckets = [Bucket(indices, self._progress) for indices in buckets]
         self._followed = [self._params[i].full for bucket in self._buckets for i in bucket.indices]
         for bucket in self._buckets:
-            arrive = bucket.arrive if self._streams is None else _noting(self._streams, bucket)
+            arrive = bucket.arrive if self._streams is None else noting(self._streams, bucket)
             for i in bucket.indices:
                 torch_compat.on_accumulated(self._params[i].full, _KEY, arrive)
         self._plan, self._names = cache(self._make_plan), cache(self._make_names)
@@ -163,7 +110,7 @@ class GroupGradients:
     def _make_names(self, indices: tuple[int, ...]) -> str:
         return f" of {', '.join(self._params[i].name for i in indices)}"
 
-    def _progress(self, bucket: _Bucket) -> None:
+    def _progress(self, bucket: Bucket) -> None:
         if bucket.missing == bucket.size - 1:
             self.on_first()
         # Other ranks' buckets may be complete at other times: then all reduce at the module's boundary.
@@ -174,7 +121,7 @@ class GroupGradients:
                 with self._streams.at_home():
                     self._complete(bucket)
 
-    def _complete(self, bucket: _Bucket) -> None:
+    def _complete(self, bucket: Bucket) -> None:
         bucket.missing, bucket.complete = bucket.size, True  # reentrant checkpointing may bring them once more
         if self.turn is None:
             self._process(self._take(bucket.indices))
@@ -198,14 +145,14 @@ class GroupGradients:
         """Whether all ranks reduce now, whatever they have. Conditional groups are reduced when any rank has some."""
         return self.synchronise and (self.turn is None or not self.turn.is_conditional)
 
-    def _find_arrived(self, filled: Iterable[_Bucket]) -> set[int]:
+    def _find_arrived(self, filled: Iterable[Bucket]) -> set[int]:
         """Indices of full gradients that are there; in buckets to be `filled`, zeros stand for missing ones."""
         for bucket in filled:
             bucket.missing, bucket.complete = bucket.size, True
             self._fill(bucket)
         return {i for i, param in enumerate(self._params) if param.full.grad is not None}
 
-    def _fill(self, bucket: _Bucket) -> None:
+    def _fill(self, bucket: Bucket) -> None:
         for full in (self._params[i].full for i in bucket.indices):
             if full.grad is None:
                 full.grad = torch.zeros_like(full)

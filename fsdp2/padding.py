@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from . import checks, dtensor_compat
-from .gradients import find_buckets
+from .bucket import find_buckets
 from .layout import ParamSpec, align, bucket_layout, gather_layout
 from .mesh import DataMesh, DataParallelMeshDims, data_mesh, default_mesh, named_data_mesh
 from .policy import MixedPrecisionPolicy

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, gradients, reduce_plan
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, fully_shard, reduce_plan
 
 DIM = 6
 VOCAB = 11
@@ -323,7 +323,7 @@ def is_rounded(recipe: Recipe) -> bool:
 def shard(model: Root, groups: list[Group], recipe: Recipe, world_size: int) -> None:
     mesh = None
     # Only large gradients are cut otherwise.
-    gradients.MIN_BUCKET_BYTES = recipe.pick("bytes of buckets", 1 << 20, (1, 200), 0.3)
+    bucket.MIN_BUCKET_BYTES = recipe.pick("bytes of buckets", 1 << 20, (1, 200), 0.3)
     reduce_plan.MIN_PIECE_BYTES = recipe.pick("bytes of pieces", 1 << 20, (16,), 0.3)
     replicas = recipe.pick("replicas", None, [n for n in range(1, world_size + 1) if world_size % n == 0], 0.4)
     if replicas is not None:

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, gradients
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, fully_shard
 from fsdp2.comm import CoalescedComm
 from fsdp2.state import states_below
 from helpers import alone, assert_same, own_rows, run_checks, run_ranks, shard_batch
@@ -780,7 +780,7 @@ def hook_is_called_once_per_bucket(mesh: DeviceMesh) -> None:
     expected = {name: 2 * grad / dist.get_world_size() for name, grad in summed(new_net()).items()}
     for min_bytes in (1 << 20, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gradients, "MIN_BUCKET_BYTES", min_bytes)
+            patch.setattr(bucket, "MIN_BUCKET_BYTES", min_bytes)
             model = sharded_net(mesh, whole)
             blockwise = sharded_net(mesh)
         calls: list[int] = []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, gradients, replicate
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, bucket, fully_shard, replicate
 from fsdp2.comm import PairwiseComm
 from fsdp2.work import AllWork
 from helpers import assert_same, full, run_checks, shard_batch
@@ -72,7 +72,7 @@ def a_gradient_that_backward_goes_on_with() -> None:
         return AllWork([])
 
     whole = torch.randn(4 * dist.get_world_size(), WIDTH)
-    one_each = mock.patch.object(gradients, "MIN_BUCKET_BYTES", 1)
+    one_each = mock.patch.object(bucket, "MIN_BUCKET_BYTES", 1)
     with one_each, mock.patch.object(PairwiseComm, "all_reduce", sum_at_once):
         replicate(model)
         mean_loss(model(shard_batch(whole, dist.get_rank(), dist.get_world_size()))).backward()

@@ -27,6 +27,7 @@ from fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    bucket,
     clip_grad_norm_,
     fully_shard,
     gradients,
@@ -189,7 +190,7 @@ def check_gradients(case: Case) -> None:
         patches.enter_context(mock.patch.object(reduce, "make_comm", comm_over(case.all_to_all)))
         for comm in (PairwiseComm, CoalescedComm) if case.direct else ():
             patches.enter_context(mock.patch.object(comm, "direct_min_bytes", 16))
-            patches.enter_context(mock.patch.object(gradients, "MIN_BUCKET_BYTES", 1))
+            patches.enter_context(mock.patch.object(bucket, "MIN_BUCKET_BYTES", 1))
             patches.enter_context(mock.patch.object(reduce_plan, "MIN_PIECE_BYTES", 16))
         if case.offload:
             patches.enter_context(apart())

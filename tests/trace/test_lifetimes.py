@@ -15,7 +15,7 @@ from ledger import Ledger, Race, ledger_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import MixedPrecisionPolicy, comm, fully_shard, gradients, reduce, reduce_plan, replicate
+from fsdp2 import MixedPrecisionPolicy, bucket, comm, fully_shard, reduce, reduce_plan, replicate
 
 RANKS, BLOCKS, DIM = 4, 3, 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -108,7 +108,7 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 64)
-    monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 64)
+    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 64)
     monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 64)
 
 

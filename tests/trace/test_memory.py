@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.meters import AllocationMeter, CopyMeter
-from fsdp2 import MixedPrecisionPolicy, fully_shard, gradients, headers, reduce, reduce_plan, replicate, units
+from fsdp2 import MixedPrecisionPolicy, bucket, fully_shard, headers, reduce, reduce_plan, replicate, units
 from fsdp2.comm import PairwiseComm, SoloComm
 from helpers import fake_world
 
@@ -280,7 +280,7 @@ def test_where_nothing_is_sharded_a_cast_is_the_only_copy(whole: Callable[[], di
 
 def test_small_gradients_of_replicas_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the memory that is summed in one call for all of them, and becomes their `.grad`."""
-    monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 2 * GROUP)
+    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 2 * GROUP)
     assert 4 + 4 <= copied(**replicas()) <= 4 + 4 + 0.01
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.overlap import BLOCKS, DIM, FORWARD_SECONDS, LATENCY_SECONDS, LAYERS, Compute, SlowStack
 from benchmarks.timed_group import Clock, Link, SimulatedClock, TimedWork, start_timed_group
-from fsdp2 import CPUOffloadPolicy, fully_shard, gradients, param_group, reduction_queue
+from fsdp2 import CPUOffloadPolicy, bucket, fully_shard, param_group, reduction_queue
 from fsdp2.mesh import DataMesh
 from fsdp2.state import states_below
 from helpers import fake_world
@@ -182,7 +182,7 @@ def test_page_locked_memory_is_bounded(buckets_of_one: int, mode: str, gradients
     """Shards, the gradients there are, and what at most MAX_RETURNING buckets bring: all else that is copied to the CPU
     finds its place again.
     """
-    assert reduction_queue.MAX_RETURNING == gradients.MAX_BUCKETS_OF_COPIES == 2 * gradients.MAX_BUCKETS
+    assert reduction_queue.MAX_RETURNING == bucket.MAX_BUCKETS_OF_COPIES == 2 * bucket.MAX_BUCKETS
     with apart() as stand_in:
         model = Stack()
         for module in (*model, model):

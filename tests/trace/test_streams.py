@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import fully_shard, gradients, reduce, streams
+from fsdp2 import bucket, fully_shard, reduce, streams
 from helpers import fake_world
 from stand_in import Stream
 
@@ -110,7 +110,7 @@ def test_a_bucket_of_two_streams(of: Streams) -> None:
 
 
 def test_buckets_on_a_stream_each(of: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
     assert backward(of, torch.ones(2, 4)) == [
         "reduce 1 on home",
         "on side",

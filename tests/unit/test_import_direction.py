@@ -58,6 +58,7 @@ ORDER = (
     "param_group",
     "adopted_params",
     "gradients",
+    "bucket",
     "registered_faces",
     "agreement",
     "stepper",

@@ -1,0 +1,65 @@
+"""Which gradients of a group are reduced together, and how many of them are still to come."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import ParamSpec, split_buckets
+from .streams import GroupStreams
+
+# A group's gradients are reduced in about four parts, so that what has arrived can be sent and freed while the rest is
+# computed: twice as many where copies are sent, cast ones, which take memory, too. Parts below this size cost more in
+# latency than they save.
+MAX_BUCKETS = 4
+MAX_BUCKETS_OF_COPIES = 8
+MIN_BUCKET_BYTES = 1024 * 1024
+
+
+def find_buckets(
+    specs: Sequence[ParamSpec],
+    reduce_dtypes: Sequence[torch.dtype],
+    wire_dtypes: Sequence[torch.dtype],
+    trainable: Iterable[int],
+) -> list[tuple[int, ...]]:
+    """The parameters of a group whose gradients are reduced together; they are expected in reverse order."""
+    expected = sorted(trainable, reverse=True)
+    are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
+    count = MAX_BUCKETS if are_sent else MAX_BUCKETS_OF_COPIES
+    return split_buckets(specs, reduce_dtypes, expected, count, MIN_BUCKET_BYTES)
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together, and how many of these are still to come in this backward.
+
+    The full parameters hold it by their hooks, so it must not hold the group that owns them.
+    """
+
+    def __init__(self, indices: tuple[int, ...], progress: Callable[[Bucket], None]) -> None:
+        self.indices, self.size = indices, len(indices)
+        self._progress = weakref.WeakMethod(progress)
+        self.restart()
+
+    def restart(self) -> None:
+        self.missing, self.complete = self.size, False
+
+    def arrive(self, _: Tensor) -> None:
+        """Post-accumulate hook: one of the gradients is complete."""
+        self.missing -= 1
+        if self.missing == 0 or self.missing == self.size - 1:
+            progress = self._progress()
+            if progress is not None:
+                progress(self)
+
+
+def noting(streams: GroupStreams, bucket: Bucket) -> Callable[[Tensor], None]:
+    """`bucket.arrive`, which notes on which stream the gradient was computed."""
+
+    def arrive(gradient: Tensor) -> None:
+        streams.note()
+        bucket.arrive(gradient)
+
+    return arrive
