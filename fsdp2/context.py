@@ -11,13 +11,13 @@ import torch
 from . import torch_compat
 from .agreement import Agreement, Turn
 from .checked_comm import level_from_environment
+from .graph_hooks import at_backward_end
 from .guards.entry_points import leave_fast_paths, refuse_call
 from .guards.rank_guard import RankGuard
 from .prefetch import Prefetcher
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
 from .state import FSDPState, modules_below
-from .transforms import outside_transforms
 
 # What looks at a root before its next pass, once it is at the debug level. It needs to know all that stands above
 # this file.
@@ -266,7 +266,7 @@ class Context:
         self.in_backward = True
         self._builds_graph = False
         self._task = torch_compat.graph_task()
-        torch_compat.on_backward_end(_BackwardEnd(self).run)
+        at_backward_end(self.end_backward, self.recover)
         self.prefetcher.begin_backward()
         self._reductions.finish_partial()
         self._backward_pass = object()
@@ -378,24 +378,3 @@ class Context:
         if self.notices_saved_tensors:
             for storage in state.group.adopted.storage_ids:
                 self._saved_tensors.owners[storage] = state
-
-
-class _BackwardEnd:
-    """Held by a backward pass: `run` when it has computed all gradients, dropped without that when it fails."""
-
-    def __init__(self, context: Context) -> None:
-        self._context: Context | None = context
-
-    def run(self) -> None:
-        context, self._context = self._context, None
-        assert context is not None, "run once"
-        try:
-            with outside_transforms():
-                context.end_backward()
-        except BaseException:  # a user's hook on a parameter raised, or a peer is gone
-            context.recover()
-            raise
-
-    def __del__(self) -> None:
-        if self._context is not None:
-            self._context.recover()

@@ -1,4 +1,4 @@
-"""Callbacks at places of the autograd graph: when backward reaches a node, or has the gradients of some tensors."""
+"""Callbacks at places of the autograd graph: backward reaches a node, has the gradients of some tensors, or ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from . import torch_compat
+from .transforms import outside_transforms
 
 _HOOKS = "_fsdp2_hooks"
 
@@ -80,3 +81,29 @@ def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:
         torch_compat.on_backward_end(callback)
 
     handle = leaf.register_hook(hook)
+
+
+def at_backward_end(end: Callable[[], None], recover: Callable[[], None]) -> None:
+    """Have `end` called when the backward that runs has computed all gradients; `recover` if it, or that, fails."""
+    torch_compat.on_backward_end(_BackwardEnd(end, recover).run)
+
+
+class _BackwardEnd:
+    """Held by a backward pass: `run` when it has computed all gradients, dropped without that when it fails."""
+
+    def __init__(self, end: Callable[[], None], recover: Callable[[], None]) -> None:
+        self._end, self._recover = end, recover
+        self._has_run = False
+
+    def run(self) -> None:
+        self._has_run = True
+        try:
+            with outside_transforms():
+                self._end()
+        except BaseException:  # a user's hook on a parameter raised, or a peer is gone
+            self._recover()
+            raise
+
+    def __del__(self) -> None:
+        if not self._has_run:
+            self._recover()
