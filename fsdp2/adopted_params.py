@@ -20,7 +20,7 @@ from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .registered_faces import RegisteredFaces
 from .transfers import Transfers
-from .versions import GroupVersions
+from .versions import GroupVersions, requires_grad_of
 
 
 class AdoptedParams:
@@ -49,8 +49,11 @@ class AdoptedParams:
         self.extensions = GroupExtensions((), mesh, policy)
         self._looked = False
         self._specs: tuple[ParamSpec, ...] = ()
+        self._full: list[nn.Parameter] = []
         self.trainable: list[bool] = []
         self.has_frozen = False
+        # Whether a backward may come to graphs of a time when other parameters were trainable.
+        self.trained_others = False
         # Identity of the storage that full parameters share, and of those that extended ones have.
         self.storage_ids: frozenset[int] = frozenset()
         # That the sharded parameters are on: few.
@@ -187,6 +190,7 @@ class AdoptedParams:
         self._watch()
         self.follow_requires_grad()
         assert self.buffers is not None, "full faces are there"
+        self._full = [param.full for param in self.params]
         self.storage_ids = frozenset([self.buffers.storage_id]) | self.extensions.storage_ids()
         self.faces.prepare(self.params)
 
@@ -196,9 +200,24 @@ class AdoptedParams:
         self.versions.watch(self.params)
         self.meshes = list({id(mesh): mesh for mesh in (param.dtensor_spec.mesh for param in self.params)}.values())
 
+    def keep_requires_grad(self) -> None:
+        """A forward ends: what it has made of the full parameters' `requires_grad` holds for the sharded ones."""
+        if self.buffers is not None and list(map(requires_grad_of, self._full)) != self.trainable:
+            for param, before in zip(self.params, self.trainable, strict=True):
+                if param.full.requires_grad != before:
+                    param.sharded.requires_grad_(param.full.requires_grad)
+            self.follow_requires_grad()
+
+    def follow_again(self) -> None:
+        """A backward begins: the forward that froze or unfroze parameters last need not be the one that it is of."""
+        self.trained_others = False
+        if self.buffers is not None and self.versions.sharded_and_trainable()[1] != self.trainable:
+            self.follow_requires_grad()
+
     def follow_requires_grad(self) -> None:
         """Have the gradients of those reduced that are trainable now."""
-        _, self.trainable = self.versions.sharded_and_trainable()
+        before, (_, self.trainable) = self.trainable, self.versions.sharded_and_trainable()
+        self.trained_others = bool(before) and before != self.trainable
         for param, trainable in zip(self.params, self.trainable, strict=True):
             param.full.requires_grad_(trainable)
         specs = self._specs if self.buffers is not None else ()

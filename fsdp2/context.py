@@ -271,6 +271,8 @@ class Context:
         self._reductions.finish_partial()
         self._backward_pass = object()
         for state in self.states:
+            if state.group.adopted.trained_others:
+                state.group.adopted.follow_again()
             state.group.gradients.begin_backward(self._backward_pass)
 
     def end_backward(self) -> None:

@@ -116,6 +116,8 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         raise
     finally:
         state.context.leave()
+        if not in_backward:
+            state.group.adopted.keep_requires_grad()
     if not in_backward:
         state.group.versions.check_written()
     return _convert_output(state, output)

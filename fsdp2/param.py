@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,6 @@ from .policy import MixedPrecisionPolicy
 
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
 SHARDED_AS = "_fsdp2_sharded_as"
-# Attribute of a full parameter: the names of the sharded one.
-FULL_OF = "_fsdp2_full_of"
 # What a local tensor has that says itself how it is gathered: see extension.py.
 EXTENSION = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -50,13 +49,21 @@ class Slot:
         return type(self.module).__setattr__ is nn.Module.__setattr__
 
 
-# The full face of every parameter until its group has a storage.
 def fqn(prefix: str, name: str) -> str:
     """Of what a module calls `name`, `prefix` being the module's: "" for a root."""
     return f"{prefix}.{name}" if prefix else name
 
 
+# The full face of every parameter until its group has a storage.
 _NO_STORAGE = nn.Parameter(torch.empty(0, device="cpu"))
+# Identity of a full face -> the parameter whose it is, or was.
+_of_full: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+
+
+def names_of_full(tensor: Tensor) -> list[str]:
+    """The names of the parameter of which `tensor` is the full face: none, if it is no such."""
+    param = _of_full.get(id(tensor))
+    return param.names if param is not None and param.full is tensor else []
 
 
 class FSDPParam:
@@ -181,12 +188,17 @@ class FSDPParam:
         return param_spec(self.gathered_shape, stored, compute, self._mesh.size, self._distribution.dim, extended)
 
     def build_full(self, memory: Tensor) -> None:
-        """Make the full face of `memory`, which has its dtype and the gathered shape. It has what users have set on the
-        sharded one so far.
-        """
+        """Make the full face of `memory`, which has its dtype and the gathered shape."""
         self.full = self.face_of(memory, memory.is_floating_point())
-        vars(self.full).update(_user_attributes(self.sharded))
-        vars(self.full)[FULL_OF] = self.names
+        _of_full[id(self.full)] = self
+        self._share_attributes()
+
+    def _share_attributes(self) -> None:
+        """What users set on one face, now or later, stands on the other, too."""
+        if type(self.full) is nn.Parameter or isinstance(self.full, DTensor):
+            self.full.__dict__ = vars(self.sharded)
+        else:  # whose class keeps its inner tensors there
+            vars(self.full).update(_user_attributes(self.sharded))
 
     def move_full(self, memory: Tensor) -> None:
         """Have the full face over other `memory`."""
@@ -294,11 +306,13 @@ class FSDPParam:
         """Take what `find_replacement` found as the sharded face."""
         if not isinstance(found, DTensor) or not self._is_sharded_like_ours(found):
             self._shard(found)
+            self._share_attributes()
             return
         if found.stride() != contiguous_stride(self.shape):
             # Shards are always contiguous; the object must say so, and stay the one that users hold.
             torch.utils.swap_tensors(found, self._wrap(dtensor_compat.local_of(found).contiguous(), found))
         self.sharded = found
+        self._share_attributes()
         self._prepare_gradients(self.local)
         self.register(found)
 

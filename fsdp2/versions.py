@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from . import dtensor_compat, torch_compat
 from .param import FSDPParam
 
-_version_of, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
+_version_of, requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
 
 # Identity of a sharded parameter -> who watches it, or has watched another of the same identity.
 _watching: weakref.WeakValueDictionary[int, GroupVersions] = weakref.WeakValueDictionary()
@@ -111,7 +111,10 @@ class GroupVersions:
     def sharded_and_trainable(self) -> tuple[tuple[int, ...], list[bool]]:
         """The same, and which of the sharded parameters are trainable."""
         with torch_compat.no_torch_function():
-            counts, trainable = tuple(map(_version_of, self._sharded)), list(map(_requires_grad, self._sharded[:-1:2]))
+            counts, trainable = (
+                tuple(map(_version_of, self._sharded)),
+                list(map(requires_grad_of, self._sharded[:-1:2])),
+            )
         return (self.sharded() if self._data_writes else counts), trainable
 
     def note_data(self, sharded: Tensor, data: Tensor) -> None:

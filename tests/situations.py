@@ -887,6 +887,23 @@ def attributes_of_parameters(side: Side) -> None:
     train(side, model, optimizer)
 
 
+class Gated(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.calls = getattr(self.weight, "calls", 0) + 1  # type: ignore[assignment, operator]
+        return nn.functional.linear(x, self.weight * getattr(self.weight, "gate", 1.0), self.bias)
+
+
+@ends(EXACT)
+def attributes_set_after_sharding(side: Side) -> None:
+    """Attributes of parameters that are set, or changed, after `fully_shard`, and inside a forward"""
+    model = side.fully_shard(Gated(5, 3))
+    for gate in (None, 2.0, 3.0):
+        if gate is not None:
+            model.weight.gate = gate
+        side.rows(f"gate {gate}", model(side.batch(0)))
+    side.value("calls", model.weight.calls)
+
+
 class Quantised(nn.Parameter):
     """Holds multiples of a scale, which it carries beside its values."""
 
@@ -1212,6 +1229,38 @@ def freezing_and_unfreezing(side: Side) -> None:
     for trainable in (False, True):
         model.stem.requires_grad_(trainable)
         train(side, model, optimizer, steps=2, name=f"trainable={trainable}")
+
+
+@ends(EXACT)
+def frozen_for_a_forward_in_between(side: Side) -> None:
+    """Parameters frozen for a reference forward between a forward and its backward (adapters disabled, as by DPO)"""
+    model = shard(side, Net())
+    loss = loss_of(model(side.batch(0)))
+    model.requires_grad_(False)
+    with torch.no_grad():
+        side.rows("reference", model(side.batch(1)))
+    model.requires_grad_(True)
+    loss.backward()
+    side.grads("policy", model)
+
+
+class FreezesItself(Net):
+    def forward(self, x: Tensor, trains_head: bool) -> Tensor:
+        self.head.requires_grad_(trains_head)
+        return super().forward(x)
+
+
+@ends(EXACT)
+def frozen_inside_a_forward(side: Side) -> None:
+    """`requires_grad_` inside the forward of the module that holds the parameters"""
+    model = shard(side, FreezesItself())
+    for step, trains_head in enumerate([True, False, True]):
+        loss_of(model(side.batch(step), trains_head)).backward()
+        side.value(f"trainable {step}", [parameter.requires_grad for parameter in model.parameters()])
+        side.grads(f"step {step}", model)
+    model(side.batch(3), False)
+    model.requires_grad_(True)
+    side.value("trainable", [parameter.requires_grad for parameter in model.parameters()])
 
 
 @ends(EXACT)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from .. import torch_compat
 from ..comm import all_reduce_over, moves_data
 from ..owners import sharded_owner
-from ..param import FULL_OF, SHARDED_AS
+from ..param import SHARDED_AS, names_of_full
 from ..state import FSDPState, data_mesh_of, some_of
 
 
@@ -100,7 +100,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
             f"{kind} steps what was {some_of(replaced)} before fully_shard, and is no parameter of the model any more: "
             "the optimizer was built before fully_shard. Build it afterwards, from model.parameters()."
         )
-    full = [names[0] for param in params if param.grad is None and (names := vars(param).get(FULL_OF))]
+    full = [names[0] for param in params if param.grad is None and (names := names_of_full(param))]
     if full:
         raise RuntimeError(
             f"{kind} steps full parameters, of {some_of(full)}, which get no gradients: the optimizer was built inside "
