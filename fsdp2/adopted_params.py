@@ -134,7 +134,7 @@ class AdoptedParams:
         with torch.inference_mode(False), torch.no_grad():
             if self.buffers is None or self.buffers.layout.specs != plain:
                 self.buffers = self._allocate(gather_layout(plain, self._mesh.size, self._direct_min_bytes))
-            else:
+            elif not self.buffers.hold([param.local for param in self.params[: len(plain)]]):
                 self._renew_shards(self.buffers)
             shared = self.params[: len(plain)]
             placed = self.buffers.move_into_shards([param.local for param in shared])

@@ -94,6 +94,15 @@ class GroupBuffers:
             places = [(0, layout.packed_start)]
         return [view_bytes(self._full, offset, -(-nbytes // 8), torch.int64)[::every] for offset, nbytes in places]
 
+    def hold(self, locals_: Sequence[Tensor]) -> bool:
+        """Whether each of these local tensors is at its place in the shard buffer: `.to` has made objects anew, say."""
+        places = zip(locals_, self.layout.shard_offsets, strict=True)
+        start = self.shards.data_ptr()
+        return all(
+            not local.numel() or (local.data_ptr() == start + offset and local.is_contiguous())
+            for local, offset in places
+        )
+
     def move_into_shards(self, locals_: Sequence[Tensor]) -> list[Tensor]:
         """Copy each local tensor to its place in the shard buffer, and return those in place."""
         placed = []

@@ -1272,6 +1272,22 @@ def converted_after_sharding(side: Side) -> None:
 
 
 @ends(EXACT)
+def aliases_over_a_conversion(side: Side) -> None:
+    """A state dict, and detached parameters that somebody writes to, from before a `.to` that changes nothing"""
+    model = shard(side, Net())
+    kept, aliases = model.state_dict(), [parameter.detach() for parameter in model.parameters()]
+    model.to("cpu")
+    model.head.to(torch.float64)
+    train(side, model)
+    for name, value in kept.items():
+        side.value(f"kept {name}", value)
+    for alias in aliases:
+        alias.mul_(0.5)
+    side.weights("written", model)
+    side.rows("output", model(side.batch(3)))
+
+
+@ends(EXACT)
 def step_after_an_error(side: Side) -> None:
     """A step after an exception in forward"""
     model = shard(side, Net())
