@@ -36,7 +36,8 @@ def install(states: list[FSDPState]) -> None:
         module.__dict__[STATE] = outer
         # State dicts hold the sharded parameters, also between unshard() and reshard().
         module.register_state_dict_pre_hook(_before_state_dict)
-        module.register_load_state_dict_pre_hook(_before_state_dict)
+        module.register_state_dict_post_hook(_after_state_dict)
+        module.register_load_state_dict_pre_hook(_before_load)
         module.register_load_state_dict_post_hook(_after_load)
     for state, inner in zip(states, [*states[1:], None], strict=True):
         state.inner = inner
@@ -79,6 +80,20 @@ def after_copy(module: nn.Module) -> FSDPState | None:
 
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    """Have the sharded parameters registered. No more: this rank may be alone in asking."""
+    state = module.__dict__[STATE]
+    state.hidden = [each for each in states_of(module) if each.group.faces.installed and not each.running]
+    for each in state.hidden:
+        each.group.faces.uninstall()
+
+
+def _after_state_dict(module: nn.Module, *_: Any) -> None:
+    state = module.__dict__[STATE]
+    while state.hidden:
+        state.hidden.pop().group.faces.install()
+
+
+def _before_load(module: nn.Module, *_: Any) -> None:
     for state in states_of(module):
         state.release()
 

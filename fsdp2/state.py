@@ -64,6 +64,8 @@ class FSDPState(TorchState):
         # Forwards of `modules` that run now, and those of a list that have run in this pass.
         self.running = 0
         self.finished: set[nn.Module] = set()
+        # States whose full parameters a state dict that is being made has taken out of their modules.
+        self.hidden: list[FSDPState] = []
         # Whether a forward left the full parameters behind for backward; another pass does not use them.
         self.kept = False
         # Whether another pass may use them: the user has gathered them, or wanted them to stay.

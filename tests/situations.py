@@ -1288,6 +1288,24 @@ def aliases_over_a_conversion(side: Side) -> None:
 
 
 @ends(EXACT)
+def state_dict_on_one_rank(side: Side) -> None:
+    """`state_dict()` on one rank alone, to count what is in it, while full parameters stay"""
+    model = shard(side, Net())
+    if side.is_sharded:
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
+    for step in range(2):
+        loss = loss_of(model(side.batch(step)))
+        if side.rank == 0:
+            assert len(model.state_dict()) == len(list(model.parameters()))
+        loss.backward()
+        if side.rank == 0:
+            assert len(model.state_dict()) == len(list(model.parameters()))
+        side.rows(f"output {step}", model(side.batch(step)))
+    side.grads("all", model)
+
+
+@ends(EXACT)
 def step_after_an_error(side: Side) -> None:
     """A step after an exception in forward"""
     model = shard(side, Net())
