@@ -19,6 +19,8 @@ class UnshardHandle:
         """
         states, self._states = self._states, []
         for state in states:
+            if not state.held:  # a forward, or reshard(), has given it up since
+                continue
             hooks.unshard(state)
             state.context.settle_transfers()
 

@@ -61,6 +61,7 @@ def before_copy(module: nn.Module) -> None:
     """Have the sharded parameters registered, which a copy starts from, with gradients that can be copied."""
     for state in states_of(module):
         state.release()
+        state.group.adopt_replacements()
         for param in state.group.params:
             param.own_gradient()
 

@@ -28,6 +28,7 @@ class FSDPModule(RootMethods):
         check_bool("async_op", async_op)
         states = list(states_of(self))
         for state in states:
+            state.context.forget_stale([state])
             state.hold()
             state.group.start_unshard()
         handle = UnshardHandle(states)
@@ -37,13 +38,15 @@ class FSDPModule(RootMethods):
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module's own group and register the sharded ones.
+        """Free the full parameters of this module's own group and register the sharded ones, with the `requires_grad`
+        that they have been given.
 
         Raises:
             RuntimeError: somebody has written to the full ones, which is lost.
         """
         written = [name for state in states_of(self) for name in state.group.versions.take_written()]
         for state in states_of(self):
+            state.group.adopted.keep_requires_grad()
             state.release()
         if written:
             raise RuntimeError(

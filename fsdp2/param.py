@@ -188,7 +188,12 @@ class FSDPParam:
         return param_spec(self.gathered_shape, stored, compute, self._mesh.size, self._distribution.dim, extended)
 
     def build_full(self, memory: Tensor) -> None:
-        """Make the full face of `memory`, which has its dtype and the gathered shape."""
+        """Have a full face over `memory`, which has its dtype and the gathered shape: the same as before, if it can be,
+        for graphs of before give it their gradients.
+        """
+        if self.full is not _NO_STORAGE and type(memory) is Tensor and self.full.dtype == memory.dtype:
+            self.move_full(memory)
+            return
         self.full = self.face_of(memory, memory.is_floating_point())
         _of_full[id(self.full)] = self
         self._share_attributes()

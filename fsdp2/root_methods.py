@@ -123,6 +123,8 @@ class RootMethods:
         context = _root(self, "set_optimizer_in_backward").context
         if context.in_backward:
             raise RuntimeError("set_optimizer_in_backward: call it between backward passes, not during one")
+        for state in context.states:
+            state.group.adopt_replacements()
         params = [param.sharded for state in context.states for param in state.group.params]
         stepper = None if optimizer is None else Stepper(optimizer, params, context.root.group.mesh.device)
         context.finalize()  # what is under way belongs to the one before

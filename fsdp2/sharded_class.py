@@ -56,6 +56,15 @@ def sharded_class(cls: Any) -> Any:
                 param.local.data.fill_(float("nan"))
         return self
 
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        # It is the sharded parameters that have gradients, also between unshard() and reshard(), and in a forward.
+        installed = [state.group.faces for state in states_below(self) if state.group.faces.installed]
+        for faces in installed:
+            faces.uninstall()
+        cls.zero_grad(self, set_to_none)
+        for faces in installed:
+            faces.install()
+
     def reduce(self: nn.Module, protocol: int) -> Any:
         # For deepcopy and pickle, which can't find this class by name.
         hooks.before_copy(self)
@@ -86,6 +95,7 @@ def sharded_class(cls: Any) -> Any:
         "__call__": call,
         "_apply": apply,
         "to_empty": to_empty,
+        "zero_grad": zero_grad,
         "share_memory": _refuse_shared_memory,
         "__reduce_ex__": reduce,
         "__copy__": shallow_copy,

@@ -49,7 +49,10 @@ class WaitingGradients:
         """A backward pass is over: put a stand-in into `.grad` of each parameter whose gradient waits."""
         self._taken.clear()
         for i in {*self.full, *self.partial}:
-            self._mark(i)
+            if i in self._marked and not isinstance(self._params[i].sharded.grad, UnsyncedGrad):
+                self._forget(i)  # the user has cleared it since
+            else:
+                self._mark(i)
 
     def _mark(self, i: int, is_lost: bool = False) -> None:
         self._marked.add(i)

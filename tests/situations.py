@@ -1479,3 +1479,95 @@ def copy_after_backward(side: Side) -> None:
     other = copy.deepcopy(model)
     loss_of(other(side.batch(1))).backward()
     side.grads("of the copy", other)
+
+
+# ---- calls in unusual orders, found by a fuzzer
+
+
+@ends(EXACT, only_ours=True)
+def a_handle_awaited_late(side: Side) -> None:
+    """`unshard(async_op=True)` awaited behind the step that its gather was for"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    optimizer = sgd(model)
+    handle = model.unshard(async_op=True) if side.is_sharded else None
+    loss_of(model(side.batch(0))).backward()
+    if handle is not None:
+        handle.wait()
+    optimizer.step()
+    with torch.no_grad():
+        side.rows("output", model(side.batch(1)))
+
+
+@ends(EXACT, only_ours=True)
+def cleared_while_they_wait(side: Side) -> None:
+    """Gradients that wait to be synchronised are cleared, and work under way is finished, before the next backward"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    if side.is_sharded:
+        model.set_requires_gradient_sync(False)
+    loss_of(model(side.batch(0))).backward()
+    optimizer.zero_grad()
+    if side.is_sharded:
+        model.set_optimizer_in_backward(None)
+        model.set_requires_gradient_sync(True)
+    loss_of(model(side.batch(1))).backward()
+    side.grads("of the second", model)
+
+
+class GathersByItself:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        group.allgather_into_tensor_coalesced([output_tensor], [input_tensor]).wait()
+
+
+@ends(EXACT, only_ours=True)
+def another_collective_before_backward(side: Side) -> None:
+    """`set_custom_all_gather` between a forward and its backward"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    loss = loss_of(model(side.batch(0)))
+    if side.is_sharded:
+        model.set_custom_all_gather(GathersByItself())
+    loss.backward()
+    side.grads("all", model)
+
+
+@ends(EXACT, only_ours=True)
+def settings_of_full_parameters(side: Side) -> None:
+    """`requires_grad_` and `zero_grad` between `unshard()` and `reshard()`"""
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))
+    for step, trainable in enumerate([False, True]):
+        if side.is_sharded:
+            model.unshard()
+        model.zero_grad()
+        model[0].requires_grad_(trainable)
+        if side.is_sharded:
+            model.reshard()
+        side.value(f"trainable {step}", [parameter.requires_grad for parameter in model.parameters()])
+        loss_of(model(side.batch(step))).backward()
+        side.grads(f"step {step}", model)
+
+
+@ends(EXACT)
+def written_then_unsharded(side: Side) -> None:
+    """`torch._foreach_mul_` of parameters that a forward has left gathered, then `unshard()`"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    for _ in range(2):
+        model(side.batch(0))
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+    if side.is_sharded:
+        model.unshard()
+    side.rows("output", model(side.batch(0)))
+
+
+@ends(EXACT)
+def replaced_then_copied(side: Side) -> None:
+    """`deepcopy` behind `functional_call`, which has put each parameter back"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    other = {name: parameter.detach() * 0.5 for name, parameter in model.named_parameters()}
+    loss_of(model(side.batch(0))).backward()
+    with torch.no_grad():
+        side.rows("other", torch.func.functional_call(model, other, (side.batch(1),)))
+    train(side, copy.deepcopy(model))
