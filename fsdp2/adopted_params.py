@@ -7,6 +7,7 @@ from bisect import bisect_right
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from . import dtensor_compat, torch_compat
 from .buffers import GroupBuffers
@@ -14,6 +15,7 @@ from .comm import Comm
 from .extension import GroupExtensions, refuse_part
 from .gradients import GroupGradients
 from .guards.full_content import FullContent
+from .guards.starting_weights import LOADED, StartingWeights
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .mesh import DataMesh
 from .param import FSDPParam
@@ -44,6 +46,8 @@ class AdoptedParams:
         self._mesh, self._policy, self._transfers = mesh, policy, transfers
         # Where shards live.
         self.rest = rest
+        # What parameters were when this rank had them whole, until ranks have compared that.
+        self.starts: dict[FSDPParam, StartingWeights] = {}
         self.faces, self.versions = RegisteredFaces(), GroupVersions()
         self.buffers: GroupBuffers | None = None
         self.extensions = GroupExtensions((), mesh, policy)
@@ -110,10 +114,23 @@ class AdoptedParams:
                     f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
                     "Tie parameters before fully_shard."
                 )
+        starts = {}
+        for param in self.faces.replaced(self.params):
+            self.starts.pop(param, None)
         for param, parameter in zip(self.params, found, strict=True):
+            if not isinstance(parameter, DTensor):
+                starts[param] = StartingWeights.of(param, parameter, LOADED)
             param.replace(parameter)
         self.versions.note_replacement()
         self._adopt()
+        self.note_starts(starts)
+
+    def note_starts(self, starts: dict[FSDPParam, StartingWeights | None]) -> None:
+        """Have ranks compare these when they look next."""
+        for param, start in starts.items():
+            if start is not None:
+                start.note_place()
+                self.starts[param] = start
 
     def adopt(self, direct_min_bytes: int) -> None:
         """Build everything, in other memory than before."""

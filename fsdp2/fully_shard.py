@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import checks, hooks, torch_compat
-from .guards.rank_guard import StartingWeights
+from .guards.starting_weights import BUILT, StartingWeights
 from .mesh import (
     DataMesh,
     DataParallelMeshDims,
@@ -173,9 +173,9 @@ def _apply(module: Modules, given: _Arguments, choose_axes: Callable[[DeviceMesh
     shares = _shares(plans, find_units(roots, inside, slots), shared)
     states = []
     for share, members in shares.items():
-        params, start = _shard(members, rest, type(roots[0]).__name__)
+        params, starts = _shard(members, rest, type(roots[0]).__name__)
         states.append(_make_state(roots, share, params, policy, pin, given))
-        states[-1].group.start = start
+        states[-1].group.adopted.note_starts(starts)
     for state, share in zip(states, shares, strict=True):
         state.outer = states[0] if share.unit is not None else None
     hooks.install(states)
@@ -286,16 +286,15 @@ def _shares(plans: list[_Plan], units: dict[str, nn.Module], shared: DataMesh) -
     return dict(sorted(shares.items(), key=lambda item: item[0].unit is not None))
 
 
-def _shard(members: list[_Plan], rest: torch.device, root: str) -> tuple[list[FSDPParam], StartingWeights | None]:
-    """The parameters of one group, and what the largest of them was."""
+def _shard(members: list[_Plan], rest: torch.device, root: str) -> tuple[list[FSDPParam], dict[FSDPParam, Any]]:
+    """The parameters of one group, and what is known of each of them before."""
     params: list[FSDPParam] = []
-    start, largest = None, max((plan.slots[0].get().numel() for plan in members), default=0)
+    starts = {}
     for plan in members:
         whole = plan.slots[0].get()
         params.append(plan.shard(rest, root))
-        if start is None and whole.numel() == largest:
-            start = StartingWeights.of(params[-1], whole)
-    return params, start
+        starts[params[-1]] = StartingWeights.of(params[-1], whole, BUILT)
+    return params, starts
 
 
 def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:

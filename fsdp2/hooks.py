@@ -101,7 +101,8 @@ def _before_load(module: nn.Module, *_: Any) -> None:
 
 def _after_load(module: nn.Module, _: Any) -> None:
     for state in states_of(module):
-        state.group.adopt_replacements(accept_whole=True)
+        if state.group.adopt_replacements(accept_whole=True):
+            state.context.rank_guard.look_again()
 
 
 @torch_compat.untraced

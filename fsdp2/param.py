@@ -354,7 +354,12 @@ class FSDPParam:
         if accumulated is None:
             sharded.grad = gradient
         else:
-            if isinstance(accumulated, DTensor) and accumulated.placements != gradient.placements:
+            if not isinstance(accumulated, DTensor):
+                raise TypeError(
+                    f"{self.name}: expected .grad to be None or a DTensor, got a {type(accumulated).__name__}. Use "
+                    "distribute_tensor(gradient, p.device_mesh, p.placements)."
+                )
+            if accumulated.placements != gradient.placements:
                 # Computed on shards, with DTensors: not all operations leave it as the parameter is.
                 sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
             dtensor_compat.local_of(accumulated).add_(dtensor_compat.local_of(gradient))

@@ -81,8 +81,7 @@ class FSDPParamGroup:
         self.is_lent = False
         # What to ask before a gather, if some group under the same root is conditional.
         self.turn: Turn | None = None
-        # Values from before sharding, until ranks have compared them; what has them do that, before a gather.
-        self.start: Any = None
+        # What to do before a gather.
         self.guard: Callable[[], None] | None = None
         # The versions of the shards that were last gathered; for backward they are noted only if `_notes_changes`.
         self._notes_changes = False
@@ -303,19 +302,25 @@ class FSDPParamGroup:
 
     # ---- what users do to parameters
 
-    def adopt_replacements(self, accept_whole: bool = False, may_be_meta: bool = True) -> None:
-        """Take over what a user put in place of our parameters or their local tensors (`.to`, loading, assignment)."""
-        if not self.is_lent:
-            self.reshard()
-            self._notice_changes(accept_whole, may_be_meta)
+    def adopt_replacements(self, accept_whole: bool = False, may_be_meta: bool = True) -> bool:
+        """Take over what a user put in place of our parameters or their local tensors (`.to`, loading, assignment).
+        Return whether there was any.
+        """
+        if self.is_lent:
+            return False
+        self.reshard()
+        return self._notice_changes(accept_whole, may_be_meta)
 
-    def _notice_changes(self, accept_whole: bool = False, may_be_meta: bool = False) -> None:
-        """Follow what a user did to the parameters, and let go of what was gathered ahead of that."""
+    def _notice_changes(self, accept_whole: bool = False, may_be_meta: bool = False) -> bool:
+        """Follow what a user did to the parameters, and let go of what was gathered ahead of that. Return whether some
+        were replaced.
+        """
         versions, trainable = self._look()
         if versions != self.gathered_at:
             self.reshard()  # also what is kept for few ranks to restore
         adopted = self.adopted
-        if adopted.are_replaced():
+        are_replaced = adopted.are_replaced()
+        if are_replaced:
             self.reshard()
             if self.is_lent:
                 raise RuntimeError(
@@ -332,6 +337,7 @@ class FSDPParamGroup:
                 f"expected parameters on {rest}, got {', '.join(names)}. Materialise the model "
                 f"before its first forward: model.to_empty(device={rest.type!r}), then initialise or load."
             )
+        return are_replaced
 
     def note_changes(self, notes: bool) -> None:
         """Choose whether `is_up_to_date` can say so of what is gathered for backward, too."""

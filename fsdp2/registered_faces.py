@@ -98,3 +98,13 @@ class RegisteredFaces:
             if slots.get(name) is not sharded or local_of(sharded) is not local:
                 return True
         return False
+
+    def replaced(self, params: Sequence[FSDPParam]) -> list[FSDPParam]:
+        """Those of `params`, which are watched, that `is_replaced` speaks of."""
+        local_of = dtensor_compat.local_of
+        gone = {
+            id(sharded)
+            for slots, name, sharded, local in self._watched
+            if slots.get(name) is not sharded or local_of(sharded) is not local
+        }
+        return [param for param in params if id(param.sharded) in gone]

@@ -751,6 +751,16 @@ def rows_by_frequency(side: Side) -> None:
     side.grads("gradients", model)
 
 
+@ends(LOUD, "bias: expected .grad to be None or a DTensor")
+def plain_gradient_by_hand(side: Side) -> None:
+    """A plain, whole tensor put into `.grad` before a backward"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
+    loss_of(model(side.batch(0))).backward()
+    side.grads("all", model)
+
+
 # ---- parameters that nobody manages
 
 
@@ -788,6 +798,16 @@ def adapters_added_after_sharding(side: Side) -> None:
     train(side, model, sgd(model, foreach=False))
 
 
+@ends(LOUD, "head.weight")
+def a_head_replaced_between_looks(side: Side) -> None:
+    """A plain module put in place of another behind the fourth step, trained on each rank's gradient"""
+    model = shard(side, Net())
+    train(side, model, steps=4, name="before")
+    torch.manual_seed(4)
+    model.head = nn.Linear(5, 3)
+    train(side, model, sgd(model, foreach=False), steps=70)
+
+
 # ---- what ranks start from
 
 
@@ -816,6 +836,29 @@ def different_seeds_then_loaded(side: Side) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=side.is_sharded)
     set_model_state_dict(model, weights if side.rank == 0 else {}, options=options)
     train(side, model)
+
+
+@ends(LOUD, "head.bias: ranks had different values of it when fully_shard was called", ranks=4)
+def a_new_head_by_rank(side: Side) -> None:
+    """A backbone that all ranks have loaded, and a new head that each has seeded by its number"""
+    backbone = {name: value.clone() for name, value in Net().state_dict().items() if "head" not in name}
+    torch.manual_seed(side.rank)
+    model = Net()
+    model.load_state_dict(backbone, strict=False)
+    with torch.no_grad():
+        model.head.weight.fill_(0.5)
+    shard(side, model, **hsdp(side, 2))
+    side.rows("output", model(side.batch(0)))
+
+
+@ends(LOUD, "weight: load_state_dict(..., assign=True) was given whole tensors of different values")
+def loaded_on_one_rank(side: Side) -> None:
+    """`load_state_dict(assign=True)` of a checkpoint on rank 0, of what they have on the others"""
+    checkpoint = {name: value * 0.5 for name, value in Net().state_dict().items()}
+    model = shard(side, Net())
+    side.rows("before", model(side.batch(0)))
+    model.load_state_dict(checkpoint if side.rank == 0 else model.state_dict(), assign=True)
+    side.rows("output", model(side.batch(0)))
 
 
 def initialised_on_meta(side: Side, **options: Any) -> None:

@@ -20,40 +20,11 @@ from ..mesh import DataMesh
 from ..param import FSDPParam, fqn
 from ..param_group import FSDPParamGroup
 from ..state import FSDPState, data_mesh_of, some_of
-from .checksum import bits_of, checksum
+from .checksum import checksum
 from .looks import is_time_to_look
 from .rounding import rounded_whole_numbers, tells_of_numbers
 from .running_stats import RunningStats
-
-_NUM_SAMPLES = 16
-
-
-class StartingWeights:
-    """Some values of one parameter, as fully_shard found it: ranks that were seeded alike have them in common."""
-
-    def __init__(self, param: FSDPParam, gathered: Tensor) -> None:
-        self.param, self._shape = param, gathered.shape
-        step = max(1, gathered.numel() // _NUM_SAMPLES)
-        self._places = range(0, gathered.numel(), step)
-        self.values = gathered.contiguous().as_strided((len(self._places),), (step,)).clone()
-
-    @classmethod
-    def of(cls, param: FSDPParam, whole: Tensor) -> StartingWeights | None:
-        """`whole`: the parameter before it was sharded. None: it has no values yet, or is no plain tensor."""
-        gathered = param.gathered(whole.detach())
-        is_plain = type(gathered) is Tensor and gathered.dim() > 0 and not gathered.is_meta
-        return cls(param, gathered) if is_plain else None
-
-    def is_replaced(self) -> Tensor:
-        """Whether this rank's shard has other values there now: loaded ones, say. Without dims."""
-        local = self.param.local
-        if local.dtype != self.values.dtype:
-            return _number(True)
-        first, last = self.param.bounds
-        places = torch.unravel_index(torch.tensor(self._places, dtype=torch.int64, device=local.device), self._shape)
-        own = (places[self.param.dim] >= first) & (places[self.param.dim] < last)
-        index = [place[own] - (first if dim == self.param.dim else 0) for dim, place in enumerate(places)]
-        return (bits_of(local[tuple(index)]) != bits_of(self.values.to(local.device)[own])).any()
+from .starting_weights import BUILT, LOADED, UNKNOWN, digest
 
 
 class RankGuard:
@@ -66,7 +37,10 @@ class RankGuard:
         # How often the inputs of each were cast, and what whole numbers were rounded then.
         self._casts: dict[FSDPState, int] = {}
         self._rounded: dict[FSDPState, set[float]] = {}
-        # Unmanaged parameters that were the same on all ranks when they were last looked at.
+        # Whether ranks look at the next time, whichever that is: all have loaded weights.
+        self._looks_again = False
+        # Unmanaged parameters that were there when ranks last looked, and those of them that were the same on all.
+        self._known: set[str] = set()
         self._common: set[str] = set()
         # Over which they look, if it connects them; known at the first time.
         self._mesh: DataMesh | None = None
@@ -104,13 +78,17 @@ class RankGuard:
             RuntimeError: ranks differ in what they must have in common; on every rank.
         """
         number = self._times + 1
-        if is_time_to_look(number):
-            self._look(is_first=number == 1)
-        self._times = number  # unless that raises: then it is looked at again
+        if self._looks_again or is_time_to_look(number):
+            self._look(number)
+        self._times, self._looks_again = number, False  # unless that raises: then it is looked at again
 
-    def _look(self, is_first: bool) -> None:
+    def look_again(self) -> None:
+        """Look when ranks communicate next. All must call it."""
+        self._looks_again = True
+
+    def _look(self, number: int) -> None:
         _refuse_own_optimizers(self._states)
-        if is_first:
+        if number == 1 or self._looks_again:
             of_mesh: dict[DataMesh, list[FSDPState]] = {}
             for state in self._states:
                 of_mesh.setdefault(state.group.mesh, []).append(state)
@@ -123,19 +101,21 @@ class RankGuard:
             return
         unmanaged = dict(_find_unmanaged(self._root, self._states)) if self._mesh.num_ranks > 1 else {}
         if unmanaged:
-            self._compare_unmanaged(self._mesh, unmanaged)
+            self._compare_unmanaged(self._mesh, unmanaged, is_first=number == 1)
+        self._known = set(unmanaged)
         if any(state.input_dtype is not None for state in self._states):
             self._tell_of_rounding(self._mesh)
 
-    def _compare_unmanaged(self, mesh: DataMesh, unmanaged: dict[str, nn.Parameter]) -> None:
+    def _compare_unmanaged(self, mesh: DataMesh, unmanaged: dict[str, nn.Parameter], is_first: bool) -> None:
         bounds = _bounds(mesh, [checksum(parameter) for parameter in unmanaged.values()])
         common = {name for name, (least, most) in zip(unmanaged, bounds, strict=True) if least == most}
-        apart = [name for name in unmanaged if name in self._common - common]
+        late = set() if is_first else set(unmanaged) - self._known
+        apart = [name for name in unmanaged if name in (self._common | late) - common]
         if apart:
             raise RuntimeError(
-                f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, and is not any more: "
-                "each rank has trained it with its own gradient. Have it there before fully_shard, and out of "
-                "ignored_params; or freeze it, or average its gradient before each step."
+                f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, or has come since, "
+                "and is not the same: each rank trains it with its own gradient. Have it there before fully_shard, and "
+                "out of ignored_params; or freeze it, or average its gradient before each step."
             )
         self._common = common
 
@@ -171,27 +151,42 @@ def _compare_starts(mesh: DataMesh, states: Sequence[FSDPState]) -> None:
     """Raise RuntimeError if groups on `mesh` have parameters that nobody has initialised, or not all alike."""
     numbers = []
     for state in states:
-        start = state.group.start
-        nothing, something = _number(0), _number(1)
-        numbers += [checksum(start.values), start.is_replaced()] if start else [nothing, something]
-        numbers += [_first_unwritten(state)]
+        numbers += [digest([*state.group.adopted.starts.values()]), _first_unwritten(state)]
     bounds = _bounds(mesh, numbers)
-    for state, (least, most), (_, is_replaced), (_, unwritten) in zip(
-        states, bounds[::3], bounds[1::3], bounds[2::3], strict=True
-    ):
+    for state, (_, unwritten) in zip(states, bounds[1::2], strict=True):
         if unwritten:
             raise RuntimeError(
                 f"{state.group.params[unwritten - 1].name}: to_empty gave it memory, and nobody has initialised it "
                 "since. Initialise or load it before the first forward."
             )
-        if least != most and not is_replaced:
-            raise RuntimeError(
-                f"{state.group.start.param.name}: ranks had different values of it when fully_shard was called, so the "
-                "sharded model is made of parts of different models. Set the same seed on all ranks before the model "
-                "is built, or load the weights after fully_shard."
-            )
+    differing = [state for state, (least, most) in zip(states, bounds[::2], strict=True) if least != most]
+    if differing:
+        _refuse_different_starts(mesh, [param for state in differing for param in state.group.params], differing)
     for state in states:
-        state.group.start = None
+        state.group.adopted.starts.clear()
+
+
+def _refuse_different_starts(mesh: DataMesh, params: Sequence[FSDPParam], states: Sequence[FSDPState]) -> None:
+    """Raise RuntimeError if one of `params` is made of parts of different tensors."""
+    starts = {param: start for state in states for param, start in state.group.adopted.starts.items()}
+    numbers = []
+    for param in params:
+        start = starts.get(param)
+        numbers += [digest([start] if start else []), _number(start.origin() if start else UNKNOWN)]
+    bounds = _bounds(mesh, numbers)
+    for param, (least, most), (first, last) in zip(params, bounds[::2], bounds[1::2], strict=True):
+        if first == last == BUILT and least != most:
+            raise RuntimeError(
+                f"{param.name}: ranks had different values of it when fully_shard was called, so the sharded model is "
+                "made of parts of different models. Set the same seed on all ranks before the model is built, or load "
+                "the weights after fully_shard."
+            )
+        if last == LOADED and (first != last or least != most):
+            raise RuntimeError(
+                f"{param.name}: load_state_dict(..., assign=True) was given whole tensors of different values on the "
+                "ranks, or on some ranks only, so its shards are parts of different tensors. Load the same on all "
+                "ranks, or set_model_state_dict(..., broadcast_from_rank0=True)."
+            )
 
 
 def _first_unwritten(state: FSDPState) -> Tensor:

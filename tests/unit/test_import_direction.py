@@ -66,6 +66,7 @@ ORDER = (
     "unsynced_grad",
     "extension",
     "guards.full_content",
+    "guards.starting_weights",
     "versions",
     "param",
     "buffers",
