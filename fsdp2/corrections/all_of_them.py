@@ -9,6 +9,7 @@ from .data_attribute import follow_data
 from .ddp_around import refuse_ddp_around
 from .dtensor_operations import compute_like_plain_tensors
 from .full_tensor import average_in_full_tensor
+from .optimizer_states import cut_loaded_states
 from .optimizer_steps import follow_optimizer_steps
 from .parts import write_through_parts
 
@@ -17,6 +18,7 @@ from .parts import write_through_parts
 def correct_torch() -> None:
     """From now on. What each changes is said there, and in the README."""
     follow_optimizer_steps()
+    cut_loaded_states()
     average_in_full_tensor()
     follow_data()
     accept_sharded_inputs()

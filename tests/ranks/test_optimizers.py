@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 from fsdp2 import fully_shard
@@ -349,3 +351,63 @@ def test_checkpoints(tmp_path: Path) -> None:
 
     for world_size, step in ((2, save), (3, load)):
         run_checks(world_size, [(f"{step.__name__} {name}", partial(step, name)) for name in SAVED])
+
+
+class Scaled(nn.Linear):
+    """With a scalar, whose state torch leaves plain."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+WAYS: dict[str, Callable[[nn.Module, optim.Optimizer, dict[str, Any]], None]] = {
+    "by the optimizer": lambda model, optimizer, state: optimizer.load_state_dict(state),
+    "by torch.distributed": set_optimizer_state_dict,
+    "by torch.distributed, cut": partial(set_optimizer_state_dict, options=StateDictOptions(full_state_dict=True)),
+    "by torch.distributed, sent": partial(
+        set_optimizer_state_dict, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    ),
+}
+
+
+def test_a_whole_state_is_cut() -> None:
+    """Of training in one process, given to a new optimizer of sharded parameters, which goes on with it."""
+
+    def scenario(run: Run, name: str, way: str) -> None:
+        model, plain = run.build(Scaled), run.build(Scaled)
+        make = OPTIMIZERS[name]
+        before = make(plain.parameters())
+        train(Run(), plain, before, range(2))
+        state = before.state_dict() if way == "by the optimizer" else get_optimizer_state_dict(plain, before)
+        model.load_state_dict(plain.state_dict())
+        run.shard(model)
+        optimizer = make(model.parameters())
+        WAYS[way](model, optimizer, copy.deepcopy(state))
+        train(run, model, optimizer, range(2, 4))
+        for fqn, param in model.named_parameters():
+            run.value(fqn, param)
+            local = [each.to_local() for each in optimizer.state[param].values() if isinstance(each, DTensor)]
+            assert all(each.untyped_storage().nbytes() == 8 * each.numel() for each in local), fqn
+
+    names = [name for name in OPTIMIZERS if not name.startswith("Rprop")]
+    check(scenario, world_size=2, name=names, way=("by the optimizer",))
+    check(scenario, world_size=3, name=("AdamW", "SGD one by one", "ASGD"), way=tuple(WAYS))
+
+
+def test_a_state_that_is_distributed_stays_as_it_is() -> None:
+    """With a number in it for each parameter, of a user's own optimizer."""
+
+    def body(rank: int, _: int) -> None:
+        model = fully_shard(Scaled().double())
+        optimizer = optim.AdamW(model.parameters())
+        train(Run(rank, 2, []), model, optimizer, range(1))
+        for state in optimizer.state.values():
+            state["count"] = torch.tensor(2.0, dtype=torch.float64)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert all(type(state["count"]) is Tensor for state in optimizer.state.values())
+
+    run_ranks(2, body)

@@ -46,6 +46,7 @@ ORDER = (
     "corrections.full_tensor",
     "corrections.autograd_inputs",
     "corrections.data_attribute",
+    "corrections.optimizer_states",
     "corrections.optimizer_steps",
     "corrections.ddp_around",
     "guards.entry_points",
