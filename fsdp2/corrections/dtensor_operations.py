@@ -21,6 +21,7 @@ from ..dtensor_compat import (
     call_unhandled,
     cut,
     handle_operations,
+    local_if_any,
     local_of,
     spec_of,
     whole_of,
@@ -215,9 +216,10 @@ def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`target[mask] = number` is done by each rank with its own part."""
     target, indices, value, *_ = args
-    if len(indices) != 1 or isinstance(value, DTensor) or value.dim() or not _is_mask_of(target, indices[0]):
+    is_number = len(indices) == 1 and not isinstance(value, DTensor) and not value.dim()
+    if not is_number or not (_is_mask_of(target, indices[0]) or _is_mask_of_scalar(target, indices[0])):
         return call_unhandled(op, args, kwargs)
-    op(local_of(target), [local_of(indices[0])], *args[2:], **kwargs)
+    op(local_of(target), [local_if_any(indices[0])], *args[2:], **kwargs)
     return target
 
 
@@ -238,6 +240,12 @@ def _is_mask_of(target: Any, mask: Any) -> bool:
         return False
     is_alike = (target.shape, target.placements, target.device_mesh) == (mask.shape, mask.placements, mask.device_mesh)
     return is_alike and not any(each.is_partial() for each in target.placements)
+
+
+def _is_mask_of_scalar(target: Any, places: Any) -> bool:
+    """Whether all ranks have the one element of `target`. Its mask comes as places, which python has read of it."""
+    is_one = isinstance(target, DTensor) and target.shape == (1,) and not isinstance(places, DTensor)
+    return is_one and all(each.is_replicate() for each in target.placements)
 
 
 def _rrelu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -65,8 +65,8 @@ def test_foreach_operations_are_those_on_plain_tensors_and_count(world_size: int
 def test_numbers_are_put_where_a_mask_says(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         compute_like_plain_tensors()
-        for plain in values(1):
-            for kind in (Shard(0), Replicate()):
+        for plain in (torch.tensor(0.5), torch.tensor(1.5), *values(1)):
+            for kind in (Shard(0), Replicate()) if plain.dim() else (Replicate(),):
                 (own,) = distributed([plain], kind)
                 before = own._version
                 own[own > 1] = -2.0

@@ -393,8 +393,7 @@ def test_a_whole_state_is_cut() -> None:
             local = [each.to_local() for each in optimizer.state[param].values() if isinstance(each, DTensor)]
             assert all(each.untyped_storage().nbytes() == 8 * each.numel() for each in local), fqn
 
-    names = [name for name in OPTIMIZERS if not name.startswith("Rprop")]
-    check(scenario, world_size=2, name=names, way=("by the optimizer",))
+    check(scenario, world_size=2, name=tuple(OPTIMIZERS), way=("by the optimizer",))
     check(scenario, world_size=3, name=("AdamW", "SGD one by one", "ASGD"), way=tuple(WAYS))
 
 
