@@ -14,7 +14,6 @@ from .agreement import Turn
 from .buffers import GroupBuffers
 from .checked_comm import level_from_environment
 from .comm import make_comm, subgroup
-from .corrections.dtensor_operations import count_foreach_operations
 from .custom_comm import CommChoice
 from .gather import PendingGather
 from .gradients import GroupGradients
@@ -342,8 +341,6 @@ class FSDPParamGroup:
     def note_changes(self, notes: bool) -> None:
         """Choose whether `is_up_to_date` can say so of what is gathered for backward, too."""
         self._notes_changes = notes
-        if notes:
-            count_foreach_operations()
 
     def is_up_to_date(self) -> bool:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""

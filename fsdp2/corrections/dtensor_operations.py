@@ -56,10 +56,8 @@ _DRAW_FROM = (
     _aten.normal.Tensor_Tensor,
     _aten.poisson.default,
 )
-# On lists of tensors, in place; element by element.
-_ON_LISTS = (
-    _aten._foreach_copy_.default,
-    _aten._foreach_sign_.default,
+# Steps of which torch has no rule for DTensors.
+_FUSED = (
     _aten._fused_adagrad_.default,
     _aten._fused_adagrad_.tensor_lr,
     _aten._fused_sgd_.default,
@@ -102,9 +100,11 @@ def compute_like_plain_tensors() -> None:
       p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
     - `rrelu` in training raises: each rank would draw slopes of its own.
     - `torch.distributed`'s collectives raise an error that says what to do.
+    - foreach operations in place show in the DTensors' versions, as those on plain tensors do; and are possible where
+      plain tensors, such as buffers, are among DTensors. So are norms.
     - SGD and Adagrad with `fused=True`, Rprop, Muon on fewer rows than ranks, and `p[mask] = number` work.
     """
-    handle_operations(_ON_LISTS, _count)
+    handle_operations([*_FUSED, *_foreach_in_place()], _count)
     handle_operations([_aten.index_put_.default], _put)
     handle_operations([_aten.add_.Tensor], _add)
     handle_operations(_DRAW_IN_PLACE, _draw_in_place)
@@ -170,9 +170,10 @@ def _before_mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if op in _NORMS and not math.isinf(args[1] if len(args) > 1 else kwargs.get("ord", 2)):
-        return call_unhandled(op, args, kwargs)
     target, *rest = args
+    is_sum = op in _NORMS and not math.isinf(rest[0] if rest else kwargs.get("ord", 2))
+    if is_sum and (isinstance(target, Tensor) or None not in _specs_of(target)):
+        return call_unhandled(op, args, kwargs)
     if not isinstance(target, Tensor):
         return [each for one in target for each in _extreme_of_one(op, one, [one], rest, kwargs)]
     return _extreme_of_one(op, target, target, rest, kwargs)
@@ -276,11 +277,9 @@ def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     )
 
 
-@cache
-def count_foreach_operations() -> None:
-    """From now on foreach operations in place on DTensors show in their versions, as those on plain tensors do."""
+def _foreach_in_place() -> list[Any]:
     packets = [getattr(_aten, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
-    handle_operations((getattr(packet, name) for packet in packets for name in packet.overloads()), _count)
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
 
 def _count(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -289,7 +288,7 @@ def _count(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call_unhandled(op, args, kwargs)
     else:
         op(*local_args, **kwargs)
-    increment_version([each for each in args[0] if isinstance(each, DTensor)])
+    increment_version(args[0])
 
 
 def _local_arguments(args: tuple[Any, ...]) -> list[Any] | None:
@@ -297,17 +296,15 @@ def _local_arguments(args: tuple[Any, ...]) -> list[Any] | None:
     are distributed alike. To plan that takes DTensor longer than to compute.
     """
     found, specs = [], _specs_of(args[0])
-    if specs is None or any(each.is_partial() for spec in set(specs) for each in spec.placements):
+    if any(spec is not None and any(each.is_partial() for each in spec.placements) for spec in set(specs)):
         return None
     for arg in args:
         if isinstance(arg, Tensor):
             return None
         if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor) and not _are_numbers(arg):
-            others = _specs_of(arg)
-            pairs = set(zip(specs, others or (), strict=False))
-            if others is None or any(spec != other for spec, other in pairs):
+            if any(spec != other for spec, other in set(zip(specs, _specs_of(arg), strict=False))):
                 return None
-            arg = list(map(local_of, arg))
+            arg = list(map(local_if_any, arg))
         found.append(arg)
     return found
 
@@ -317,9 +314,9 @@ def _are_numbers(tensors: Sequence[Tensor]) -> bool:
     return all(type(each) is Tensor and each.dim() == 0 for each in tensors)
 
 
-def _specs_of(tensors: Sequence[Tensor]) -> list[DTensorSpec] | None:
-    """None: some are no DTensors."""
+def _specs_of(tensors: Sequence[Tensor]) -> list[DTensorSpec | None]:
+    """None in place of those that are plain."""
     try:
         return list(map(spec_of, tensors))
     except AttributeError:
-        return None
+        return [spec_of(each) if isinstance(each, DTensor) else None for each in tensors]

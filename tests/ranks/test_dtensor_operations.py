@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2.corrections.dtensor_operations import compute_like_plain_tensors, count_foreach_operations
+from fsdp2.corrections.dtensor_operations import compute_like_plain_tensors
 from fsdp2.dtensor_compat import DISPATCHES_TO_SUBCLASSES
 from helpers import assert_same, run_ranks
 
@@ -47,7 +47,7 @@ OPERATIONS: dict[str, Callable[[list[Any], Lists], object]] = {
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_foreach_operations_are_those_on_plain_tensors_and_count(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
-        count_foreach_operations()
+        compute_like_plain_tensors()
         for name, operate in OPERATIONS.items():
             for kind, other in ((Shard(0), Shard(0)), (Replicate(), Replicate()), (Replicate(), Shard(0))):
                 plain, own = values(1), distributed(values(1), kind)
@@ -57,6 +57,34 @@ def test_foreach_operations_are_those_on_plain_tensors_and_count(world_size: int
                 for each, expected, count in zip(own, plain, before, strict=True):
                     assert_same(each.full_tensor(), expected, 1e-12, 1e-12, f"{name}, {kind}, {other}")
                     assert each._version == count + 1, f"{name}, {kind}, {other}"
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_foreach_operations_where_plain_tensors_are_among_dtensors(world_size: int) -> None:
+    """Such as buffers, and ignored parameters."""
+    operations = {**OPERATIONS, "copy": lambda own, of: torch._foreach_copy_(own, of(2))}
+
+    def mixed(seed: int) -> list[Any]:
+        return [each if i % 2 else distributed([each], Shard(0))[0] for i, each in enumerate(values(seed))]
+
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        for name, operate in operations.items():
+            plain, own = values(1), mixed(1)
+            before = [each._version for each in own]
+            operate(plain, values)
+            operate(own, mixed)
+            for each, expected, count in zip(own, plain, before, strict=True):
+                assert_same(each, expected, 1e-12, 1e-12, name)
+                assert each._version == count + 1, name
+        for order in (1, 2, float("inf")):
+            norms = zip(torch._foreach_norm(mixed(1), order), torch._foreach_norm(values(1), order), strict=True)
+            for each, expected in norms:
+                assert_same(each, expected, 0, 1e-12, f"norm {order}")
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            torch._foreach_add_(mixed(1)[::3], values(2)[::3])
 
     run_ranks(world_size, body)
 
@@ -85,7 +113,7 @@ def test_foreach_operations_on_other_tensors_are_left_alone() -> None:
     """Parts of sums are not what they stand for: torch says so, or adds first."""
 
     def body(rank: int, _: int) -> None:
-        count_foreach_operations()
+        compute_like_plain_tensors()
         mesh = init_device_mesh("cpu", (2,))
         whole = torch.ones(4)
         parts = distribute_tensor(whole, mesh, [Shard(0)]).sum(0, keepdim=True)
