@@ -6,10 +6,13 @@ situation's name in the printed table.
 """
 
 import copy
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -696,6 +699,33 @@ def optimizers_in_backward(side: Side) -> None:
     for step in range(2):
         loss_of(model(side.batch(step))).backward()
     side.weights("trained", model)
+
+
+class InThree(nn.Linear):
+    """Has a state dict in which its weight is in three parts."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 9, bias=False)
+        self.register_state_dict_post_hook(self.split)
+
+    @staticmethod
+    def split(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state.update(zip("qkv", state.pop(f"{prefix}weight").chunk(3), strict=True))
+
+
+@ends(EXACT)
+def checkpoints_of_parts(side: Side) -> None:
+    """A checkpoint of parts of a weight, which a hook splits, taken once; saved after training, and loaded in place"""
+    model, other = side.fully_shard(InThree()), side.fully_shard(InThree())
+    state = model.state_dict()
+    train(side, model)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        if side.is_sharded:
+            dist.broadcast_object_list(folders)
+        dcp.save(state, checkpoint_id=folders[0], no_dist=not side.is_sharded)
+        dcp.load(other.state_dict(), checkpoint_id=folders[0], no_dist=not side.is_sharded)
+        side.weights("loaded", other)
 
 
 class ExitsEarly(Net):

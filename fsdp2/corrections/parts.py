@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -42,6 +43,10 @@ def write_through_parts() -> None:
     dtensor_compat.handle_operations([_aten.fill_.Tensor], _fill)
 
 
+# All of them, by identity.
+_parts: WeakValueDictionary[int, Part] = WeakValueDictionary()
+
+
 class Part(DTensor):
     """`view(base)`, of which each rank holds a copy."""
 
@@ -53,6 +58,7 @@ class Part(DTensor):
     def of(cls, base: DTensor, view: View, copied: DTensor) -> Part:
         part = cast(Part, dtensor_compat.new_dtensor(cls, local_of(copied), spec_of(copied)))
         part._base_of, part._view_of, part._version_of = base, view, _version(_root(base))
+        _parts[id(part)] = part
         if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
             _dispatch_to_parts()
         return part
@@ -71,11 +77,73 @@ class Part(DTensor):
         _catch_up(self)
         return super().full_tensor(**options)
 
+    def to_local(self, **options: Any) -> Tensor:
+        """Without communication, unlike all else here."""
+        _refuse_outdated(self)
+        return LocalCopy.of(self, super().to_local(**options))
+
+    # Checkpoints are planned by these on every rank, and then read and written by `to_local()`.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        _catch_up(self)
+        return super().__create_write_items__(fqn, object)
+
+    def __create_chunk_list__(self) -> Any:
+        _catch_up(self)
+        return super().__create_chunk_list__()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return memo.setdefault(id(self), _plain(self).clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).clone().__reduce_ex__(protocol)
+
+
+class LocalCopy(Tensor):
+    """`plain`, this rank's copy of a part, or a view of it: what is written to it is written to what the part is of."""
+
+    plain: Tensor
+    part: Part
+
+    @classmethod
+    def of(cls, part: Part, plain: Tensor) -> LocalCopy:
+        copied = plain.as_subclass(cls)
+        copied.plain, copied.part = plain, part
+        return copied
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        copies = [each for each in tensors_in(args, kwargs) if isinstance(each, LocalCopy)]
+        for each in copies:
+            _refuse_outdated(each.part, each.plain)
+        before = [_version(each.plain) for each in copies]
+        result = func(*map_tensors(args, _behind), **map_tensors(kwargs or {}, _behind))
+        for each, version in zip(copies, before, strict=True):
+            if _version(each.plain) != version:
+                _write_own(each.part)
+        return map_tensors(result, partial(_as_copy, copies))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.plain.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+
+def _behind(tensor: Tensor) -> Tensor:
+    return tensor.plain if isinstance(tensor, LocalCopy) else tensor
+
+
+def _as_copy(copies: list[LocalCopy], result: Tensor) -> Tensor:
+    """What is in the memory of one of `copies` is one, too."""
+    for each in copies:
+        if type(result) is Tensor and _memory(result) == _memory(each.plain):
+            return LocalCopy.of(each.part, result)
+    return result
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _take_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,8 +263,8 @@ def _root(tensor: DTensor) -> DTensor:
     return tensor
 
 
-def _version(root: DTensor) -> int:
-    return 0 if root.is_inference() else root._version
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _view_in(tensor: DTensor, whole: Tensor) -> Tensor:
@@ -218,6 +286,61 @@ def _renew(part: Part, whole: Tensor) -> None:
     """Give `part` what it is of `whole`, its root's."""
     set_local(part, _cut(_view_in(part, whole).contiguous(), part))
     part._version_of = _version(_root(part))
+
+
+@torch.no_grad()
+def _write_own(part: Part) -> None:
+    """Write this rank's copy of `part` to what the rank has of its root: all ranks have written the same.
+
+    Raises:
+        NotImplementedError: the rank's is not all of `part`.
+    """
+    root, copied = _root(part), local_of(part)
+    _refuse_strided(root)
+    if copied.shape != part.shape:
+        raise NotImplementedError(
+            f"writing to to_local() of a part of a DTensor of global shape {tuple(root.shape)}, of which each rank has "
+            "some only. Write to the part itself, on every rank."
+        )
+    others = [each for each in _parts.values() if each is not part and _is_beside(each, part)]
+    whole, is_written = (copied.new_zeros(root.shape, dtype=dtype) for dtype in (root.dtype, torch.bool))
+    _view_in(part, whole).copy_(copied)
+    _view_in(part, is_written).fill_(True)
+    own, new, is_new = local_of(root), _cut(whole, root), _cut(is_written, root)
+    own.copy_(torch.where(is_new.to(own.device), new.to(own.device), own))
+    increment_version([root])
+    part._version_of = _version(root)
+    for each in others:
+        _write_beside(part, each)
+
+
+def _is_beside(other: Part, part: Part) -> bool:
+    """Whether it is a part of the same, as up to date as `part`, and this rank's copy is all of it."""
+    roots = [local_of(_root(each)) for each in (other, part)]
+    is_same = len({(each.data_ptr(), each.shape) for each in roots}) == 1 and _root(other).shape == _root(part).shape
+    return is_same and other._version_of == part._version_of and local_of(other).shape == other.shape
+
+
+def _write_beside(part: Part, other: Part) -> None:
+    """Write to `other` what it has of `part`."""
+    whole = local_of(other).new_zeros(_root(other).shape)
+    _view_in(other, whole).copy_(local_of(other))
+    _view_in(part, whole).copy_(local_of(part))
+    local_of(other).copy_(_view_in(other, whole))
+    other._version_of = part._version_of
+
+
+def _refuse_outdated(part: Part, copied: Tensor | None = None) -> None:
+    """
+    Raises:
+        RuntimeError: the whole has been written to since `part`, or its local copy, was taken.
+    """
+    is_renewed = copied is not None and _memory(copied) != _memory(local_of(part))
+    if is_renewed or _version(_root(part)) != part._version_of:
+        raise RuntimeError(
+            f"to_local() of a part of a DTensor of global shape {tuple(_root(part).shape)}: the whole has been written "
+            "to since. Take the part again, or call full_tensor() on the part, on every rank."
+        )
 
 
 def _refuse_strided(root: DTensor) -> None:

@@ -167,6 +167,32 @@ def test_parts_are_read_like_any_dtensor() -> None:
     run_ranks(2, body)
 
 
+def test_what_is_written_to_a_local_copy_is_written() -> None:
+    """As checkpoints are loaded. A second part has it, too; one that can't know says so."""
+
+    def body(rank: int, _: int) -> None:
+        write_through_parts()
+        mesh = init_device_mesh("cpu", (2,))
+        own, plain = distribute_tensor(PLAIN.clone(), mesh, [Shard(0)]), PLAIN.clone()
+        rows, row = own[1:5], own[2]
+        rows.to_local()[1:].mul_(2)
+        rows.to_local()[0] = 7
+        plain[2:5] *= 2
+        plain[1] = 7
+        assert_same(own.full_tensor(), plain, 0, 0, "the whole")
+        assert_same(row.to_local() + 0, plain[2], 0, 0, "a second part")
+        assert_same(row.full_tensor(), plain[2], 0, 0, "a second part, full")
+        assert type(row.to_local() + 0) is type(pickle.loads(pickle.dumps(row.to_local()))) is Tensor
+        copied = row.to_local()
+        own.add_(1)
+        for read in (row.to_local, lambda: copied + 1, copied.zero_):
+            with pytest.raises(RuntimeError, match=r"written to since\. Take the part again, or call full_tensor\(\)"):
+                read()
+        assert_same(own.full_tensor(), plain + 1, 0, 0, "unchanged")
+
+    run_ranks(2, body)
+
+
 def test_gradients_flow_through_parts() -> None:
     def body(rank: int, _: int) -> None:
         write_through_parts()
