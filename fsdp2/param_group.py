@@ -17,6 +17,7 @@ from .comm import make_comm, subgroup
 from .custom_comm import CommChoice
 from .gather import PendingGather
 from .gradients import GroupGradients
+from .guards.empty_memory import EmptyBuffers
 from .headers import Label
 from .layout import gather_layout
 from .mesh import DataMesh
@@ -82,6 +83,8 @@ class FSDPParamGroup:
         self.turn: Turn | None = None
         # What to do before a gather.
         self.guard: Callable[[], None] | None = None
+        # Those below its modules that to_empty has given memory.
+        self.empty_buffers = EmptyBuffers()
         # The versions of the shards that were last gathered; for backward they are noted only if `_notes_changes`.
         self._notes_changes = False
         self.gathered_at: tuple[int, ...] | None = None

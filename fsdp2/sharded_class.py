@@ -9,8 +9,9 @@ from torch import nn
 
 from . import hooks, torch_compat, units
 from .guards import entry_points
+from .guards.empty_memory import mark
 from .module import FSDPModule
-from .state import STATE, states_below, states_of
+from .state import STATE, buffers_on_meta, modules_below, states_below, states_of
 
 
 @cache
@@ -49,11 +50,12 @@ def sharded_class(cls: Any) -> Any:
 
     def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
         states = states_below(self) if recurse else states_of(self)
-        empty = [param for state in states for param in state.group.params if param.local.is_meta]
+        params = [param for state in states for param in state.group.params if param.local.is_meta]
+        buffers = buffers_on_meta(modules_below(self) if recurse else [self])
         cls.to_empty(self, device=device, recurse=recurse)
-        for param in empty:  # by .data: nobody has written values yet, as far as version counters tell
-            if param.local.is_floating_point():
-                param.local.data.fill_(float("nan"))
+        for param in params:
+            mark(param.local)
+        self.__dict__[STATE].group.empty_buffers.note(module._buffers[name] for module, name in buffers)
         return self
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:

@@ -11,6 +11,7 @@ from .bridge.torch_interface import TorchState
 from .guards.full_content import FullContent
 from .guards.looks import is_time_to_look
 from .mesh import DataMesh
+from .param import fqn
 from .param_group import SHARDED, FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .versions import refuse_written
@@ -137,9 +138,11 @@ class FSDPState(TorchState):
 
     def note_content(self) -> None:
         """A forward begins, with full parameters: in the 1st, 2nd, 4th, ... note what they hold; at the debug level in
-        each.
+        each. In the 1st, look whether buffers have memory, too.
         """
         if self.running == 1:
+            if not self.forwards:
+                self._refuse_buffers_on_meta()
             self.forwards += 1
             # What writes in the first, to initialise, writes to all; and programs shall start quickly.
             checks_all = self.group.is_checked
@@ -148,6 +151,19 @@ class FSDPState(TorchState):
             self.content = self.group.adopted.note_content(every) if is_time else None
             if self.content is not None and self.held:
                 self.content.refuse_differing()
+
+    def _refuse_buffers_on_meta(self) -> None:
+        """Raise RuntimeError if one is there: torch may read as indices what a meta tensor has not."""
+        device = self.group.mesh.device
+        found = buffers_on_meta(_own_modules(self.modules))
+        if found and device.type != "meta":
+            below = {module: name for root in self.context.root.modules for module, name in modules_below(root).items()}
+            names = [f"{fqn(below[module], name)} on meta" for module, name in found]
+            raise RuntimeError(
+                f"expected buffers on {device}, got {', '.join(names)}. Materialise the model before its first "
+                f"forward: model.to_empty(device={device.type!r}), then initialise or load; or assign what the state "
+                "dict that was loaded lacks."
+            )
 
     def check_content(self) -> None:
         """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""
@@ -237,6 +253,27 @@ def modules_below(root: nn.Module) -> dict[nn.Module, str]:
             children = [(child, prefix + own) for own, child in module._modules.items() if child is not None]
             waiting += reversed(children)
     return names
+
+
+def _own_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, None]:
+    """`modules`, and those below that are in no other sharded module."""
+    found, waiting = dict.fromkeys(modules), list(modules)
+    while waiting:
+        children = waiting.pop()._modules.values()
+        own = [each for each in children if each is not None and each not in found and state_of(each) is None]
+        found.update(dict.fromkeys(own))
+        waiting += own
+    return found
+
+
+def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Where those of `modules` are registered that have elements, and no memory for them."""
+    return [
+        (module, name)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and buffer.numel()
+    ]
 
 
 def states_below(module: nn.Module) -> Iterator[FSDPState]:

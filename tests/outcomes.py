@@ -240,9 +240,11 @@ def _judge(error: Exception, side: Side) -> Outcome:
 
 
 def _names(side: Side) -> Iterator[str]:
-    """What a message may name: parameters and modules by FQN, the users' classes, arguments and methods of the API."""
+    """What a message may name: parameters, buffers and modules by FQN, the users' classes, arguments and methods of the
+    API.
+    """
     for model in side.models:
-        yield from (name for name, _ in model.named_parameters())
+        yield from (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
         yield from (name for name, _ in model.named_modules() if "." in name or len(name) > 3)
         yield from (type(module).__name__.removeprefix("FSDP") for module in model.modules())
     library = side.library

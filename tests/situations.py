@@ -930,6 +930,28 @@ def memory_that_nobody_initialised(side: Side) -> None:
     train(side, model)
 
 
+class Unsaved(Net):
+    """Its inputs are permuted and scaled by buffers that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.tensor([4, 3, 2, 1, 0]), persistent=False)
+        self.register_buffer("scale", torch.full((5,), 2.0), persistent=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x[:, self.places] * self.scale)  # type: ignore[index, operator]
+
+
+@ends(LOUD, "places on meta")
+def buffers_left_on_meta(side: Side) -> None:
+    """Built on meta, all that the state dict has assigned: buffers are not in it"""
+    weights = {name: value.clone() for name, value in Unsaved().state_dict().items()}
+    with torch.device("meta" if side.is_sharded else "cpu"):
+        model = Unsaved()
+    shard(side, model).load_state_dict(weights, assign=True)
+    train(side, model)
+
+
 # ---- parameters that are more than tensors
 
 

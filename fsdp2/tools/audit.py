@@ -26,11 +26,11 @@ from .finding import Finding, compare_layouts, compare_sums, merge
 def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     """Look for what trains on without an error and gives wrong weights. Every rank of the model's mesh must call it.
 
-    Found are: parameters left on meta, or without values since `to_empty` (as far as version counters tell); NaN and
-    infinity in weights and gradients; gradients that wait to be synchronised; trainable parameters that no group
-    manages; an optimizer that holds others than the model's, lacks some or has one twice; modules, dtypes, flags or
-    settings that differ among ranks; weights that differ, bit by bit, where they should be the same; and, as a note,
-    buffers that do.
+    Found are: parameters and buffers left on meta, or without values since `to_empty` (as far as version counters
+    tell); NaN and infinity in weights and gradients; gradients that wait to be synchronised; trainable parameters that
+    no group manages; an optimizer that holds others than the model's, lacks some or has one twice; modules, dtypes,
+    flags or settings that differ among ranks; weights that differ, bit by bit, where they should be the same; and, as a
+    note, buffers that do.
 
     Call it before the first step, and between steps where something looks wrong. It reads every shard and gradient, no
     full parameter, and gathers a checksum of each from every rank: two small collectives per axis of the mesh, four
@@ -154,16 +154,16 @@ def _layout(model: nn.Module, states: Sequence[FSDPState], tensors: Sequence[Hel
 
 
 def _find_in_values(tensors: Sequence[Held], states: Sequence[FSDPState]) -> dict[str, list[str]]:
-    names = {held.param: held.name for held in tensors}
     parameters = [held for held in tensors if held.kind != "buffer"]
     gradients = [(held.name, held.tensor.grad) for held in parameters]
     waiting = [name for name, gradient in gradients if isinstance(gradient, UnsyncedGrad)]
     reduced = [(name, gradient) for name, gradient in gradients if gradient is not None and name not in set(waiting)]
-    unwritten = {param for state in states for param in state.group.versions.unwritten()}
+    unwritten: set[Any] = {param for state in states for param in state.group.versions.unwritten()}
+    unwritten |= {buffer for state in states for buffer in state.group.empty_buffers.unwritten()}
     alone = all(state.group.mesh.num_ranks == 1 for state in states)
     return {
         "on meta": [held.name for held in tensors if held.tensor.is_meta],
-        "unwritten": [names[param] for param in names if param in unwritten],
+        "unwritten": [held.name for held in tensors if (held.param or held.tensor) in unwritten],
         "not finite": _not_finite((held.name, held.tensor) for held in parameters),
         "gradients not finite": _not_finite(reduced),
         "unsynced": waiting,

@@ -152,11 +152,14 @@ def uninitialised() -> None:
     expect(check(model), ("on meta", names + buffers, BOTH))
     model.to_empty(device="cpu")
     with torch.no_grad():
-        model[1].reset_parameters()
+        nn.init.ones_(model[1].weight)
+        nn.init.zeros_(model[1].bias)
+        model[1].running_mean.zero_()
         for parameter in model.parameters():  # no in-place operation: not seen, and finite
             parameter.to_local().data.zero_()
     model[0].reset_parameters()
-    expect(check(model), ("unwritten", ("2.weight", "2.bias"), BOTH))
+    expect(check(model), ("unwritten", ("2.weight", "2.bias", *buffers[1:]), BOTH))
+    model[1].reset_running_stats()
     train(model)
     expect(check(model)[:1], ("unwritten", ("2.weight", "2.bias"), BOTH))
     with torch.no_grad():

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.guards.empty_memory import is_marked
+from fsdp2.state import require_state
 from helpers import assert_same, assert_same_names, assert_shard_of, full, own_rows, run_checks, run_ranks, shard_batch
 from models import Experts, OddMLP, TinyGPT, TinyLSTM, TinyModel, mean_loss
 
@@ -180,6 +182,48 @@ def one_parameter_still_on_meta() -> None:
     trains_like(sharded, plain)
 
 
+def buffers_still_on_meta() -> None:
+    """Those of the group that runs are named; of buffers without elements there is nothing to give."""
+    plain = Buffered()
+    sharded = on_meta(Buffered, whole)
+    sharded.register_buffer("cache", torch.empty(0, device="meta"), persistent=False)
+    outer = fully_shard(nn.Sequential(sharded))
+    sharded.load_state_dict(distributed(plain), assign=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"expected buffers on cpu, got 0\.shift on meta\."):
+            outer(plain.example(rows=2, seed=0))
+    sharded.shift = plain.shift.clone()
+    trains_like(sharded, plain)
+
+
+class Kinds(nn.Module):
+    """Buffers of several dtypes, below a module that has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = {"real": torch.float32, "short": torch.bfloat16, "complex": torch.complex64, "long": torch.int64}
+        self.inner: Any = nn.Module()
+        for name, dtype in {**kinds, "byte": torch.uint8, "flag": torch.bool}.items():
+            self.inner.register_buffer(f"{name}_", torch.ones(3, dtype=dtype))
+        self.inner.index = nn.Parameter(torch.ones(5, dtype=torch.int64), requires_grad=False)
+
+
+def what_nobody_has_written_to_is_known() -> None:
+    """Of each dtype but bools. Writing through `.data`, by a collective, or another tensor in its place is enough."""
+    with torch.device("meta"):
+        model = fully_shard(nn.Sequential(Kinds()))
+    model.to_empty(device="cpu")
+    inner, empty = model[0].inner, require_state(model).group.empty_buffers
+    assert is_marked(inner.index)
+    names = {id(buffer): name for name, buffer in inner.named_buffers()}
+    assert [names[id(each)] for each in empty.unwritten()] == ["real_", "short_", "complex_", "long_", "byte_"]
+    inner.real_.fill_(float("nan"))
+    inner.short_.data.zero_()
+    inner.complex_ = torch.ones(3)
+    dist.broadcast(inner.long_ if dist.get_rank() else inner.long_.data.zero_(), 0)
+    assert [each.dtype for each in empty.unwritten()] == [torch.uint8]
+
+
 def metadata_is_right_on_meta_and_after() -> None:
     """Global shape and stride, placement, and a local shape as torch.chunk gives it; empty on some ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -216,6 +260,8 @@ CHECKS = [
     given_memory_again,
     still_on_meta_at_the_first_forward,
     one_parameter_still_on_meta,
+    buffers_still_on_meta,
+    what_nobody_has_written_to_is_known,
     metadata_is_right_on_meta_and_after,
 ]
 

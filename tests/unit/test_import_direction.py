@@ -68,6 +68,7 @@ ORDER = (
     "extension",
     "guards.full_content",
     "guards.starting_weights",
+    "guards.empty_memory",
     "versions",
     "param",
     "buffers",
