@@ -82,6 +82,8 @@ class FSDPState(TorchState):
         # How many forwards of `modules` have begun; what the full parameters held then, if the one that runs looks.
         self.forwards = 0
         self.content: FullContent | None = None
+        # How many `full_params` blocks have used them outside of forwards.
+        self.blocks = 0
         # Of the sharded parameters, when they were last gathered on purpose.
         self.versions: tuple[int, ...] = ()
 

@@ -300,6 +300,30 @@ def written_in_full_params(side: Side) -> None:
     side.rows("output", model(side.batch(0)))
 
 
+@ends(LOUD, "Pass writeback=True", only_ours=True)
+def data_written_in_full_params(side: Side) -> None:
+    """The same through `.data`, in copies that `full_params(..., offload_to_cpu=True)` lends"""
+    model = side.fully_shard(Block())
+    if side.is_sharded:
+        with side.library.full_params(model, offload_to_cpu=True):
+            model.up.weight.data.mul_(2)
+    else:
+        model.up.weight.data.mul_(2)
+    side.rows("output", model(side.batch(0)))
+
+
+@ends(LOUD, "Pass writeback=True", only_ours=True)
+def data_written_in_a_block(side: Side) -> None:
+    """The same in `full_params(...)`, where they are what forwards compute with"""
+    model = side.fully_shard(Block())
+    if side.is_sharded:
+        with side.library.full_params(model):
+            model.up.weight.data.mul_(2)
+    else:
+        model.up.weight.data.mul_(2)
+    side.rows("output", model(side.batch(0)))
+
+
 @ends(EXACT)
 def rows_of_a_gradient_cleared(side: Side) -> None:
     """Only some rows of an embedding are trained: `weight.grad[:5].zero_()`"""

@@ -37,6 +37,15 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
+def word_sum(tensor: Tensor) -> Tensor:
+    """Of the bits of a plain tensor: an int64 without dims. Another value in one place shows, an exchange of them does
+    not. At the speed of memory: words of 8 bytes are summed ten times as fast as others.
+    """
+    nbytes = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = nbytes.numel() // 8 * 8
+    return nbytes[:whole].view(torch.int64).sum() + nbytes[whole:].sum()
+
+
 def read(numbers: Sequence[Tensor]) -> list[int]:
     """Of tensors without dims, waiting for their device once."""
     return torch.stack([number.to(numbers[0].device, torch.int64) for number in numbers]).tolist() if numbers else []

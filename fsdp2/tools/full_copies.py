@@ -12,11 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from .. import dtensor_compat
 from ..comm import all_gather_now
-from ..guards.checksum import bits_of, checksum
+from ..guards.checksum import bits_of, checksum, read, values_of, word_sum
 from ..param import FSDPParam
 from ..param_group import FSDPParamGroup
 
 _DIGEST_NBYTES = 16
+_CHANGED_MEANWHILE = (
+    "the sharded parameters were changed inside the block, by an optimizer, say. Step before the block, or after it"
+)
 
 
 class FullCopies:
@@ -86,7 +89,7 @@ class _Copy:
         self.param, self.face = param, face
         self.problem: str | None = None
         self.is_changed = False
-        self._trace = _trace_of(face)
+        self._trace, self._sums = _trace_of(face), _sums_of(face)
         self._found: list[Tensor | None] = []
         param.register(face)
 
@@ -95,24 +98,28 @@ class _Copy:
         self.param.register(self.param.sharded)
 
     def is_written(self) -> bool:
-        return any(each is not self.face for each in self._found) or _trace_of(self.face) != self._trace
+        is_replaced = any(each is not self.face for each in self._found)
+        return is_replaced or _trace_of(self.face) != self._trace or _sums_of(self.face) != self._sums
 
     def digest(self, is_current: bool) -> bytes:
         """Of the value to write back, or of what forbids that. `is_current`: the sharded parameters are as before."""
-        self.problem = self._find_problem() if is_current else "the sharded parameters were changed inside the block"
+        self.problem = self._find_problem() if is_current else _CHANGED_MEANWHILE
         content = self.problem or int(checksum(self._value()))
         return hashlib.sha256(repr(content).encode()).digest()[:_DIGEST_NBYTES]
 
     def _find_problem(self) -> str | None:
         replaced = [each is not self.face for each in self._found]
         value, face = self._found[0], self.face
-        if value is None or any(replaced) != all(replaced):
+        if value is None or any(each is None for each in self._found) or any(replaced) != all(replaced):
             return "it is gone, or was replaced in some of the places that share it"
         if tuple(value.shape) != self.param.shape or value.dtype != self.param.local.dtype:
             stored = f"{self.param.local.dtype} of shape {self.param.shape}"
             return f"expected {stored}, got {value.dtype} of shape {tuple(value.shape)}"
         if _placements_of(value) != _placements_of(face):
             return f"expected placements {_placements_of(face)}, got {_placements_of(value)}"
+        for name, other in zip(self.param.names, self._found, strict=True):
+            if other is not None and not _are_alike(value, other):
+                return f"{name} is the same parameter, but was given other values. Give both the same ones"
         return None
 
     def _value(self) -> Tensor:
@@ -134,6 +141,16 @@ class _Copy:
         increment_version(self.param.sharded)  # the DTensor counts by itself
 
 
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether they have the same bits and lie alike."""
+    if one is other:
+        return True
+    if (one.shape, one.dtype, _placements_of(one)) != (other.shape, other.dtype, _placements_of(other)):
+        return False
+    first, second = (bits_of(dtensor_compat.local_if_any(each.detach())) for each in (one, other))
+    return torch.equal(first, second.to(first.device))
+
+
 def _placements_of(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
@@ -142,6 +159,11 @@ def _trace_of(face: Tensor) -> tuple[int, int, int]:
     """What is another one after an in-place operation, or when `.data` was set."""
     local = dtensor_compat.local_if_any(face)
     return face._version, local._version, local.data_ptr()
+
+
+def _sums_of(face: Tensor) -> list[int]:
+    """What is another one when `.data` was written to, which no version shows."""
+    return read([word_sum(part) for part in values_of(face)])
 
 
 def _from_all_ranks(own: bytes, group: FSDPParamGroup) -> list[bytes]:

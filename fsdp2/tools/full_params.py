@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import hooks, torch_compat
+from ..guards.full_content import FullContent
+from ..guards.looks import is_time_to_look
 from ..owners import Owned, owners_by_id
 from ..param import FSDPParam
 from ..state import FSDPState, state_of
@@ -49,18 +51,21 @@ def full_params(
             a sharded parameter, for the whole one; an iterable of them, for a list.
         recurse: also the parameters of sharded modules inside the module.
         writeback: at the end, have the sharded parameters take the values of the copies, which must have been changed
-            (in place, by assignment or by `load_state_dict`) on all ranks alike. An optimizer's state stays. After an
-            exception nothing is written.
+            (in place, by assignment or by `load_state_dict`) on all ranks alike, and under all names of a tied one. An
+            optimizer's state stays; its steps belong before the block or after it. After an exception nothing is
+            written.
         rank0_only: only the first rank of each group's mesh gets data; on others the copies are on meta.
         offload_to_cpu: copies on the CPU; one group at a time is on the device, the copies never are.
         dtype: of copies of floating-point parameters.
 
     Raises:
         TypeError, ValueError: a wrong argument; nothing that is given is sharded; or, at the end, copies that differ
-            between ranks, or that parameters can't take, on every rank, before any is written.
+            between ranks, or between the names of one parameter, or that parameters can't take, on every rank, before
+            any is written.
         NotImplementedError: copies of parameters with `fsdp_pre_all_gather`; or `writeback` with `rank0_only`.
         RuntimeError: without `writeback`, something was written to; or a wrong moment: for copies, a backward, a
-            forward of the same groups, or another block.
+            forward of the same groups, or another block. Without options, writes through `.data` are looked for in
+            a group's 1st, 2nd, 4th, ... block, and in each at the debug level.
     """
     torch_compat.keep_out_of_graphs()
     _check(recurse, writeback, rank0_only, offload_to_cpu, dtype)
@@ -171,6 +176,7 @@ def _in_use(given: _Given) -> Iterator[Any]:
     in_backward = torch_compat.graph_task() != -1  # checkpointing runs the block once more
     joined: list[tuple[FSDPState, bool]] = []
     inside = {state.context for state in states if state.context.running}
+    looks: list[_Look] = []
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for state in states for module in state.modules]
     try:
         for state in states:
@@ -184,15 +190,46 @@ def _in_use(given: _Given) -> Iterator[Any]:
             hooks.use_in_forward(state, in_backward)
             if not in_backward and state.context in inside:
                 state.context.prefetcher.in_forward(state)
+        looks = [_Look(state) for state in states if not in_backward]
         yield given.show(lambda param: param.full)
     finally:
         for handle in handles:
             handle.remove()
+        written = [name for look in looks for name in look.written()]
         for state, was_kept in reversed(joined):
             if not in_backward:
                 _settle(state, backward_follows=was_kept or torch.is_grad_enabled())
             state.context.leave()
-    _refuse_written(name for state in states if not in_backward for name in state.group.versions.take_written())
+    _refuse_written(written)
+
+
+class _Look:
+    """At what the full parameters of `state` hold, from now on: in its 1st, 2nd, 4th, ... block. If a forward runs
+    around the block, it looks.
+    """
+
+    def __init__(self, state: FSDPState) -> None:
+        self._group = state.group
+        self._content: FullContent | None = None
+        self._versions: tuple[int, ...] = ()
+        if state.running == 1:
+            state.blocks += 1
+            if is_time_to_look(state.blocks, always=state.group.is_checked):
+                self._content, self._versions = state.group.adopted.note_content(every=1), state.group.shard_versions()
+
+    def written(self) -> list[str]:
+        """Names of those that were written to. All have their own memory again."""
+        overwritten = self._overwritten()
+        return self._group.versions.take_written() or overwritten
+
+    def _overwritten(self) -> list[str]:
+        # Full parameters may lie where shards do, to which an optimizer may have written.
+        if self._content is None or not self._group.is_unsharded or self._group.shard_versions() != self._versions:
+            return []
+        found = self._content.written()
+        if found:
+            self._group.adopted.move_full()
+        return found
 
 
 def _settle(state: FSDPState, backward_follows: bool) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, comm, full_params, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, comm, full_params, fully_shard, replicate
 from fsdp2.param import FSDPParam
 from fsdp2.param_group import SHARDED, FSDPParamGroup
 from fsdp2.state import states_below
@@ -379,6 +379,13 @@ def what_can_not_be_written() -> None:
     def untie() -> None:
         model.second.weight = nn.Parameter(torch.ones(5, 7))
 
+    def give_two() -> None:
+        model.first.weight, model.second.weight = (nn.Parameter(torch.full((5, 7), x)) for x in (1.0, 2.0))
+
+    def lose_one() -> None:
+        model.first.weight = nn.Parameter(torch.ones(5, 7))
+        model.second._parameters.pop("weight")
+
     def step() -> None:
         sharded.mul_(2)
 
@@ -391,7 +398,9 @@ def what_can_not_be_written() -> None:
         replace("matrix", torch.ones(5, 7).half()): "matrix: expected torch.float32 of shape .* got torch.float16",
         lambda: model._parameters.pop("scale"): "scale: it is gone",
         untie: r"first.weight: it is gone, or was replaced in some",
-        step: "the sharded parameters were changed",
+        give_two: "first.weight: second.weight is the same parameter, but was given other values. Give both",
+        lose_one: "first.weight: it is gone",
+        step: "the sharded parameters were changed inside the block, by an optimizer, say. Step before",
     }.items():
         with refused(ValueError, text, model, writeback=True):
             act()
@@ -582,6 +591,44 @@ def writing_without_writeback() -> None:
         compare(model, plain)
 
 
+def writing_through_data() -> None:
+    """It shows in no version. What was assigned so is not computed with behind the block."""
+    model, plain = pair()
+    model.set_debug_level(1)  # to look at each block, not only at the first few
+
+    def scale() -> None:
+        model.scale.data.add_(1)
+
+    def set_row() -> None:
+        model.matrix.data[-1] = 3.0
+
+    def assign() -> None:
+        model.matrix.data = torch.ones(5, 7)
+
+    for options in ({}, {"dtype": torch.bfloat16}, {"offload_to_cpu": True}):
+        for write in (scale, set_row, assign):
+            name = "scale" if write is scale else "matrix"
+            with refused(RuntimeError, rf"^({name}|one of .*): modified inside", model, **options):
+                write()
+            compare(model, plain)
+            with full_params(model, **options) as named:
+                expected = plain.get_parameter(name)
+                assert_same(named[name], expected.to(named[name].dtype), 0, 0, name)
+
+
+def steps_inside() -> None:
+    """An optimizer's, while full parameters, or copies, are there: that writes to none of these."""
+    for shard in (fully_shard, replicate):
+        for options in ({}, {"offload_to_cpu": True}):
+            model = shard(nn.Linear(3, 2))
+            before = full(model.weight).clone()
+            optimizer = sgd(model, lr=1.0)
+            model(torch.ones(1, 3)).sum().backward()
+            with full_params(model, **options):
+                optimizer.step()
+            assert_same(full(model.weight), before - 1, 0, 0, "stepped")
+
+
 def wrong_moments() -> None:
     model = Net(2)
     for block in model.blocks:
@@ -667,6 +714,8 @@ CHECKS = (
     one_group_at_a_time,
     only_the_groups_needed,
     writing_without_writeback,
+    writing_through_data,
+    steps_inside,
     wrong_moments,
     wrong_arguments,
     extended_parameters,
