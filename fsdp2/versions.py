@@ -20,15 +20,28 @@ from .param import FSDPParam
 
 _version_of, requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
 
-# Identity of a sharded parameter -> who watches it, or has watched another of the same identity.
-_watching: weakref.WeakValueDictionary[int, GroupVersions] = weakref.WeakValueDictionary()
+# Identity of a storage -> the parameter whose shard lies there, or lay in another of the same identity.
+_lying_in: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 
-def note_data(sharded: Tensor, data: Tensor) -> None:
-    """`sharded`, if it is a sharded parameter, has given somebody `data`, its `.data`, which counts for itself."""
-    versions = _watching.get(id(sharded))
-    if versions is not None:
-        versions.note_data(sharded, data)
+def sharded_in(local: Tensor) -> FSDPParam | None:
+    """The parameter in whose shard's memory `local` lies, if it is watched."""
+    storage = torch_compat.storage_id(local)
+    param = _lying_in.get(storage)
+    return param if param is not None and torch_compat.storage_id(param.local) == storage else None
+
+
+def share_count(view: DTensor) -> None:
+    """Operations on the local tensor of `view`, if it is one of a sharded parameter, count as those on the parameter's
+    own: DTensor makes it below autograd, and so with a count that starts anew.
+    """
+    local = dtensor_compat.local_of(view)
+    param = sharded_in(local) if type(local) is Tensor else None
+    if param is None or param.local is local:
+        return
+    with torch.inference_mode(False):
+        memory = param.local.view(-1).view(local.dtype)
+        dtensor_compat.set_local(view, memory.as_strided(local.shape, local.stride(), local.storage_offset()))
 
 
 def refuse_written(names: Sequence[str]) -> None:
@@ -51,11 +64,7 @@ class GroupVersions:
 
     def __init__(self) -> None:
         self.guards = False
-        self._params: Sequence[FSDPParam] = ()
         self._sharded: list[Tensor] = []
-        # What a parameter last gave as its `.data`, and how often what it gave before was written to.
-        self._data: dict[FSDPParam, Tensor] = {}
-        self._data_writes: dict[FSDPParam, int] = {}
         # Counts how often parameters were replaced.
         self._replacements = torch.empty(0, device="cpu")
         self._full: tuple[Tensor, ...] = ()
@@ -73,10 +82,7 @@ class GroupVersions:
 
     def watch(self, params: Sequence[FSDPParam]) -> None:
         """Follow the faces that these have now."""
-        self._data_writes.update((param, self._count_data(param)) for param in self._data)
-        self._data.clear()
-        self._params = params
-        _watching.update((id(param.sharded), self) for param in params)
+        _lying_in.update((torch_compat.storage_id(param.local), param) for param in params)
         # Operations on a DTensor count there, operations on what to_local() returns count at the local tensor.
         self._sharded = [tensor for param in params for tensor in (param.sharded, param.local)]
         self._sharded.append(self._replacements)
@@ -102,42 +108,26 @@ class GroupVersions:
 
     def sharded(self) -> tuple[int, ...]:
         """Two per sharded parameter, one of which grows with each in-place operation on it, or an optimizer's step; and
-        then one that grows with replacements; if somebody has asked any for its `.data`, one with operations on that.
+        then one that grows with replacements.
         """
         with torch_compat.no_torch_function():
-            counts = tuple(map(_version_of, self._sharded))
-        return (*counts, sum(map(self._count_data, self._params))) if self._data_writes else counts
+            return tuple(map(_version_of, self._sharded))
 
     def sharded_and_trainable(self) -> tuple[tuple[int, ...], list[bool]]:
         """The same, and which of the sharded parameters are trainable."""
         with torch_compat.no_torch_function():
-            counts, trainable = (
-                tuple(map(_version_of, self._sharded)),
-                list(map(requires_grad_of, self._sharded[:-1:2])),
-            )
-        return (self.sharded() if self._data_writes else counts), trainable
-
-    def note_data(self, sharded: Tensor, data: Tensor) -> None:
-        """`sharded` has given somebody `data`, which shares its memory, and not its count of operations."""
-        for param in self._params:
-            if param.sharded is sharded:
-                self._data_writes[param] = self._count_data(param)
-                self._data[param] = data
-
-    def _count_data(self, param: FSDPParam) -> int:
-        count, data = self._data_writes.get(param, 0), self._data.get(param)
-        return count if data is None else count + data._version + dtensor_compat.local_of(data)._version
+            return tuple(map(_version_of, self._sharded)), list(map(requires_grad_of, self._sharded[:-1:2]))
 
     def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
         """What was done to these, which were on the meta device, has left them without values."""
-        self._unwritten += [(param, weakref.ref(param.local), self._counts(param)) for param in params]
+        self._unwritten += [(param, weakref.ref(param.local), _counts_of(param)) for param in params]
 
     def unwritten(self) -> list[FSDPParam]:
         """Those of them that no in-place operation has written to since, and nobody has replaced, as far as counts
         tell: collectives don't count.
         """
         with torch_compat.no_torch_function():
-            left = [each for each in self._unwritten if each[1]() is each[0].local and self._counts(each[0]) == each[2]]
+            left = [each for each in self._unwritten if each[1]() is each[0].local and _counts_of(each[0]) == each[2]]
         self._unwritten = left
         return [param for param, *_ in left]
 
@@ -172,18 +162,19 @@ class GroupVersions:
             if len(self._sharded) // 2 in changed:  # some were replaced
                 changed.update(self._places)
             self._set_valid(
-                tuple(count + 2 * (i in changed) for i, count in zip(self._places, self._valid, strict=True))
+                tuple(valid + 2 * (i in changed) for i, valid in zip(self._places, self._valid, strict=True))
             )
         elif not self._is_expired:
             return
         self._is_expired = False
         torch_compat.set_versions(self._full, self._valid)
 
-    def _counts(self, param: FSDPParam) -> tuple[int, ...]:
-        return param.sharded._version, param.local._version, self._count_data(param)
-
     def _set_valid(self, counts: tuple[int, ...]) -> None:
-        self._valid, self._expired = counts, tuple(count + 1 for count in counts)
+        self._valid, self._expired = counts, tuple(each + 1 for each in counts)
+
+
+def _counts_of(param: FSDPParam) -> tuple[int, ...]:
+    return param.sharded._version, param.local._version
 
 
 def _with_local(full: Tensor) -> tuple[Tensor, ...]:

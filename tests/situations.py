@@ -526,6 +526,34 @@ def data_written(side: Side) -> None:
     side.weights("trained", model)
 
 
+@ends(EXACT)
+def data_read(side: Side) -> None:
+    """`p.data` read between forward and backward"""
+    model = shard(side, Net())
+    average = [param.data.clone() for param in model.parameters()]
+    for step in range(3):
+        loss = loss_of(model(side.batch(step)))
+        for mean, param in zip(average, model.parameters(), strict=True):
+            mean.lerp_(param.data, 0.1)
+        loss.backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def state_dict_written(side: Side) -> None:
+    """A state dict that was taken before loaded into, as `dcp.load` does, where full parameters stay"""
+    model = shard(side, Net(), reshard_after_forward=False)
+    if side.is_sharded:
+        model.set_reshard_after_backward(False)
+    state = model.state_dict()
+    for step in range(2):
+        loss_of(model(side.batch(step))).backward()
+    for value in state.values():
+        (value.to_local() if side.is_sharded else value).mul_(0.5)
+    with torch.no_grad():
+        side.rows("outputs", model(side.batch(2)))
+
+
 @ends(LOUD, "is not what the sharded parameter holds")
 def data_of_shards_written(side: Side) -> None:
     """`p.to_local().data` written to, where full parameters stay"""

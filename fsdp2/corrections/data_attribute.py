@@ -1,12 +1,14 @@
-"""`p.data` of a sharded parameter, and of any DTensor: what is written to it, or assigned, is seen.
+"""`p.data` of a sharded parameter, and of any DTensor: what is written to it, or assigned, is seen. So is what is
+written to the local tensor of a sharded parameter's view, such as state dicts hold.
 
-Torch's own is that of a plain tensor. It replaces what the DTensor says of itself, and leaves the local tensor that all
-operations use; so an assignment does nothing, without a word.
+Torch's own `.data` is that of a plain tensor. It replaces what the DTensor says of itself, and leaves the local tensor
+that all operations use; so an assignment does nothing, without a word.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -14,22 +16,36 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import dtensor_compat, torch_compat
-from ..versions import note_data
+from ..versions import sharded_in, share_count
 
 _PLAIN: Any = torch.Tensor.data
 
 
 @cache
 def follow_data() -> None:
-    """From now on `.data` of a DTensor can be assigned another DTensor. Nothing else changes for users."""
+    """From now on `.data` of a DTensor can be assigned another DTensor, and that of a sharded parameter counts what is
+    written to it, as does the local tensor of what is a view of one. Nothing else changes for users.
+    """
     DTensor.data = property(_get, _set)  # type: ignore[assignment]
+    DTensor.to_local = _counted(DTensor.to_local)  # type: ignore[method-assign]
+
+
+def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(to_local)
+    def counted(self: DTensor, **options: Any) -> Tensor:
+        share_count(self)
+        return to_local(self, **options)
+
+    return counted
 
 
 @torch_compat.untraced
 def _get(self: DTensor) -> Tensor:
-    data: Tensor = _PLAIN.__get__(self)
-    note_data(self, data)
-    return data
+    if sharded_in(dtensor_compat.local_of(self)) is None:
+        data: Tensor = _PLAIN.__get__(self)
+        return data
+    with torch.inference_mode(False):
+        return self.detach()
 
 
 @torch_compat.untraced

@@ -1,4 +1,4 @@
-"""Whether somebody writes to parameters where their versions don't show it: through `.data`.
+"""Whether somebody writes to parameters where their versions don't show it: through a plain tensor's `.data`.
 
 What a forward so writes to its full parameters is lost when they are given up; an assignment would have the module
 compute with it for ever after. What is so written to a shard whose full parameter is kept takes no part in forwards.
@@ -45,8 +45,8 @@ class FullContent:
         if names:
             raise RuntimeError(
                 f"{', '.join(names)}: what was gathered before this forward, and has stayed, is not what the sharded "
-                "parameter holds. Either was written to through `.data`, which nothing counts. Write to the sharded "
-                "parameter, or to what its to_local() returns, under torch.no_grad()."
+                "parameter holds. Either was written to where nothing counts it, as through a plain tensor's `.data`. "
+                "Write to the sharded parameter, or to what its to_local() returns, under torch.no_grad()."
             )
 
     def _overwritten(self) -> list[str]:

@@ -208,6 +208,24 @@ def test_backward_refuses_what_another_forward_has_taken_in_place_of_its_paramet
     check(scenario, wrap=(blocks, whole))
 
 
+def test_reading_data_before_backward_is_no_change() -> None:
+    """As an average of weights does, or what logs their norms."""
+
+    def scenario(run: Run, wrap: Any) -> None:
+        model = run.build(Tower, lambda linear: None)
+        wrap(run, model)
+        older = [param.data for param in model.parameters()]
+        for step in range(2):
+            loss = loss_of(model(run.batch(seed=step)))
+            for param, data in zip(model.parameters(), older, strict=True):
+                (param.data + data).norm()
+            loss.backward()
+            run.grads(f"trained {step}", model)
+            model.zero_grad()
+
+    check(scenario, wrap=(blocks, whole))
+
+
 def test_what_has_been_replaced_keeps_its_values() -> None:
     """Weights of an average take the place of those that train, and these come back."""
 

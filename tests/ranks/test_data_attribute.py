@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from fsdp2 import fully_shard
 from fsdp2.corrections.data_attribute import follow_data
 from helpers import assert_same, run_ranks
 
@@ -37,5 +38,20 @@ def test_data_of_any_dtensor() -> None:
         with pytest.raises(TypeError, match=r"global shape \(5,\): expected a DTensor, got Tensor"):
             param.data = second
         assert_same(param.full_tensor(), second.double(), 0, 0, "unchanged")
+
+    run_ranks(2, body)
+
+
+def test_the_local_tensor_in_a_graph() -> None:
+    """What counts for sharded parameters breaks none."""
+
+    def body(_: int, __: int) -> None:
+        fully_shard(nn.Linear(3, 3))(torch.ones(2, 3))  # from then on torch.compile traces little of ours
+        param = nn.Parameter(distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        compiled = torch.compile(lambda tensor: (2 * tensor).to_local() + 1, fullgraph=True, backend="aot_eager")
+        output = compiled(param)
+        assert_same(output, 2 * param.to_local() + 1, 0, 0, "compiled")
+        output.sum().backward()
+        assert_same(param.grad.to_local(), torch.full_like(param.to_local(), 2.0), 0, 0, "gradient")
 
     run_ranks(2, body)

@@ -302,6 +302,14 @@ def in_inference_mode(run: Run, model: nn.Module) -> None:
             param.mul_(0.9)
 
 
+def write_to_kept_state(run: Run, model: nn.Module) -> None:
+    """As `dcp.load` does into a state dict that was taken before."""
+    if "kept_state" not in vars(model):
+        vars(model)["kept_state"] = model.state_dict()
+    for value in vars(model)["kept_state"].values():
+        _local(value).mul_(0.9)
+
+
 CHANGES: dict[str, Callable[[Run, nn.Module], object]] = {
     "SGD foreach": optimizer_step(torch.optim.SGD, foreach=True),
     "SGD one by one": optimizer_step(torch.optim.SGD, foreach=False),
@@ -329,7 +337,12 @@ CHANGES: dict[str, Callable[[Run, nn.Module], object]] = {
     "replaced": replace,
     "swapped": swap,
     "the local tensor in a state dict": lambda run, model: [_local(p).mul_(0.9) for p in model.state_dict().values()],
+    "the local tensor in a state dict that is kept": write_to_kept_state,
+    "the local tensor of a detached one": in_place(lambda p: _local(p.detach()).mul_(0.9)),
+    "the local tensor of a view": in_place(lambda p: _local(p.view(p.shape)).mul_(0.9)),
+    "the local tensor of a transposed one": in_place(lambda p: _local(p.transpose(0, -1)).mul_(0.9)),
     ".data": in_place(lambda p: p.data.mul_(0.9)),
+    ".data of a detached one": in_place(lambda p: p.detach().data.mul_(0.9)),
     "copy_ to .data": in_place(lambda p: p.data.copy_(_values(p, seed=2))),
     ".data assigned": in_place(assign_data),
     "foreach": lambda run, model: torch._foreach_mul_([p.detach() for p in model.parameters()], 0.9),
