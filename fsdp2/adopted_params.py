@@ -79,18 +79,24 @@ class AdoptedParams:
         self._looked = all(p.is_extended == spec.extended for p, spec in zip(self.params, self._specs, strict=True))
         return self._looked
 
-    def is_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
-        """Whether the parameter that `weight` is a view of has other versions `now` than `before`."""
-        assert self.buffers is not None, "a full parameter was saved"
+    def find_changed(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> list[str]:
+        """Names of the parameters, of one of which `weight` is a view, that have other versions `now` than `before`; of
+        all there are, if some were replaced.
+        """
         count = len(self.params)
-        if before[2 * count :] != now[2 * count :]:  # some were replaced, or nothing is known of before
-            return True
+        if before[2 * count :] != now[2 * count :]:  # or nothing is known of before
+            return [param.name for param in self.params]
+        places = self._places_of(weight)
+        return [self.params[i].name for i in places if before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]]
+
+    def _places_of(self, weight: Tensor) -> range:
+        """Of the parameters, among which is that of which `weight` is a view."""
+        assert self.buffers is not None, "a full parameter was saved"
         if self.extensions.members and torch_compat.storage_id(weight) != self.buffers.storage_id:
-            extended = slice(2 * len(self.buffers.layout.specs), 2 * count)
-            return before[extended] != now[extended]  # which of them it is part of is not known
+            return range(len(self.buffers.layout.specs), len(self.params))  # which of them is not known
         weight = dtensor_compat.local_if_any(weight)
         i = bisect_right(self.buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
-        return before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]
+        return range(i, i + 1)
 
     def note_content(self, every: int) -> FullContent:
         """Note what the full parameters hold, but for those that say themselves how they are gathered: see there."""

@@ -31,6 +31,7 @@ class Owner(Protocol):
     versions: tuple[int, ...]
 
 
+_DO_LATER = "Change parameters before forward or after backward"
 _DISABLE = graph.disable_saved_tensors_hooks
 
 
@@ -122,15 +123,20 @@ class SavedTensors:
         tensor, before, owner = saved
         # Autograd checks versions itself, but not of tensors that pass through hooks.
         if owner is None:
-            changed = tensor._version != before
+            if tensor._version != before:
+                _refuse("a tensor", tensor, "torch.autograd.set_detect_anomaly(True) finds what needs it")
         else:
             self._before_use(owner)
             now = owner.versions
-            changed = now is not before and now != before and owner.group.adopted.is_changed(tensor, before, now)
-        if changed:
-            what = "tensor" if owner is None else f"parameter (of {owner})"
-            raise RuntimeError(
-                f"a {what} of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place "
-                "operation since forward, or replaced. torch.autograd.set_detect_anomaly(True) finds what needs it."
-            )
+            if now is not before and now != before:
+                names = owner.group.adopted.find_changed(tensor, before, now)
+                if names:
+                    _refuse(names[0] if len(names) == 1 else f"a parameter (of {owner})", tensor, _DO_LATER)
         return tensor
+
+
+def _refuse(what: str, tensor: Tensor, do: str) -> None:
+    raise RuntimeError(
+        f"{what} of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place operation "
+        f"since forward, or replaced. {do}."
+    )

@@ -226,6 +226,32 @@ def test_reading_data_before_backward_is_no_change() -> None:
     check(scenario, wrap=(blocks, whole))
 
 
+def test_what_is_written_through_data_before_backward() -> None:
+    """Backward refuses it, by name, for a weight that it needs; a bias it does not."""
+
+    def scenario(run: Run, wrap: Any) -> None:
+        model = run.build(Tower, lambda linear: None)
+        wrap(run, model)
+        up = model.blocks[1].up
+        loss = loss_of(model(run.batch(seed=1)))
+        up.bias.data.mul_(0.9)
+        loss.backward()
+        run.grads("bias", model)
+        model.zero_grad()
+        older = up.weight.data
+        loss = loss_of(model(run.batch(seed=2)))
+        up.weight.data.norm()
+        older.mul_(0.9)
+        if run.sharded:
+            with pytest.raises(RuntimeError, match=r"^blocks\.1\.up\.weight of shape .* was modified .* Change"):
+                loss.backward()
+        model.zero_grad()
+        loss_of(model(run.batch(seed=3))).backward()
+        run.grads("the next step", model)
+
+    check(scenario, wrap=(blocks, whole))
+
+
 def test_what_has_been_replaced_keeps_its_values() -> None:
     """Weights of an average take the place of those that train, and these come back."""
 
