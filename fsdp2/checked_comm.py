@@ -47,6 +47,7 @@ class CheckedComm:
         cpu = torch.device("cpu")
         self._device = cpu if torch_compat.has_backend(group, cpu) else device
         self._aside = make_comm(group, self._device)
+        self.label.comms.update(self._aside.label.comms)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

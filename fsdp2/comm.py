@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -134,6 +135,7 @@ class PairwiseComm:
     def __init__(self, group: dist.ProcessGroup, label: Label | None = None) -> None:
         self.group, self.rank, self.size, self.label = group, group.rank(), group.size(), label or Label()
         self._conversation = _conversations.setdefault(group, Conversation(group))
+        self.label.comms.add(self)
         # Of a message whose sender may be out of step: one that is longer than expected would end the process.
         self._max_rider = _MAX_RIDER_NBYTES // max(1, self.size - 1)
         self.longest_first = HEADER_NBYTES + self._max_rider
@@ -180,6 +182,8 @@ class PairwiseComm:
         `tensors`: what this rank gives, to be compared.
         """
         header, conversation = self.label.header(kind, tensors), self._conversation
+        if conversation.partings:
+            conversation.come_back(self._take_leave)
         rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}
         exchange = Exchange(conversation, self.label, header, rows, self._take_leave)
         first_tag, tag = conversation.header_tag, conversation.begin(exchange)
@@ -201,31 +205,35 @@ class PairwiseComm:
             raise
         return exchange
 
-    def _take_leave(self, first: Exchange, later: Sequence[Exchange]) -> None:
-        """Ranks are out of step since `first`: wait until no message that has a receiver is under way.
+    def leave(self) -> None:
+        """Say goodbye, once, to the other ranks: they get that in place of the next collective's header, and raise."""
+        if not self._conversation.partings:
+            tag = self._conversation.header_tag
+            with suppress(RuntimeError):  # a peer is gone
+                self._conversation.partings = [self.group.send([GOODBYE.data], to, tag) for to, _ in self._peers]
+
+    def _take_leave(self, begun: Sequence[Exchange]) -> None:
+        """Ranks are out of step since the first of `begun`: wait until none is under way to this one.
 
         gloo stops delivering to a rank that has dropped a message which arrives after all. What each other rank has
-        begun is known when it says goodbye, as all do as soon as they compare `first`.
+        begun is known when it says goodbye, as all do as soon as they compare the first.
         """
-        tag = self._conversation.header_tag
-        sent = [self.group.send([GOODBYE.data], to, tag) for to, _ in self._peers]
+        self.leave()
         for _, source in self._peers:
-            self._wait_for_goodbye(source, first, later, tag)
-        for work in (*sent, *(work for exchange in later for work in exchange.sent)):
-            work.wait()
+            self._wait_for_goodbye(source, begun)
 
-    def _wait_for_goodbye(self, source: int, first: Exchange, later: Sequence[Exchange], tag: int) -> None:
+    def _wait_for_goodbye(self, source: int, begun: Sequence[Exchange]) -> None:
         agrees = True
-        for exchange in (first, *later):
-            if exchange is not first:
+        for i, exchange in enumerate(begun):
+            if i > 0:
                 exchange.received[source].wait()
             if not differ(exchange.rows[source], GOODBYE):
                 return
             agrees = agrees and not differ(exchange.rows[source], exchange.header)
             for work in exchange.rest[source] if agrees else ():
                 work.wait()
-        message = torch.empty(self.longest_first, dtype=torch.uint8, device="cpu")
-        self.group.recv([message], source, tag).wait()
+        message, tag = torch.zeros(self.longest_first, dtype=torch.uint8, device="cpu"), self._conversation.header_tag
+        message[0] = 1  # no goodbye yet
         while differ(message, GOODBYE):
             self.group.recv([message], source, tag).wait()
 

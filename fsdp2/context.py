@@ -110,6 +110,8 @@ class Context:
     def note_out_of_step(self) -> None:
         """Ranks were: each may have left another part of a pass undone. Let none remember any, from the next one on."""
         self._is_out_of_step = True
+        for state in self.states:
+            state.group.label.leave()
 
     def settings(self) -> dict[str, Any]:
         """What a user has set for all states: flags, and prefetch lists as places in the list of states."""

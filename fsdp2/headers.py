@@ -70,6 +70,8 @@ class Label:
         self.name = name
         # Of which of the group's parameters the next gradients are: set before a reduction.
         self.part = ""
+        # Its Comms that can say goodbye: over the axes of a mesh, or over some of the ranks.
+        self.comms: weakref.WeakSet[Any] = weakref.WeakSet()
         self._runtime: Callable[[], Runtime | None] = lambda: None
         self._headers: dict[Any, Header] = {}
 
@@ -81,6 +83,11 @@ class Label:
         runtime = self._runtime()
         if runtime is not None:
             runtime.note_out_of_step()
+
+    def leave(self) -> None:
+        """Ranks are out of step: tell all with whom this one has collectives, for those of other axes wait for it."""
+        for comm in self.comms:
+            comm.leave()
 
     def header(self, kind: str, tensors: Sequence[Tensor]) -> Header:
         """Of a collective that takes `tensors` of this rank; built once."""
@@ -105,8 +112,10 @@ class Label:
         return f"{kind} {self.name}" if len(self.name) <= _LONGEST_NAME else f"{kind} ...{self.name[-_LONGEST_NAME:]}"
 
 
-GOODBYE = Header.holding("", torch.zeros(HEADER_NBYTES, dtype=torch.uint8, device="cpu"))
-"""Of no collective."""
+_LEFT = "out of step with others, see its error"
+_GOODBYE = (bytes(_DIGEST_NBYTES) + _LEFT.encode()).ljust(HEADER_NBYTES, b"\0")
+GOODBYE = Header.holding(_LEFT, torch.frombuffer(bytearray(_GOODBYE), dtype=torch.uint8))
+"""Of no collective: what a rank sends last, before all begin anew."""
 
 
 def differ(message: Tensor, own: Header) -> bool:
@@ -154,7 +163,7 @@ class Exchange:
     A rank's first message begins with its header; a small tensor may ride behind that.
 
     `rows`: where first messages arrive, by the rank that sends them.
-    `take_leave`: told, if ranks are out of step, which exchanges began later: see PairwiseComm.
+    `take_leave`: called, if ranks are out of step, with this exchange and those that began later: see PairwiseComm.
     """
 
     def __init__(
@@ -163,7 +172,7 @@ class Exchange:
         label: Label,
         header: Header,
         rows: dict[int, Tensor],
-        take_leave: Callable[[Exchange, Sequence[Exchange]], None],
+        take_leave: Callable[[Sequence[Exchange]], None],
     ) -> None:
         self.label, self.header, self.rows, self.take_leave = label, header, rows, take_leave
         # First messages that are sent, and received, by rank; all that follow, by rank; riders, as (target, row).
@@ -172,7 +181,7 @@ class Exchange:
         self.rest: dict[int, list[Work]] = {rank: [] for rank in rows}
         self.riders: list[tuple[Tensor, Tensor]] = []
         self.error: str | None = None
-        self.is_compared = False
+        self.is_compared = self.differs = False
         self._conversation = conversation
 
     def wait(self) -> None:
@@ -201,8 +210,9 @@ class Exchange:
             except RuntimeError as error:  # then all other works of the process group end at once
                 came.discard(source)
                 problem = problem or str(error)
+        self.differs = any(differ(row, self.header) for row in self.rows.values())
         try:
-            for work in self.sent:
+            for work in () if self.differs else self.sent:  # who has left takes it later
                 work.wait()
         except RuntimeError as error:
             problem = problem or str(error)
@@ -211,7 +221,7 @@ class Exchange:
     def fail(self, error: RuntimeError) -> None:
         """It could not even be begun. Say in the message where ranks are."""
         error.args = (f"{error}{self._conversation.table(self, set())}",)
-        self._conversation.give_up(self, str(error))
+        self._conversation.give_up([self], str(error))
 
 
 class Conversation:
@@ -219,6 +229,8 @@ class Conversation:
 
     Messages that follow headers are matched by tags that derive from all headers so far: what is sent by ranks that are
     out of step arrives nowhere. After an error tags begin anew, on all ranks.
+
+    `partings`: the goodbyes that this rank has sent, until all ranks have.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -227,6 +239,9 @@ class Conversation:
         self._errors = 0
         self._sequence = 0
         self._last = ("nothing yet", time.monotonic())
+        self.partings: list[Work] = []
+        # Sent before the last error: those who left earlier take it when they come back.
+        self._left_behind: list[Work] = []
 
     @property
     def header_tag(self) -> int:
@@ -245,20 +260,32 @@ class Conversation:
             exchange.is_compared = True
             came, problem = exchange.receive()
             if problem:
-                self.give_up(exchange, problem + self.table(exchange, came))
-            elif any(differ(row, exchange.header) for row in exchange.rows.values()):
+                self.give_up([exchange], problem + self.table(exchange, came))
+            elif exchange.differs:
+                if not self.partings:  # else that was said when this rank left
+                    exchange.label.note_out_of_step()
                 with suppress(RuntimeError):  # one is gone: then nothing arrives any more
-                    exchange.take_leave(exchange, [*self._pending])
+                    exchange.take_leave([exchange, *self._pending])
                 texts = {source: text_of(row) for source, row in exchange.rows.items()}
                 texts[self._own_rank()] = exchange.header.text
-                exchange.label.note_out_of_step()
-                self.give_up(exchange, out_of_step({self._ranks()[i]: texts[i] for i in sorted(texts)}))
+                self.give_up([exchange], out_of_step({self._ranks()[i]: texts[i] for i in sorted(texts)}))
             else:
                 self._last = exchange.header.text, time.monotonic()
 
-    def give_up(self, exchange: Exchange, error: str) -> None:
-        """`exchange` and those that began later will not happen."""
-        for each in (exchange, *self._pending):
+    def come_back(self, take_leave: Callable[[Sequence[Exchange]], None]) -> None:
+        """Behind a goodbye: wait until all ranks have said theirs, and whatever began before is compared."""
+        if self._pending:
+            self.compare_until(self._pending[-1])
+        if self.partings:
+            with suppress(RuntimeError):  # one is gone: whoever asks for the next collective is told
+                take_leave([])
+            self.give_up([], "")
+
+    def give_up(self, begun: Sequence[Exchange], error: str) -> None:
+        """Those, and all that are still to be compared, will not happen."""
+        self._left_behind, self.partings = self.partings, []
+        for each in (*begun, *self._pending):
+            self._left_behind += each.sent
             each.is_compared, each.error = True, error
             each.rest, each.riders = {}, []
         self._pending.clear()

@@ -1544,6 +1544,16 @@ def replicas_use_different_parameters(side: Side) -> None:
     train_by_rank(side, side.fully_shard(Branches(), **hsdp(side, 1)), (0, 1))
 
 
+@ends(LOUD, "ranks are out of step", ranks=4)
+def rank_of_one_replica_out_of_step(side: Side) -> None:
+    """HSDP: one rank evaluates once more than the others"""
+    model = shard(side, Net(), **hsdp(side, 2))
+    with torch.no_grad():
+        for _ in range(2 if side.is_sharded and side.rank == 0 else 1):
+            model(side.batch(1))
+    train(side, model)
+
+
 # ---- memory that two share, and copies
 
 
