@@ -604,6 +604,46 @@ def backward_of_chosen_parameters(side: Side) -> None:
     side.grads("gradients", model)
 
 
+@ends(EXACT)
+def penalty_added_to_the_loss(side: Side) -> None:
+    """`loss + penalty` of all parameters (L2, EWC)"""
+    model = shard(side, Net())
+    for step in range(2):
+        penalty = sum(param.square().sum() for param in model.parameters())
+        (loss_of(model(side.batch(step))) + 0.1 * penalty).backward()
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "penalty.full_tensor()")
+def penalty_added_by_a_function(side: Side) -> None:
+    """The same by `torch.add(loss, penalty)`"""
+    model = shard(side, Net())
+    torch.add(loss_of(model(side.batch(0))), model.head.weight.square().sum()).backward()
+    side.grads("gradients", model)
+
+
+class Weighted(Net):
+    """With the logarithm of a loss's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_weight = nn.Parameter(torch.zeros(()))
+
+
+@ends(EXACT)
+def weight_of_this_ranks_number(side: Side) -> None:
+    """A scalar parameter outside forward, times what each rank's rows come to (SAC's temperature)"""
+    model = shard(side, Weighted())
+    optimizer = sgd(model)
+    for step in range(3):
+        output = model(side.batch(step))
+        own = output.detach().square().mean()
+        (loss_of(output) - model.log_weight.exp() * (own - 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
 @ends(LOUD, "call backward(inputs=...)")
 def gradients_by_parameters(side: Side) -> None:
     """`torch.autograd.grad` by the model's parameters, unused ones allowed"""

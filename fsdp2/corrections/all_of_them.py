@@ -12,6 +12,7 @@ from .full_tensor import average_in_full_tensor
 from .optimizer_states import cut_loaded_states
 from .optimizer_steps import follow_optimizer_steps
 from .parts import write_through_parts
+from .plain_operands import meet_plain_numbers
 
 
 @cache
@@ -20,6 +21,7 @@ def correct_torch() -> None:
     follow_optimizer_steps()
     cut_loaded_states()
     average_in_full_tensor()
+    meet_plain_numbers()
     follow_data()
     accept_sharded_inputs()
     write_through_parts()

@@ -8,7 +8,7 @@ torch.compile traces what is here; but for that it runs outside of graphs only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from inspect import signature
 from typing import Any
@@ -44,7 +44,7 @@ def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
         try:
             return backward(*args, **kwargs)
         except RuntimeError as error:
-            _explain(error)
+            _explain(error, args[0] if args else kwargs.get("tensors", ()))
             raise
 
     return backward_of_sharded
@@ -59,14 +59,23 @@ def _without_full_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return grad(outputs, inputs, *args, **kwargs)
         except RuntimeError as error:
-            _explain(error)
+            _explain(error, outputs)
             raise
 
     return grad_of_sharded
 
 
-def _explain(error: RuntimeError) -> None:
-    """Raise a better error, if `error` comes of full parameters that were given up: nothing else frees what is used."""
+def _explain(error: RuntimeError, outputs: Any) -> None:
+    """Raise a better error, if `error` comes of gradients of shards where plain ones belong; or of full parameters that
+    were given up: nothing else frees what is used.
+    """
+    if "mixed torch.Tensor and DTensor" in str(error):
+        for owned in _owned(node.variable for node in _leaf_nodes(outputs)):
+            raise RuntimeError(
+                f"{owned.param.name}: a loss brings together plain tensors and a DTensor that is computed of it "
+                "outside its module's forward. Write full_tensor() behind the latter (`loss + penalty.full_tensor()`), "
+                "or compute it inside `with fsdp2.full_params(model):`."
+            ) from error
     if "storage of size 0" in str(error):
         raise RuntimeError(
             "backward has read a full parameter after it was freed: in a graph that an earlier backward built "
@@ -93,7 +102,7 @@ def _refuse_full(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     full = {owned.param.full: owned for owned in _owned(inputs)}
     if not full:
         return
-    for node in leaf_nodes([output.grad_fn for output in outputs if isinstance(output, Tensor)]):
+    for node in _leaf_nodes(outputs):
         if node.variable in full:
             raise NotImplementedError(
                 f"{full[node.variable].param.name}: torch.autograd.grad has no gradients of sharded parameters, which "
@@ -102,12 +111,16 @@ def _refuse_full(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
             )
 
 
+def _leaf_nodes(outputs: Any) -> Iterator[Any]:
+    return leaf_nodes([output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor)])
+
+
 def _full_of(tensor: Tensor) -> Tensor:
     """What stands in the graph of a forward for `tensor`."""
     return next((owned.param.full for owned in _owned([tensor])), tensor)
 
 
-def _owned(inputs: Sequence[Any]) -> Iterator[Owned]:
+def _owned(inputs: Iterable[Any]) -> Iterator[Owned]:
     for each in inputs:
         owned = sharded_owner(each) if isinstance(each, DTensor) and each.is_leaf else None
         if owned is not None:

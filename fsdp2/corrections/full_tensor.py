@@ -29,15 +29,16 @@ def average_in_full_tensor() -> None:
     def full_tensor(self: DTensor, **options: Any) -> Tensor:
         whole = plainly(self, **options)
         if whole.requires_grad and options.get("grad_placements") is None:
-            owner = _owner_of(self)
+            owner = owner_of(self)
             if owner is not None:
+                _distribute_gradients_of(self)
                 whole.register_hook(_Average(owner))
         return whole
 
     DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
 
 
-def _owner_of(tensor: DTensor) -> Owned | None:
+def owner_of(tensor: DTensor) -> Owned | None:
     """Whose sharded parameter it is, or one of those of one mesh that it is computed of; None: neither, or not only of
     such. (Full ones, which tensor parallelism has made DTensors, have their gradients reduced anyway.)
     """
@@ -49,9 +50,12 @@ def _owner_of(tensor: DTensor) -> Owned | None:
     first, *others = [sharded_owner(node.variable) for node in nodes] or [None]
     if first is None or any(each is None or each.state.group.mesh != first.state.group.mesh for each in others):
         return None
-    for node in nodes:
-        node.register_prehook(_DistributedLike(node.variable))
     return first
+
+
+def _distribute_gradients_of(tensor: DTensor) -> None:
+    for node in leaf_nodes([tensor.grad_fn]):
+        node.register_prehook(_DistributedLike(node.variable))
 
 
 class _DistributedLike:

@@ -43,6 +43,7 @@ ORDER = (
     "guards.rank_guard",
     "guards.running_stats",
     "guards.rounding",
+    "corrections.plain_operands",
     "corrections.full_tensor",
     "corrections.autograd_inputs",
     "corrections.data_attribute",
