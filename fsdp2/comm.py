@@ -297,6 +297,12 @@ def all_reduce_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, larg
         all_reduce_now(tensor, group, largest=largest)
 
 
+def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+    """tensor := that of the first rank of a mesh that has these groups, on return. All of its ranks must call it."""
+    for group in groups:
+        dist.broadcast(tensor, group=group, group_src=0)
+
+
 def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> list[bytes]:
     """What each rank of `comm` has, of equal length on all, in rank order, on return. All of these must call it."""
     if comm.size == 1:

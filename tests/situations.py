@@ -596,6 +596,17 @@ def noise_like_weights(side: Side) -> None:
 
 
 @ends(EXACT)
+def noise_of_each_ranks_seed(side: Side) -> None:
+    """The same in replicas, where each rank has a seed of its own (for dropout): all draw what the first does"""
+    model = shard(side, Net(), **hsdp(side, 1))
+    torch.manual_seed(side.rank)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.1)
+    side.weights("noisy", model)
+
+
+@ends(EXACT)
 def backward_of_chosen_parameters(side: Side) -> None:
     """`backward(inputs=...)` with parameters of the model"""
     model = shard(side, Net())

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from ..comm import broadcast_over, moves_data
 from ..dtensor_compat import (
     FINDS_PLACES,
     DTensorSpec,
@@ -91,7 +93,8 @@ def compute_like_plain_tensors() -> None:
     """From now on these do with DTensors what they do with plain tensors.
 
     - What draws random values into a DTensor on a mesh of CPUs, or for one like it, gives each rank its part of what a
-      plain tensor would get from the same seed, for any number of ranks. Torch gives all the same values.
+      plain tensor would get from the same seed, for any number of ranks. Torch gives all the same values. What ranks
+      hold alike is drawn alike, whatever their seeds: from the generator of the first of them.
     - `mse_loss` and its kin are the mean over all elements, also where ranks hold different numbers of them. Torch
       takes the mean of the ranks' means.
     - Extremes, and norms that are such, of parameters of which some ranks hold nothing are those of all elements. Torch
@@ -140,9 +143,28 @@ def _is_drawn_by_torch(target: DTensor) -> bool:
 def _drawn(whole: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """This rank's part of what `op` makes of plain tensors: of `whole(each)` in place of each DTensor."""
     first = next(each for each in args if isinstance(each, DTensor))
-    drawn = op(*(whole(each) if isinstance(each, DTensor) else each for each in args), **kwargs)
-    placements = first.placements if drawn.shape == first.shape else [Replicate()] * first.device_mesh.ndim
-    return cut(drawn, first.device_mesh, placements)
+    mesh, generator = first.device_mesh, kwargs.get("generator") or torch.default_generator
+    before = generator.get_state()
+    plain = [whole(each) if isinstance(each, DTensor) else each for each in args]
+    drawn = op(*plain, **kwargs)
+    placements = first.placements if drawn.shape == first.shape else [Replicate()] * mesh.ndim
+    shared = _state_among_replicas(before, mesh, placements)
+    if not torch.equal(shared, before):
+        after = generator.get_state()
+        generator.set_state(shared)
+        drawn = op(*plain, **kwargs)
+        generator.set_state(after)
+    return cut(drawn, mesh, placements)
+
+
+def _state_among_replicas(own: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """The state of the first of those generators whose ranks are to draw the same. All of these must call it."""
+    axes = [axis for axis, placement in enumerate(placements) if placement.is_replicate() and mesh.size(axis) > 1]
+    groups = [mesh.get_group(axis) for axis in axes]
+    shared = own.clone()
+    if moves_data(groups, own.device):
+        broadcast_over(shared, groups)
+    return shared
 
 
 def _blank(like: DTensor) -> Tensor:

@@ -193,6 +193,30 @@ def test_draws_are_those_into_a_plain_tensor(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
+def test_ranks_of_different_seeds_draw_alike_what_they_hold_alike() -> None:
+    """What one of them would draw for its replica; and each one's generator goes on as its own."""
+
+    def body(rank: int, _: int) -> list[Tensor]:
+        compute_like_plain_tensors()
+        mesh, found = init_device_mesh("cpu", (2, 2)), []
+        for name, draw in DRAWS.items():
+            for placements in ((Replicate(), Shard(0)), (Shard(0), Replicate()), (Replicate(), Replicate())):
+                own = distribute_tensor(PLAIN.clone(), mesh, placements, src_data_rank=None)
+                torch.manual_seed(rank)
+                found.append(draw(own).full_tensor())
+                after = torch.get_rng_state()
+                torch.manual_seed(rank)
+                plain = draw(PLAIN.clone())
+                draws_again = name == "trunc_normal_"  # until all that ranks have drawn fits
+                assert draws_again or torch.equal(torch.get_rng_state(), after), (name, placements)
+            assert rank > 0 or torch.equal(found[-1], plain), name
+        return found
+
+    first, *others = run_ranks(4, body)
+    for each in others:
+        assert all(map(torch.equal, each, first))
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "mse_loss": nn.functional.mse_loss,
     "smooth_l1_loss": partial(nn.functional.smooth_l1_loss, beta=0.2),
