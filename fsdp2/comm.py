@@ -136,6 +136,7 @@ class PairwiseComm:
         self.group, self.rank, self.size, self.label = group, group.rank(), group.size(), label or Label()
         self._conversation = _conversations.setdefault(group, Conversation(group))
         self.label.comms.add(self)
+        self._conversation.labels.add(self.label)
         # Of a message whose sender may be out of step: one that is longer than expected would end the process.
         self._max_rider = _MAX_RIDER_NBYTES // max(1, self.size - 1)
         self.longest_first = HEADER_NBYTES + self._max_rider
@@ -160,6 +161,10 @@ class PairwiseComm:
         ]
         exchange = self._exchange(REDUCING, inputs, slices, parts)
         return SumWork([exchange], [*inputs, *received], outputs, parts, divisor)
+
+    def compare(self, kind: str, tensor: Tensor) -> None:
+        """Return when all ranks are about to do that with a tensor of this size."""
+        self._exchange(kind, [tensor], [], []).wait()
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         exchange = self._exchange(SUMMING, [tensor], [], [])
@@ -291,9 +296,17 @@ def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -
     dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
 
 
-def all_reduce_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool) -> None:
-    """The same over the ranks of a mesh that has these groups, one for each of its axes."""
+def all_reduce_over(
+    tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool, label: Label | None = None
+) -> None:
+    """The same over the ranks of a mesh that has these groups, one for each of its axes.
+
+    Raises:
+        RuntimeError: gloo, and ranks are out of step; on all of them. `label` says what it was.
+    """
     for group in groups:
+        if torch_compat.backend_name(group, tensor.device) == "gloo":
+            PairwiseComm(group, label).compare("all-reducing", tensor)
         all_reduce_now(tensor, group, largest=largest)
 
 
@@ -333,7 +346,7 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
     for group in groups:
         data = pickle.dumps(found)
         nbytes = torch.tensor([len(data)], device=device)
-        all_reduce_now(nbytes, group, largest=True)
+        all_reduce_over(nbytes, [group], largest=True)
         # What follows a pickle is not read.
         of_all = all_gather_now(data.ljust(int(nbytes), b"\0"), make_comm(group, device), device)
         found = [each for theirs in of_all for each in pickle.loads(theirs)]

@@ -235,6 +235,7 @@ class Context:
     def _begin_anew(self) -> None:
         self._is_out_of_step = False
         self.prefetcher.forget_order()
+        self.rank_guard.begin_anew()
         for state in self.states:
             with suppress(RuntimeError):  # gathers that never were
                 state.release()

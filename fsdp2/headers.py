@@ -235,6 +235,8 @@ class Conversation:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
+        # Of all that talk here.
+        self.labels: weakref.WeakSet[Label] = weakref.WeakSet()
         self._pending: deque[Exchange] = deque()
         self._errors = 0
         self._sequence = 0
@@ -263,7 +265,8 @@ class Conversation:
                 self.give_up([exchange], problem + self.table(exchange, came))
             elif exchange.differs:
                 if not self.partings:  # else that was said when this rank left
-                    exchange.label.note_out_of_step()
+                    for label in [*self.labels]:
+                        label.note_out_of_step()
                 with suppress(RuntimeError):  # one is gone: then nothing arrives any more
                     exchange.take_leave([exchange, *self._pending])
                 texts = {source: text_of(row) for source, row in exchange.rows.items()}

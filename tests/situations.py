@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from fsdp2 import clip_grad_norm_
 from outcomes import EXACT, LOUD, Program, Side, Situation
 
 SITUATIONS: list[Situation] = []
@@ -1602,6 +1603,32 @@ def rank_of_one_replica_out_of_step(side: Side) -> None:
     with torch.no_grad():
         for _ in range(2 if side.is_sharded and side.rank == 0 else 1):
             model(side.batch(1))
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.norm(super().features(x))
+
+
+@ends(LOUD, "running statistics of norm")
+def norm_frozen_on_one_rank(side: Side) -> None:
+    """BatchNorm frozen on one rank"""
+    model = shard(side, Normed())
+    model.norm.train(side.rank == 0)
+    train(side, model)
+
+
+@ends(LOUD, "norms in clip_grad_norm_", only_ours=True)
+def clipped_on_one_rank(side: Side) -> None:
+    """`fsdp2.clip_grad_norm_` on one rank"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward()
+    if side.rank == 1:
+        clip_grad_norm_(model.parameters(), 1)
     train(side, model)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import all_reduce_over
 from ..graph_hooks import leaf_nodes
+from ..headers import Label
 from ..owners import Owned, all_states, sharded_owner
 
 
@@ -89,6 +90,7 @@ class _Average:
             )
         self._owner.state.context.enter_backward()  # in `.grad` a stand-in may be, for gradients that wait
         total = gradient.detach().clone(memory_format=torch.contiguous_format)
-        all_reduce_over(total, group.mesh.axis_groups, largest=False)
+        label = Label(f"the gradient of {name}.full_tensor()")
+        all_reduce_over(total, group.mesh.axis_groups, largest=False, label=label)
         shards, replicas = group.gradients.reduction.divisors()
         return total.div_(shards * replicas)

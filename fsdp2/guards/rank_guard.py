@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import comm, torch_compat
+from ..headers import Label
 from ..mesh import DataMesh
 from ..param import FSDPParam, fqn
 from ..param_group import FSDPParamGroup
@@ -56,6 +57,11 @@ class RankGuard:
                 group.guard = self._gathers
                 group.gradients.guard = partial(self._reduces, group)
                 return
+
+    def begin_anew(self) -> None:
+        """Ranks were out of step: they may have looked different numbers of times."""
+        self._times, self._looks_again = 0, False
+        self.stats.begin_anew()
 
     def casts(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         """A forward of `state` is about to cast its inputs to `dtype`: look at them, at times 1, 2, 4, ..."""
@@ -107,7 +113,8 @@ class RankGuard:
             self._tell_of_rounding(self._mesh)
 
     def _compare_unmanaged(self, mesh: DataMesh, unmanaged: dict[str, nn.Parameter], is_first: bool) -> None:
-        bounds = _bounds(mesh, [checksum(parameter) for parameter in unmanaged.values()])
+        sums = [checksum(parameter) for parameter in unmanaged.values()]
+        bounds = _bounds(mesh, sums, f"checksums of {some_of([*unmanaged])}, which no fully_shard call manages")
         common = {name for name, (least, most) in zip(unmanaged, bounds, strict=True) if least == most}
         late = set() if is_first else set(unmanaged) - self._known
         apart = [name for name in unmanaged if name in (self._common | late) - common]
@@ -123,7 +130,7 @@ class RankGuard:
         places = (
             self._states.index(state) + 1 for state, rounded in self._rounded.items() if tells_of_numbers(rounded)
         )
-        ((_, found),) = _bounds(mesh, [_number(max(places, default=0))])
+        ((_, found),) = _bounds(mesh, [_number(max(places, default=0))], "whether inputs were rounded")
         if found:
             self._rounded.clear()
             state = self._states[found - 1]
@@ -152,7 +159,7 @@ def _compare_starts(mesh: DataMesh, states: Sequence[FSDPState]) -> None:
     numbers = []
     for state in states:
         numbers += [digest([*state.group.adopted.starts.values()]), _first_unwritten(state)]
-    bounds = _bounds(mesh, numbers)
+    bounds = _bounds(mesh, numbers, f"starting weights of {some_of([*map(str, states)])}")
     for state, (_, unwritten) in zip(states, bounds[1::2], strict=True):
         if unwritten:
             raise RuntimeError(
@@ -173,7 +180,7 @@ def _refuse_different_starts(mesh: DataMesh, params: Sequence[FSDPParam], states
     for param in params:
         start = starts.get(param)
         numbers += [digest([start] if start else []), _number(start.origin() if start else UNKNOWN)]
-    bounds = _bounds(mesh, numbers)
+    bounds = _bounds(mesh, numbers, f"starting weights of parameters of {some_of([*map(str, states)])}")
     for param, (least, most), (first, last) in zip(params, bounds[::2], bounds[1::2], strict=True):
         if first == last == BUILT and least != most:
             raise RuntimeError(
@@ -207,11 +214,11 @@ def _connects(mesh: DataMesh) -> bool:
     return mesh.num_ranks == 1 or comm.moves_data(mesh.axis_groups, mesh.device)
 
 
-def _bounds(mesh: DataMesh, numbers: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The least and the greatest of each over the ranks of `mesh`, all of which must call it."""
+def _bounds(mesh: DataMesh, numbers: Sequence[Tensor], name: str) -> list[tuple[int, int]]:
+    """The least and the greatest of each over the ranks of `mesh`, all of which must call it. `name`: of what."""
     own = torch.stack([number.to(mesh.device, torch.int64) for number in numbers])
     both = torch.cat([~own, own])
-    comm.all_reduce_over(both, mesh.axis_groups, largest=True)
+    comm.all_reduce_over(both, mesh.axis_groups, largest=True, label=Label(name))
     inverse, greatest = both.chunk(2)
     return list(zip((~inverse).tolist(), greatest.tolist(), strict=True))
 

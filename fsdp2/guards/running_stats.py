@@ -7,14 +7,17 @@ Training itself normalises with the statistics of a rank's own rows, as under DD
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import torch_compat
-from ..comm import all_reduce_now
+from ..comm import all_reduce_over
+from ..headers import Label
 from ..mesh import DataMesh
+from ..state import some_of
 
 _NAMES = ("running_mean", "running_var")
 
@@ -31,10 +34,13 @@ class RunningStats:
         self._modules = modules
         # What a user may set.
         self.are_averaged = True
-        self._found: list[nn.Module] | None = None
         # Those that may have run in training mode since ranks have averaged.
         self._changed: list[nn.Module] = []
         self._reduced: object = None
+
+    def begin_anew(self) -> None:
+        """Ranks were out of step: what each has changed may differ, what trains now does not."""
+        self._changed, self._reduced = self._find_training(), None
 
     def before_gather(self, mesh: DataMesh | None) -> None:
         """A forward may follow. Every rank must call it."""
@@ -47,10 +53,13 @@ class RunningStats:
             self._reduced, self._changed = backward_pass, []
             self._average(mesh, self._find_training())
 
+    @cached_property
+    def _found(self) -> dict[nn.Module, str]:
+        """With their names."""
+        inside = ((each, name) for outer in self._modules for name, each in outer.named_modules())
+        return {each: name for each, name in inside if _has_own(each)}
+
     def _find_training(self) -> list[nn.Module]:
-        if self._found is None:
-            inside = dict.fromkeys(each for outer in self._modules for each in outer.modules())
-            self._found = [each for each in inside if _has_own(each)]
         return [module for module in self._found if module.training]
 
     @torch.no_grad()
@@ -61,9 +70,9 @@ class RunningStats:
         # Sums of half precision would lose more than they average.
         wide = [torch.promote_types(buffer.dtype, torch.float32) for buffer in buffers]
         whole = torch.cat([each.flatten().to(mesh.device, dtype) for each, dtype in zip(buffers, wide, strict=True)])
-        for group in mesh.axis_groups:
-            all_reduce_now(whole, group, largest=False)
-            whole.div_(group.size())
+        label = Label(f"running statistics of {some_of([self._found[module] for module in modules])}")
+        all_reduce_over(whole, mesh.axis_groups, largest=False, label=label)
+        whole.div_(mesh.num_ranks)
         # The normalisations' own kernels leave no trace in versions either: in training mode no backward reads them.
         versions = tuple(buffer._version for buffer in buffers)
         for buffer, mean in zip(buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import helpers
-from fsdp2 import comm
+from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, comm, fully_shard
 from fsdp2.comm import CoalescedComm
 from helpers import RankError, alone, run_ranks
 from scenarios import Run, assert_none_differ, loss_of
@@ -183,10 +183,15 @@ def strays_one_by_one(run: Run, width: int, level: int, **options: Any) -> list[
     return problems + run.different[:2]
 
 
+class HeaderlessComm(CoalescedComm):
+    def compare(self, *_: Any) -> None:
+        pass
+
+
 @contextmanager
 def coalesced() -> Iterator[None]:
     """As on NCCL, where collectives have no header."""
-    with mock.patch.object(comm, "PairwiseComm", CoalescedComm):
+    with mock.patch.object(comm, "PairwiseComm", HeaderlessComm):
         yield
 
 
@@ -279,6 +284,94 @@ def test_replicas_that_are_out_of_step() -> None:
             text
         )
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+# ---- what ranks reduce besides ---------------------------------------------------------------------------------------
+
+
+def normed() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+
+
+def sharded() -> Any:
+    model, policy = normed(), MixedPrecisionPolicy(param_dtype=torch.float64)
+    return fully_shard(model, ignored_params={model[2].bias.requires_grad_(False)}, mp_policy=policy)
+
+
+def one_evaluates(model: Any, x: Tensor, is_first: bool) -> None:
+    model.train(not is_first)
+    train(model, x)
+
+
+def one_freezes_a_norm(model: Any, x: Tensor, is_first: bool) -> None:
+    model[1].train(not is_first)
+    train(model, x)
+
+
+def one_asks_a_teacher(model: Any, x: Tensor, is_first: bool) -> None:
+    teacher, y = sharded(), model(x)
+    if is_first:
+        teacher(x)
+    loss_of(y).backward()
+
+
+def one_looks_earlier(model: Any, x: Tensor, is_first: bool) -> None:
+    model.eval()
+    with torch.no_grad():
+        for _ in range(1 + is_first):
+            model(x)
+    model.train()
+    train(model, x)
+
+
+def one_trains_more(model: Any, x: Tensor, is_first: bool) -> None:
+    model[2].bias.requires_grad_(is_first)
+    train(model, x)
+
+
+def one_clips(model: Any, x: Tensor, is_first: bool) -> None:
+    if is_first:
+        clip_grad_norm_(model.parameters(), 1)
+    train(model, x)
+
+
+def one_penalises(model: Any, x: Tensor, is_first: bool) -> None:
+    weight = model[0].weight.full_tensor().square().sum()
+    (loss_of(model(x)) + (weight if is_first else 0)).backward()
+    train(model, x)
+
+
+ALONE: dict[Callable[[Any, Tensor, bool], None], str] = {
+    one_evaluates: "running statistics of 1",
+    one_freezes_a_norm: "running statistics of 1",
+    one_asks_a_teacher: "starting weights of root",
+    one_looks_earlier: "whether inputs were rounded",
+    one_trains_more: "checksums of 2.bias",
+    one_clips: "norms in clip_grad_norm_",
+    one_penalises: r"the gradient of 0.weight.full_tensor\(\)",
+}
+
+
+@pytest.mark.parametrize("stray", ALONE, ids=lambda stray: stray.__name__)
+def test_one_rank_reduces_something_else(stray: Callable[[Any, Tensor, bool], None]) -> None:
+    """gloo's own all-reduce has no header: whoever stood in it would wait for ever."""
+
+    def body(rank: int, size: int) -> list[str]:
+        x = torch.randn(2, 8, 5, dtype=torch.float64)
+        plain, model = normed(), sharded()
+        sum(loss_of(plain(rows)) / 2 for rows in x).backward()
+        train(model, x[rank])
+        error = error_of(lambda: stray(model, x[rank], rank == 0))
+        model.train()[2].bias.requires_grad_(False)
+        for _ in range(4):
+            model.zero_grad()
+            train(model, x[rank])
+            torch.testing.assert_close(model[0].weight.grad.full_tensor(), plain[0].weight.grad)
+        return [error]
+
+    for (error,) in run_ranks(2, body, timeout=30):
+        assert re.search(rf"ranks are out of step\..*all-reducing {ALONE[stray]}", error), error
 
 
 # ---- who does not come -----------------------------------------------------------------------------------------------
