@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -15,8 +15,6 @@ from ..mesh import DataParallelMeshDims
 from ..module import FSDPModule, share_comm_ctx
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..state import require_state
-from ..when_imported import when_imported
-from . import pipelining
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
@@ -24,7 +22,6 @@ _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 _INTERNAL = f"{_API}._fully_shard."
 # Of these, what others import names from. They get a copy of the module, in which the names are ours.
 _COPIED = (f"{_INTERNAL}_fully_shard", _REPLICATE)
-_PIPELINING = "torch.distributed.pipelining.stage"
 _ALIASES = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
 _PACKAGE = __name__.partition(".")[0]
 
@@ -95,9 +92,6 @@ _standing: list[Patch] = []
 _pairs: list[tuple[Any, Any]] = []
 # Where it came: (names, name, torch's object, ours).
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
-# What undoes the rest: that we wait for the import of pipelining, and what was done to it then.
-_waiting: list[Callable[[], None]] = []
-_adapted: list[Callable[[], None]] = []
 
 
 def _replace() -> None:
@@ -106,9 +100,6 @@ def _replace() -> None:
         import_module(name)  # under `python -m fsdp2`, this may call patch_torch
     if not _pairs:
         _pairs.extend(_pair_up())
-    if not _adapted:
-        _stop_waiting()
-        _waiting.append(when_imported(_PIPELINING, _adapt_pipelining))
     ours = {id(theirs): our for theirs, our in _pairs}
     for name, module in list(sys.modules.items()):
         if id(module) in ours:
@@ -148,24 +139,10 @@ def _items(module: Any) -> list[tuple[str, Any]]:
     return list(names.items()) if isinstance(names, dict) else []
 
 
-def _adapt_pipelining(stage: ModuleType) -> None:
-    # Halfway through its import, it may be what has torch.distributed.fsdp imported: patch_torch is called once more.
-    if not _adapted and hasattr(stage, "_PipelineStageBase"):
-        _adapted.append(pipelining.adapt(stage))
-
-
-def _stop_waiting() -> None:
-    while _waiting:
-        _waiting.pop()()
-
-
 def _restore() -> None:
     for names, key, theirs, ours in reversed(_replaced):
         if names.get(key) is ours:
             names[key] = theirs
-    _stop_waiting()
-    while _adapted:
-        _adapted.pop()()
     _restore_in_torch()
     _replaced.clear()
     _pairs.clear()

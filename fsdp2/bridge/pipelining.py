@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
-from ..state import state_of, states_below
+from ..state import states_below
+from ..when_imported import when_imported
 
 
-def adapt(stage: ModuleType) -> Callable[[], None]:
+@cache
+def register_full_in_pipelines() -> None:
     """Zero-bubble schedules look in `module.parameters()` for the leaves of the graph, between forward and backward.
 
     There the sharded parameters are registered, of which the graph knows nothing: gradients of weights would stay away
-    without a word. So the full ones are registered meanwhile; what is assigned to them as gradients then waits for the
-    reduction like all others, in the reduce dtype. Returns what undoes it.
-
-    `stage`: the module torch.distributed.pipelining.stage.
+    without a word. So from now on the full ones are registered meanwhile. What is assigned to them as gradients is
+    reduced like all others, in the reduce dtype: at once, or when a schedule asks for it that knows our modules, after
+    `patch_torch()`.
     """
+    when_imported("torch.distributed.pipelining.stage", _adapt)
+
+
+def _adapt(stage: ModuleType) -> None:
     cls: Any = stage._PipelineStageBase
     original = cls.backward_maybe_with_nosync
 
-    @functools.wraps(original)
+    @wraps(original)
     def backward(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        if backward_type == "full" or state_of(self.submod) is None:
-            return original(self, backward_type, *args, **kwargs)
-        states = list(states_below(self.submod))
+        states = [] if backward_type == "full" else list(states_below(self.submod))
         for state in states:
             state.group.faces.install()
         try:
@@ -34,11 +36,10 @@ def adapt(stage: ModuleType) -> Callable[[], None]:
         finally:
             for state in states:
                 state.group.faces.uninstall()
+                state.group.gradients.owes |= backward_type == "weight"  # what autograd has not told of
                 state.context.synchronise_waiting([state])
+            for context in dict.fromkeys(state.context for state in states):
+                if context.finalizes_by_itself:
+                    context.finalize()
 
     cls.backward_maybe_with_nosync = backward
-
-    def undo() -> None:
-        cls.backward_maybe_with_nosync = original
-
-    return undo

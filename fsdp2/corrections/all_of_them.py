@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from ..bridge.pipelining import register_full_in_pipelines
 from .autograd_inputs import accept_sharded_inputs
 from .data_attribute import follow_data
 from .ddp_around import refuse_ddp_around
@@ -27,3 +28,4 @@ def correct_torch() -> None:
     write_through_parts()
     compute_like_plain_tensors()
     refuse_ddp_around()
+    register_full_in_pipelines()

@@ -88,9 +88,11 @@ class Case:
     reshard_after_forward: bool | None = None
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     replicates: bool = False
+    shards_root: bool = True
 
     def __str__(self) -> str:
-        return f"{self.schedule} {self.reshard_after_forward=} {self.policy.param_dtype} {self.replicates=}"
+        ways = f"{self.replicates=} {self.shards_root=}"
+        return f"{self.schedule} {self.reshard_after_forward=} {self.policy.param_dtype} {ways}"
 
     @property
     def stage_indices(self) -> list[int]:
@@ -124,7 +126,8 @@ class Case:
         count = PIPELINE * len(self.stage_indices)
         parts = [plain.stage(index, count) for index in self.stage_indices]
         for part in parts:
-            for module in (*part.blocks.values(), part):
+            ends = [part] if self.shards_root else [each for each in (part.stem, part.head) if each is not None]
+            for module in (*part.blocks.values(), *ends):
                 self.shard(module)
         return [
             pipelining.PipelineStage(part, index, count, torch.device("cpu"), group=self.mesh["pp"].get_group())
@@ -215,6 +218,15 @@ def test_schedules_train_like_the_whole_model() -> None:
     cases += [Case(schedule, False) for schedule in ("1F1B", "InterleavedZeroBubble", *V_SCHEDULES[:1])]
     cases += [Case("1F1B", replicates=True), Case("InterleavedZeroBubble", True, COMPUTE_FP64)]
     run_checks(PIPELINE * DATA, [(str(case), functools.partial(patched, trains, case)) for case in cases], timeout=100)
+
+
+def test_schedules_that_do_not_know_our_modules() -> None:
+    """Without patch_torch, or where the root of a stage is not sharded: each micro-batch is reduced by itself."""
+    schedules = ("1F1B", "InterleavedZeroBubble", *V_SCHEDULES)
+    checks: list[Any] = [(name, functools.partial(trains, Case(name))) for name in schedules]
+    partly = [Case(name, shards_root=False) for name in schedules]
+    checks += [(str(case), functools.partial(patched, trains, case)) for case in partly]
+    run_checks(PIPELINE * DATA, checks, timeout=100)
 
 
 # ---- how often a stage communicates ----------------------------------------------------------------------------------

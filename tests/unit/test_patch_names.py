@@ -275,9 +275,6 @@ from torch.distributed.pipelining import stage
 from torch.distributed._composable.replicate_with_fsdp import replicate
 assert FSDPModule.__module__ == stage.FSDPModule.__module__ == "fsdp2.module", stage.FSDPModule
 assert replicate.__module__ == "fsdp2.fully_shard"
-import fsdp2
-fsdp2.patch_torch().undo()
-assert hasattr(stage._PipelineStageBase.backward_maybe_with_nosync, "__wrapped__")
 """
     environment = {**os.environ, "PYTHONPATH": STARTUP}
     command = [sys.executable, "-W", "ignore", "-c", script]
