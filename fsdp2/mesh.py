@@ -131,6 +131,18 @@ _in_use: weakref.WeakValueDictionary[Any, DataMesh] = weakref.WeakValueDictionar
 
 
 def _on_axes(mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple[int, ...] = ()) -> DataMesh:
+    """
+    Raises:
+        ValueError: this rank is not part of `mesh`; or an axis is given twice.
+    """
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
+    if len({*shard_axes, *replicate_axes}) < len(shard_axes + replicate_axes):
+        names = mesh.mesh_dim_names or range(mesh.ndim)
+        shard, replicate = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes))
+        raise ValueError(
+            f"mesh: expected each axis once, got {shard} to shard and {replicate} to replicate. Leave it out of one."
+        )
     # By identity: meshes of another default process group would be equal. While the value lives, so does its mesh.
     key = (id(mesh), shard_axes, replicate_axes)
     found = _in_use.get(key)
@@ -146,8 +158,6 @@ def data_mesh(mesh: DeviceMesh) -> DataMesh:
             f"mesh: expected one axis (sharded) or two (replicated, sharded), got {mesh.ndim} (shape "
             f"{tuple(mesh.shape)}). Pass the data-parallel axes only, e.g. mesh['dp'], or name them by dp_mesh_dims."
         )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}")
     return _on_axes(mesh, (0,)) if mesh.ndim == 1 else _on_axes(mesh, (1,), (0,))
 
 
@@ -156,6 +166,7 @@ def described_data_mesh(mesh_info: Any) -> DataMesh:
 
     Raises:
         TypeError: it says nothing.
+        ValueError: what it says is no way to lie on this rank.
     """
     if isinstance(mesh_info, DeviceMesh):
         return data_mesh(mesh_info)
@@ -178,7 +189,7 @@ def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
     """The axes of `mesh` that `dims`, a DataParallelMeshDims, names.
 
     Raises:
-        ValueError: the mesh has no such name, or no names.
+        ValueError: the mesh has no such name, or no names; or one is given twice.
     """
     axes = []
     for names in (dims.shard, dims.replicate):

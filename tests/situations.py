@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import clip_grad_norm_
+from fsdp2 import DataParallelMeshDims, clip_grad_norm_
 from outcomes import EXACT, LOUD, Program, Side, Situation
 
 SITUATIONS: list[Situation] = []
@@ -1630,6 +1630,15 @@ def clipped_on_one_rank(side: Side) -> None:
     if side.rank == 1:
         clip_grad_norm_(model.parameters(), 1)
     train(side, model)
+
+
+@ends(LOUD, "each axis once", only_ours=True)
+def one_axis_shards_and_replicates(side: Side) -> None:
+    """`DataParallelMeshDims` with one axis for both"""
+    dims, options = DataParallelMeshDims(shard="data", replicate="data"), {}
+    if side.is_sharded:
+        options = {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), "dp_mesh_dims": dims}
+    train(side, shard(side, Net(), **options))
 
 
 # ---- memory that two share, and copies

@@ -289,6 +289,27 @@ CASES = {
     "ignored_params: names": option("ignored_params", lambda: {"weight"}, TypeError),
     "ignored_params: a parameter": option("ignored_params", lambda: parameter(4), TypeError),
     "dp_mesh_dims: a tuple": option("dp_mesh_dims", lambda: ("replicate", "shard"), TypeError),
+    "dp_mesh_dims: an axis for both": Case(
+        ValueError,
+        r"mesh: expected each axis once, got \['replicate', 'shard'\] to shard and \['replicate'\] to replicate",
+        Block,
+        {
+            "mesh": lambda: two_by_two(),
+            "dp_mesh_dims": lambda: DataParallelMeshDims(shard=("shard", "replicate"), replicate="replicate"),
+        },
+    ),
+    "dp_mesh_dims: an axis twice": Case(
+        ValueError,
+        r"mesh: expected each axis once, got \['shard', 'shard'\] to shard",
+        Block,
+        {"mesh": lambda: two_by_two(), "dp_mesh_dims": lambda: DataParallelMeshDims(shard=("shard", "shard"))},
+    ),
+    "shard_placement_fn: an axis for both": Case(
+        ValueError,
+        r"inner.weight: mesh: expected each axis once, got \['shard'\] to shard and \['shard'\] to replicate",
+        Block,
+        {"shard_placement_fn": lambda: lambda _: ShardPlacementResult(None, on_axes(two_by_two(), 1, -1))},
+    ),
     "dp_mesh_dims: no mesh": option("dp_mesh_dims", lambda: DataParallelMeshDims(shard="dp"), ValueError, "mesh"),
 }
 
@@ -297,9 +318,13 @@ def two_by_two() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
+def on_axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> Any:
+    return SimpleNamespace(mesh=mesh, shard_mesh_dim=shard, replicate_mesh_dim=replicate)
+
+
 def replicas_of(param: nn.Parameter) -> ShardPlacementResult:
     mesh = init_device_mesh("cpu", (4,))
-    return ShardPlacementResult(None, SimpleNamespace(mesh=mesh, shard_mesh_dim=None, replicate_mesh_dim=0))
+    return ShardPlacementResult(None, on_axes(mesh, None, 0))
 
 
 def snapshot(root: Any) -> list[Any]:
@@ -416,9 +441,15 @@ def test_a_rank_outside_the_mesh_is_refused() -> None:
         mesh = DeviceMesh("cpu", [0, 1])
         model = Block()
         before = snapshot(model)
-        with pytest.raises(ValueError, match="mesh: rank 3 is not part of"):
-            fully_shard(model, mesh=mesh)
-        assert snapshot(model) == before
+        own = ShardPlacementResult(None, on_axes(mesh, 0, None))
+        for apply in (
+            lambda: fully_shard(model, mesh=mesh),
+            lambda: replicate(model, mesh=mesh),
+            lambda: fully_shard(model, shard_placement_fn=lambda param: own if param.dim() == 2 else None),
+        ):
+            with pytest.raises(ValueError, match="mesh: rank 3 is not part of"):
+                apply()
+            assert snapshot(model) == before
 
 
 def test_positional_options_are_refused() -> None:
