@@ -31,7 +31,7 @@ class Owner(Protocol):
     versions: tuple[int, ...]
 
 
-_DO_LATER = "Change parameters before forward or after backward"
+_DO_LATER = "Change parameters before forward or after backward; none made in torch.inference_mode() can be trained"
 _DISABLE = graph.disable_saved_tensors_hooks
 
 

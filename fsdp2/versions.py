@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import count
 from operator import attrgetter
 
 import torch
@@ -19,6 +20,7 @@ from . import dtensor_compat, torch_compat
 from .param import FSDPParam
 
 _version_of, requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
+_uncounted = count()
 
 # Identity of a storage -> the parameter whose shard lies there, or lay in another of the same identity.
 _lying_in: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
@@ -111,12 +113,12 @@ class GroupVersions:
         then one that grows with replacements.
         """
         with torch_compat.no_torch_function():
-            return tuple(map(_version_of, self._sharded))
+            return _counts(self._sharded)
 
     def sharded_and_trainable(self) -> tuple[tuple[int, ...], list[bool]]:
         """The same, and which of the sharded parameters are trainable."""
         with torch_compat.no_torch_function():
-            return tuple(map(_version_of, self._sharded)), list(map(requires_grad_of, self._sharded[:-1:2]))
+            return _counts(self._sharded), list(map(requires_grad_of, self._sharded[:-1:2]))
 
     def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
         """What was done to these, which were on the meta device, has left them without values."""
@@ -173,8 +175,16 @@ class GroupVersions:
         self._valid, self._expired = counts, tuple(each + 1 for each in counts)
 
 
+def _counts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Their versions; those made in inference mode have none, and are taken for changed whenever anybody looks."""
+    try:
+        return tuple(map(_version_of, tensors))
+    except RuntimeError:
+        return tuple(next(_uncounted) if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
 def _counts_of(param: FSDPParam) -> tuple[int, ...]:
-    return param.sharded._version, param.local._version
+    return _counts((param.sharded, param.local))
 
 
 def _with_local(full: Tensor) -> tuple[Tensor, ...]:

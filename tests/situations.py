@@ -1365,6 +1365,14 @@ def inference_mode_then_training(side: Side) -> None:
 
 
 @ends(EXACT)
+def built_in_inference_mode(side: Side) -> None:
+    """A model built and run in inference mode"""
+    with torch.inference_mode():
+        model = shard(side, Net())
+        side.rows("outputs", model(side.batch(0)).clone())
+
+
+@ends(EXACT)
 def several_forwards(side: Side) -> None:
     """Two forwards, two backwards, a graph that is retained"""
     model = shard(side, Net())

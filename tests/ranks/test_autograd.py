@@ -993,6 +993,45 @@ def test_evaluation_between_training_forward_and_backward() -> None:
     check(scenario, mode=(torch.no_grad, torch.inference_mode), first=(False, True), wrap=(whole, kept, leaves))
 
 
+@torch.inference_mode()
+def built(run: Run) -> Any:
+    return run.shard(run.build(Net))
+
+
+@torch.inference_mode()
+def cast(run: Run) -> Any:
+    model = run.shard(run.build(Net))
+    model(run.batch(seed=9))
+    return model.float().double()
+
+
+def loaded(run: Run) -> Any:
+    whole = {name: 0.5 * value for name, value in run.build(Net).state_dict().items()}
+    model = run.shard(run.build(Net))
+    with torch.inference_mode():
+        model.load_state_dict(whole, assign=True)
+    return model
+
+
+def test_parameters_made_in_inference_mode() -> None:
+    """They count no changes, so what was gathered of them is never taken for what they are now."""
+
+    def scenario(run: Run, make: Callable[[Run], Any]) -> None:
+        model = make(run)
+        with torch.inference_mode():
+            for step in range(3):
+                run.rows(f"evaluated {step}", model(run.batch(seed=step)))
+                for param in model.parameters():
+                    param.mul_(0.9)
+        with torch.no_grad():
+            run.rows("outside", model(run.batch(seed=3)))
+        if run.sharded and model.head.weight.is_inference():
+            with pytest.raises(RuntimeError, match="none made in torch"):
+                loss_of(model(run.batch(seed=4))).backward()
+
+    check(scenario, make=(built, cast, loaded))
+
+
 def test_no_grad_inside_a_forward() -> None:
     """A target computed without grad by the module that is then called with grad, inside one forward of the root."""
 
