@@ -115,6 +115,20 @@ def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             handlers[op] = handler
 
 
+def refuse_plain_target(op: Any, target: Any) -> None:
+    """
+    Raises:
+        RuntimeError: `target` is plain, and `op` would write to it what is distributed. Torch has an assertion for it.
+    """
+    if not isinstance(target, DTensor):
+        name = op._schema.name.removeprefix("aten::")
+        raise RuntimeError(
+            f"{name} of a plain tensor of shape {tuple(target.shape)} with a DTensor: "
+            "this rank may hold a part of the latter only. Write full_tensor() behind that, on every rank (`total += "
+            "p.grad.norm().full_tensor()`)."
+        )
+
+
 # Whether an operation on a subclass of DTensor calls its `__torch_dispatch__`.
 DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
 # Whether argmax and its kin count rows of the whole tensor, not of a rank's part.

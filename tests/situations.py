@@ -607,6 +607,17 @@ def noise_of_each_ranks_seed(side: Side) -> None:
     side.weights("noisy", model)
 
 
+@ends(LOUD, "full_tensor()")
+def norms_added_to_a_plain_total(side: Side) -> None:
+    """`total += param.grad.norm()` with a plain total"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward()
+    total = torch.zeros(())
+    for param in model.parameters():
+        total += param.grad.norm() ** 2
+    side.value("norm", total.sqrt())
+
+
 @ends(EXACT)
 def backward_of_chosen_parameters(side: Side) -> None:
     """`backward(inputs=...)` with parameters of the model"""

@@ -25,6 +25,7 @@ from ..dtensor_compat import (
     handle_operations,
     local_if_any,
     local_of,
+    refuse_plain_target,
     spec_of,
     whole_of,
 )
@@ -65,6 +66,7 @@ _FUSED = (
     _aten._fused_sgd_.default,
     _aten._fused_sgd_.tensor_lr,
 )
+_IN_PLACE = (_aten.copy_.default, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
 _COLLECTIVES = (
     *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
     *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
@@ -105,10 +107,12 @@ def compute_like_plain_tensors() -> None:
     - `torch.distributed`'s collectives raise an error that says what to do.
     - foreach operations in place show in the DTensors' versions, as those on plain tensors do; and are possible where
       plain tensors, such as buffers, are among DTensors. So are norms.
+    - `total += p.norm()` of a plain total raises an error that says what to do.
     - SGD and Adagrad with `fused=True`, Rprop, Muon on fewer rows than ranks, and `p[mask] = number` work.
     """
     handle_operations([*_FUSED, *_foreach_in_place()], _count)
     handle_operations([_aten.index_put_.default], _put)
+    handle_operations(_IN_PLACE, _write)
     handle_operations([_aten.add_.Tensor], _add)
     handle_operations(_DRAW_IN_PLACE, _draw_in_place)
     handle_operations(_DRAW_LIKE, partial(_draw, _blank))
@@ -246,10 +250,16 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    refuse_plain_target(op, args[0])
+    return call_unhandled(op, args, kwargs)
+
+
 def _add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is distributed in another way is brought to the target's, if torch may not: some ranks hold nothing."""
     target, other = args
-    if not (isinstance(target, DTensor) and isinstance(other, DTensor) and _may_be_empty(target)):
+    refuse_plain_target(op, target)
+    if not (isinstance(other, DTensor) and _may_be_empty(target)):
         return call_unhandled(op, args, kwargs)
     if target.shape != other.shape or target.placements == other.placements:
         return call_unhandled(op, args, kwargs)

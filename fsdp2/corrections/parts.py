@@ -355,6 +355,7 @@ def _refuse_strided(root: DTensor) -> None:
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With a tensor, as `p[:, 1] = 0` does. Torch refuses to."""
     target, value = args
+    dtensor_compat.refuse_plain_target(op, target)
     if any(each.is_partial() for each in target.placements):
         return dtensor_compat.call_unhandled(op, args, kwargs)
     local_of(target).fill_(dtensor_compat.whole_of(value) if isinstance(value, DTensor) else value)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2.corrections.dtensor_operations import compute_like_plain_tensors
+from fsdp2.corrections.parts import write_through_parts
 from fsdp2.dtensor_compat import DISPATCHES_TO_SUBCLASSES
 from helpers import assert_same, run_ranks
 
@@ -215,6 +216,27 @@ def test_ranks_of_different_seeds_draw_alike_what_they_hold_alike() -> None:
     first, *others = run_ranks(4, body)
     for each in others:
         assert all(map(torch.equal, each, first))
+
+
+def put(total: Tensor, norm: Tensor) -> None:
+    total[0] = norm
+
+
+WRITES: list[Callable[[Tensor, Tensor], object]] = [
+    *(Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_, Tensor.copy_, Tensor.fill_, put)
+]
+
+
+def test_what_is_distributed_is_not_written_to_a_plain_tensor() -> None:
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        write_through_parts()
+        (own,) = distributed([PLAIN], Shard(0))
+        for write in WRITES:
+            with pytest.raises(RuntimeError, match=r"_ of a plain tensor of shape \(.*\) with.*full_tensor"):
+                write(torch.zeros(3 if write is put else ()), own.norm())
+
+    run_ranks(2, body)
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
