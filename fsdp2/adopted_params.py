@@ -155,15 +155,20 @@ class AdoptedParams:
         plain = tuple(spec for spec in specs if not spec.extended)
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
-            if self.buffers is None or self.buffers.layout.specs != plain:
-                self.buffers = self._allocate(gather_layout(plain, self._mesh.size, self._direct_min_bytes))
-            elif not self.buffers.hold([param.local for param in self.params[: len(plain)]]):
-                self._renew_shards(self.buffers)
-            shared = self.params[: len(plain)]
-            placed = self.buffers.move_into_shards([param.local for param in shared])
-            for param, local in zip(shared, placed, strict=True):
-                param.local = local
+            self._place_shards(plain)
         self._follow_faces()
+
+    def _place_shards(self, plain: tuple[ParamSpec, ...]) -> None:
+        shared = self.params[: len(plain)]
+        locals_ = [param.local for param in shared]
+        if self.buffers is None or self.buffers.layout.specs != plain:
+            self.buffers = self._allocate(gather_layout(plain, self._mesh.size, self._direct_min_bytes))
+        elif self.buffers.hold(locals_):
+            return  # as users' aliases have them
+        else:
+            self._renew_shards(self.buffers)
+        for param, local in zip(shared, self.buffers.move_into_shards(locals_), strict=True):
+            param.local = local
 
     def _find_extensions(self) -> None:
         ordered = sorted(self.params, key=lambda param: param.is_extended)

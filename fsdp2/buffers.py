@@ -98,7 +98,7 @@ class GroupBuffers:
         """Whether each of these local tensors is at its place in the shard buffer: `.to` has made objects anew, say."""
         places = zip(locals_, self.layout.shard_offsets, strict=True)
         start = self.shards.data_ptr()
-        return all(
+        return not any(local.is_inference() for local in locals_) and all(
             not local.numel() or (local.data_ptr() == start + offset and local.is_contiguous())
             for local, offset in places
         )
