@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import torch_compat
 from ..comm import all_reduce_over
+from ..dtensor_compat import local_if_any
 from ..headers import Label
 from ..mesh import DataMesh
 from ..state import some_of
@@ -66,7 +67,8 @@ class RunningStats:
     def _average(self, mesh: DataMesh | None, modules: Sequence[nn.Module]) -> None:
         if mesh is None or not modules or not self.are_averaged or mesh.num_ranks == 1:
             return
-        buffers: list[Any] = [module._buffers[name] for module in modules for name in _NAMES]
+        found: list[Any] = [module._buffers[name] for module in modules for name in _NAMES]
+        buffers = [local_if_any(buffer) for buffer in found]
         # Sums of half precision would lose more than they average.
         wide = [torch.promote_types(buffer.dtype, torch.float32) for buffer in buffers]
         whole = torch.cat([each.flatten().to(mesh.device, dtype) for each, dtype in zip(buffers, wide, strict=True)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
 from fsdp2 import fully_shard, replicate
 from helpers import run_checks
@@ -199,5 +200,22 @@ def test_they_are_averaged(ranks: int) -> None:
     run_checks(ranks, CHECKS)
 
 
-def test_replicas_of_shards() -> None:
-    run_checks(4, [("each step", partial(each_step, pairs))])
+def beside_tensor_parallelism() -> None:
+    """Buffers that distribute_module has made DTensors."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = mesh.get_local_rank("dp")
+    plain, model = (nn.BatchNorm1d(WIDTH) for _ in range(2))
+    distribute_module(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    x = DTensor.from_local(batch(0, rank), mesh["tp"], [Replicate()])
+    model(x).sum().backward()
+    for name, expected in zip(STATS, expected_of(plain, 2, passes=1), strict=True):
+        torch.testing.assert_close(model.get_buffer(name).full_tensor(), expected)
+
+
+# Torch 2.11 has no batch norm of DTensors.
+ON_FOUR = [partial(each_step, pairs), *([] if torch.__version__ < "2.13" else [beside_tensor_parallelism])]
+
+
+def test_on_four_ranks() -> None:
+    run_checks(4, [(str(check), check) for check in ON_FOUR])
