@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -78,7 +79,23 @@ def whole_of(tensor: DTensor) -> Tensor:
 
 def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """This rank's part of what all ranks have, without communication."""
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}
+    if not strided or not all(_cuts_last(axis, mesh, placements) for axis in strided):
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    # Where parts are uneven, torch would cut otherwise.
+    local = whole
+    for axis, each in sorted(enumerate(placements), key=lambda pair: pair[0] in strided):
+        if isinstance(each, Shard | _StridedShard):
+            parts, mine = local.chunk(mesh.size(axis), each.dim), mesh.get_local_rank(axis)
+            local = parts[mine] if mine < len(parts) else local.narrow(each.dim, 0, 0)
+    return dtensor(local.contiguous(), dtensor_spec(mesh, tuple(placements), tuple(whole.shape), whole.dtype))
+
+
+def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Whether a strided axis cuts what those to its right have cut: see `strided_shard`. That of a view may not."""
+    cut = cast(_StridedShard, placements[axis])
+    later = [other for other in range(axis + 1, mesh.ndim) if placements[other] == Shard(cut.dim)]
+    return cut.split_factor == math.prod(mesh.size(other) for other in later)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp2 import fully_shard
 from fsdp2.corrections.dtensor_operations import compute_like_plain_tensors
 from fsdp2.corrections.parts import write_through_parts
 from fsdp2.dtensor_compat import DISPATCHES_TO_SUBCLASSES
@@ -368,6 +369,25 @@ def test_collectives_are_refused() -> None:
         dist.barrier()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("rows", [7, 8, 11])
+def test_draws_into_a_weight_that_two_axes_cut_unevenly(rows: int) -> None:
+    """The data-parallel axis stands left, and cuts last: torch's own cut is another one, of other sizes."""
+
+    def body(rank: int, _: int) -> None:
+        mesh, plain = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp")), torch.zeros(rows, 5)
+        model = nn.Linear(5, rows, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(plain, mesh["tp"], [Shard(0)]))
+        fully_shard(model, mesh=mesh["dp"])
+        for draw in (nn.init.normal_, nn.init.trunc_normal_):
+            torch.manual_seed(1)
+            draw(model.weight)
+            torch.manual_seed(1)
+            draw(plain)
+            assert_same(model.weight.full_tensor(), plain, 0, 0, draw.__name__)
+
+    run_ranks(6, body)
 
 
 def test_rrelu_draws_for_plain_tensors_only() -> None:
