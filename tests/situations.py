@@ -953,6 +953,33 @@ def a_head_replaced_between_looks(side: Side) -> None:
     train(side, model, sgd(model, foreach=False), steps=70)
 
 
+@ends(LOUD, "parameter 0 of SGD, of shape (5, 5): no fully_shard call manages it")
+def blocks_sharded_and_no_more(side: Side) -> None:
+    """`fully_shard` of the blocks, not of the model around them: its own layers are trained by each rank"""
+    model = Net()
+    for block in model.blocks:
+        side.fully_shard(block)
+    train(side, model, sgd(model, foreach=False))
+
+
+@ends(EXACT)
+def blocks_sharded_and_the_rest_averaged(side: Side) -> None:
+    """The same, where the user averages the gradients of the rest"""
+    model = Net()
+    for block in model.blocks:
+        side.fully_shard(block)
+    optimizer = sgd(model, foreach=False)
+    for step in range(6):
+        loss_of(model(side.batch(step))).backward()
+        for parameter in [*model.stem.parameters(), *model.head.parameters()]:
+            if side.is_sharded:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad.div_(side.num_ranks)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
 # ---- what ranks start from
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from ..comm import all_reduce_over, moves_data
 from ..owners import sharded_owner
 from ..param import SHARDED_AS, names_of_full
 from ..state import FSDPState, data_mesh_of, some_of
+
+# How many parameters optimizers had when they were looked at.
+_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 @cache
@@ -47,12 +51,27 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             "Adafactor steps by means over rows and columns, and by norms, in place, which DTensors have not: it can't "
             "step sharded parameters. Use another optimizer; Adam's state, too, is cut among the ranks."
         )
+    _tell_of_plain(optimizer)
     closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
     states = _states_of(optimizer) if callable(closure) and _may_use_loss(optimizer) else []
     if not states:
         return None
     averaged = partial(_averaged_loss, closure, states)
     return ((args[0], averaged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": averaged})
+
+
+def _tell_of_plain(optimizer: Optimizer) -> None:
+    """Have ranks look after trainable plain parameters that are stepped on beside sharded ones, as each rank likes."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if _seen.get(optimizer) == len(params):
+        return
+    _seen[optimizer] = len(params)
+    plain = {i: param for i, param in enumerate(params) if not isinstance(param, DTensor) and param.grad is not None}
+    states = _states_of(optimizer) if plain else []
+    if states:
+        kind = type(optimizer).__name__
+        guard = states[0].context.rank_guard
+        guard.note_beside({f"parameter {i} of {kind}, of shape {tuple(each.shape)}": each for i, each in plain.items()})
 
 
 def _may_use_loss(optimizer: Optimizer) -> bool:

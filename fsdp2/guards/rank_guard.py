@@ -9,7 +9,8 @@ integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -43,6 +44,8 @@ class RankGuard:
         # Unmanaged parameters that were there when ranks last looked, and those of them that were the same on all.
         self._known: set[str] = set()
         self._common: set[str] = set()
+        # Plain parameters that an optimizer steps on beside sharded ones, and what they were before.
+        self._beside: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
         # Over which they look, if it connects them; known at the first time.
         self._mesh: DataMesh | None = None
 
@@ -88,6 +91,10 @@ class RankGuard:
             self._look(number)
         self._times, self._looks_again = number, False  # unless that raises: then it is looked at again
 
+    def note_beside(self, params: Mapping[str, Tensor]) -> None:
+        """An optimizer is about to step on these for the first time. All ranks must call it alike."""
+        self._beside.update((name, (weakref.ref(param), checksum(param))) for name, param in params.items())
+
     def look_again(self) -> None:
         """Look when ranks communicate next. All must call it."""
         self._looks_again = True
@@ -109,6 +116,8 @@ class RankGuard:
         if unmanaged:
             self._compare_unmanaged(self._mesh, unmanaged, is_first=number == 1)
         self._known = set(unmanaged)
+        if self._beside and self._mesh.num_ranks > 1:
+            self._compare_beside(self._mesh)
         if any(state.input_dtype is not None for state in self._states):
             self._tell_of_rounding(self._mesh)
 
@@ -125,6 +134,21 @@ class RankGuard:
                 "out of ignored_params; or freeze it, or average its gradient before each step."
             )
         self._common = common
+
+    def _compare_beside(self, mesh: DataMesh) -> None:
+        numbers = []
+        for there, before in self._beside.values():
+            param = there()
+            numbers += [before, before if param is None else checksum(param)]
+        bounds = _bounds(mesh, numbers, f"checksums of {some_of([*self._beside])}, which no fully_shard call manages")
+        pairs = zip(self._beside, bounds[::2], bounds[1::2], strict=True)
+        apart = [name for name, before, now in pairs if before[0] == before[1] and now[0] != now[1]]
+        if apart:
+            raise RuntimeError(
+                f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, and is not any more: "
+                "each rank has trained it with its own gradient. Apply fully_shard to the module around it; or freeze "
+                "it, or average its gradient before each step."
+            )
 
     def _tell_of_rounding(self, mesh: DataMesh) -> None:
         places = (
