@@ -1094,6 +1094,19 @@ def buffers_left_on_meta(side: Side) -> None:
     train(side, model)
 
 
+@ends(LOUD, "scale: to_empty")
+def buffers_that_nobody_initialised(side: Side) -> None:
+    """The same given memory and loaded: what the state dict does not hold keeps what that memory held"""
+    weights = {name: value.clone() for name, value in Unsaved().state_dict().items()}
+    with torch.device("meta" if side.is_sharded else "cpu"):
+        model = Unsaved()
+    shard(side, model)
+    if side.is_sharded:
+        model.to_empty(device="cpu")
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+    train(side, model)
+
+
 # ---- parameters that are more than tensors
 
 

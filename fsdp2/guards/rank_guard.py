@@ -23,6 +23,7 @@ from ..param import FSDPParam, fqn
 from ..param_group import FSDPParamGroup
 from ..state import FSDPState, data_mesh_of, some_of
 from .checksum import checksum
+from .empty_memory import is_marked
 from .looks import is_time_to_look
 from .rounding import rounded_whole_numbers, tells_of_numbers
 from .running_stats import RunningStats
@@ -187,8 +188,8 @@ def _compare_starts(mesh: DataMesh, states: Sequence[FSDPState]) -> None:
     for state, (_, unwritten) in zip(states, bounds[1::2], strict=True):
         if unwritten:
             raise RuntimeError(
-                f"{state.group.params[unwritten - 1].name}: to_empty gave it memory, and nobody has initialised it "
-                "since. Initialise or load it before the first forward."
+                f"{_names_below(state)[unwritten - 1]}: to_empty gave it memory, and nobody has initialised it since. "
+                "Initialise or load it before the first forward; a buffer that no state dict holds, too."
             )
     differing = [state for state, (least, most) in zip(states, bounds[::2], strict=True) if least != most]
     if differing:
@@ -221,12 +222,23 @@ def _refuse_different_starts(mesh: DataMesh, params: Sequence[FSDPParam], states
 
 
 def _first_unwritten(state: FSDPState) -> Tensor:
-    """One more than the place of a parameter that is as `to_empty` left it, or 0."""
-    found = _number(0)
-    for param in state.group.versions.unwritten():
-        if param.local.numel() and param.local.is_floating_point() and param.local.detach().isnan().all():
-            found.fill_(state.group.params.index(param) + 1)
-    return found
+    """One more than the place, in `_names_below`, of a tensor that is as `to_empty` left it, or 0."""
+    params = [param.name for param in state.group.versions.unwritten() if is_marked(param.local)]
+    empty = {id(buffer) for buffer in state.group.empty_buffers.unwritten()}
+    buffers = [name for name, buffer in _buffers_below(state) if id(buffer) in empty] if empty else []
+    places = [_names_below(state).index(name) + 1 for name in params + buffers]
+    return _number(max(places, default=0))
+
+
+def _names_below(state: FSDPState) -> list[str]:
+    """Of its parameters, and of all buffers below its modules: the same on all ranks."""
+    return [*(param.name for param in state.group.params), *(name for name, _ in _buffers_below(state))]
+
+
+def _buffers_below(state: FSDPState) -> Iterator[tuple[str, Tensor]]:
+    prefix = "" if state.group.name == "root" else state.group.name
+    for module in state.modules:
+        yield from module.named_buffers(prefix)
 
 
 def _number(value: int) -> Tensor:
