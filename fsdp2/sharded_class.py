@@ -60,7 +60,8 @@ def sharded_class(cls: Any) -> Any:
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         # It is the sharded parameters that have gradients, also between unshard() and reshard(), and in a forward.
-        installed = [state.group.faces for state in states_below(self) if state.group.faces.installed]
+        states = self.__dict__[STATE].context.states
+        installed = [state.group.faces for state in states if state.group.faces.installed]
         for faces in installed:
             faces.uninstall()
         cls.zero_grad(self, set_to_none)
