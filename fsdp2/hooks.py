@@ -126,7 +126,7 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
             state.context.meet_at_end(state)
         output = after_forward(state, module, output, in_backward)
     except BaseException:
-        state.content = None
+        state.drop_content()
         if not in_backward:
             _settle(state, module, backward_follows=False)
             state.group.versions.take_written()  # which is lost, as all that this forward did

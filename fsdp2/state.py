@@ -176,6 +176,12 @@ class FSDPState(TorchState):
             self.group.adopted.move_full()
         refuse_written(written)
 
+    def drop_content(self) -> None:
+        """The forward has failed: have the full parameters their memory again, whatever it has assigned."""
+        content, self.content = self.content, None
+        if content is not None and self.group.is_unsharded and content.written():
+            self.group.adopted.move_full()
+
     def serve(self) -> None:
         """Take part in a gather that other ranks need. Every rank must call it, or gather by itself."""
         if self.group.state is not SHARDED:

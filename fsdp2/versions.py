@@ -70,8 +70,7 @@ class GroupVersions:
         # Counts how often parameters were replaced.
         self._replacements = torch.empty(0, device="cpu")
         self._full: tuple[Tensor, ...] = ()
-        # Of each of the full ones: its parameter's name, and place in the group.
-        self._names: list[str] = []
+        # Of each of the full ones: its parameter's place in the group.
         self._places: list[int] = []
         # The counts of the full ones: while their data is there, and while it isn't, where that is guarded.
         self._valid: tuple[int, ...] = ()
@@ -88,9 +87,8 @@ class GroupVersions:
         # Operations on a DTensor count there, operations on what to_local() returns count at the local tensor.
         self._sharded = [tensor for param in params for tensor in (param.sharded, param.local)]
         self._sharded.append(self._replacements)
-        faces = [(face, param.name, i) for i, param in enumerate(params) for face in _with_local(param.full)]
-        self._full = tuple(face for face, _, _ in faces)
-        self._names, self._places = [name for _, name, _ in faces], [i for _, _, i in faces]
+        faces = [(face, i) for i, param in enumerate(params) for face in _with_local(param.full)]
+        self._full, self._places = tuple(face for face, _ in faces), [i for _, i in faces]
         self._made_of = self.sharded()
         self.accept()
 
@@ -138,9 +136,9 @@ class GroupVersions:
         expected, found = self._expired if self._is_expired else self._valid, tuple(map(_version_of, self._full))
         if found == expected:
             return []
-        changed = [name for name, old, new in zip(self._names, expected, found, strict=True) if old != new]
+        changed = [i for i, old, new in zip(self._places, expected, found, strict=True) if old != new]
         self.accept()
-        return list(dict.fromkeys(changed))
+        return [self._params[i].name for i in dict.fromkeys(changed)]
 
     def check_written(self) -> None:
         """Raise RuntimeError if a full parameter was written to since the last call."""

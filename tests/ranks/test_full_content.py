@@ -189,6 +189,26 @@ def test_no_alarm_without_a_write() -> None:
     check(scenario)
 
 
+def test_a_failed_forward_leaves_nothing_assigned() -> None:
+    class AssignsAndFails(FailsOnce):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                self.linear.weight.data = self.linear.weight.data * 0.5
+            return super().forward(x)
+
+    def body(rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        model: Any = AssignsAndFails()
+        plain, batch = copy.deepcopy(model), torch.randn(2, WIDTH)
+        fully_shard(model)
+        model.fails = True
+        with pytest.raises(ValueError, match="on purpose"):
+            model(batch)
+        assert_same(model(batch), plain(batch))
+
+    run_ranks(2, body)
+
+
 def sharded_and_plain() -> tuple[Any, Tower]:
     torch.manual_seed(1)
     plain = Tower()
