@@ -312,6 +312,12 @@ def is_shared_with_ddp(module: nn.Module) -> bool:
     return hasattr(module, "_ddp_params_and_buffers_to_ignore")
 
 
+def wrap_total_norm(wrapper: Callable[[Any], Any]) -> None:
+    """Have torch's own clipping, and torch.nn.utils.get_total_norm, call what `wrapper` makes of the latter."""
+    clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
+    clipping._get_total_norm = torch.nn.utils.get_total_norm = wrapper(clipping._get_total_norm)
+
+
 def stepped_on_accumulation() -> Collection[Tensor]:
     """Parameters to which `_apply_optimizer_in_backward` has given an optimizer, and a hook that steps it."""
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")

@@ -10,8 +10,10 @@ from .data_attribute import follow_data
 from .ddp_around import refuse_ddp_around
 from .dtensor_operations import compute_like_plain_tensors
 from .full_tensor import average_in_full_tensor
+from .mixed_norms import explain_mixed_norms
 from .optimizer_states import cut_loaded_states
 from .optimizer_steps import follow_optimizer_steps
+from .parallelize_after import refuse_parallelize_after
 from .parts import write_through_parts
 from .plain_operands import meet_plain_numbers
 
@@ -28,4 +30,6 @@ def correct_torch() -> None:
     write_through_parts()
     compute_like_plain_tensors()
     refuse_ddp_around()
+    refuse_parallelize_after()
+    explain_mixed_norms()
     register_full_in_pipelines()

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import clip_grad_norm_, fully_shard, replicate
-from helpers import assert_same, full, run_checks, shard_batch
+from helpers import assert_same, full, run_checks, run_ranks, shard_batch
 from models import OddMLP, TinyModel, mean_loss
 from scenarios import TOLERANCE
 
@@ -378,6 +378,27 @@ def test_clipping_on_every_kind_of_mesh() -> None:
         title = " ".join(getattr(each, "__name__", str(each)) for each in (check, *arguments))
         named.append((title, functools.partial(check, *arguments)))
     run_checks(RANKS, named)
+
+
+def test_torchs_own_names_ours_where_it_fails() -> None:
+    def body(rank: int, _: int) -> None:
+        model, mesh = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3)), square("shard", "other")
+        for module, axis in zip(model, ("shard", "other"), strict=False):
+            fully_shard(module, mesh=mesh[axis])
+        weights = [module.weight for module in model]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        for mixed in (weights[:2], weights[1:]):
+            with pytest.raises(RuntimeError, match=r"Call fsdp2\.clip_grad_norm_"):
+                nn.utils.clip_grad_norm_(mixed, 1.0)
+            with pytest.raises(RuntimeError, match=r"Call fsdp2\.clip_grad_norm_"):
+                nn.utils.get_total_norm(weight.grad for weight in mixed)
+            assert clip_grad_norm_(mixed, INF).item() == pytest.approx(32**0.5)
+        weights[0].grad.mul_(INF)
+        with pytest.raises(RuntimeError, match="non-finite"):
+            nn.utils.clip_grad_norm_(weights[0], 1.0, error_if_nonfinite=True)
+
+    run_ranks(RANKS, body)
 
 
 # ---- without ranks ---------------------------------------------------------------------------------------------------

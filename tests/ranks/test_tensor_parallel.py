@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.comm import PairwiseComm
 from fsdp2.state import states_below
-from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
+from helpers import Differences, assert_same, assert_same_names, full, run_checks, run_ranks, shard_batch
 from models import TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -453,6 +453,18 @@ def test_around_training(shape: tuple[int, int]) -> None:
 
 def test_one_data_parallel_rank() -> None:
     run_cases(2, (one_rank_gathers_nothing, [Case((1, 2)), Case((1, 2), Sequence)]))
+
+
+def test_after_fully_shard_it_is_refused() -> None:
+    def body(rank: int, _: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh["dp"])
+        with pytest.raises(ValueError, match=r"1.weight: fully_shard has sharded it.*Call these before fully_shard"):
+            parallelize_module(model, mesh["tp"], {"1": ColwiseParallel()})
+        model(torch.ones(2, 4)).sum().backward()
+        parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tp"], {"0": ColwiseParallel()})
+
+    run_ranks(2, body)
 
 
 def test_checkpoints_between_meshes(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ ORDER = (
     "corrections.optimizer_states",
     "corrections.optimizer_steps",
     "corrections.ddp_around",
+    "corrections.parallelize_after",
+    "corrections.mixed_norms",
     "bridge.pipelining",
     "guards.entry_points",
     "owners",
