@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import DataParallelMeshDims, clip_grad_norm_
+from fsdp2 import DataParallelMeshDims
 from outcomes import EXACT, LOUD, Program, Side, Situation
 
 SITUATIONS: list[Situation] = []
@@ -1678,16 +1678,6 @@ def norm_frozen_on_one_rank(side: Side) -> None:
     """BatchNorm frozen on one rank"""
     model = shard(side, Normed())
     model.norm.train(side.rank == 0)
-    train(side, model)
-
-
-@ends(LOUD, "norms in clip_grad_norm_", only_ours=True)
-def clipped_on_one_rank(side: Side) -> None:
-    """`fsdp2.clip_grad_norm_` on one rank"""
-    model = shard(side, Net())
-    loss_of(model(side.batch(0))).backward()
-    if side.rank == 1:
-        clip_grad_norm_(model.parameters(), 1)
     train(side, model)
 
 
