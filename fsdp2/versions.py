@@ -66,6 +66,7 @@ class GroupVersions:
 
     def __init__(self) -> None:
         self.guards = False
+        self._params: Sequence[FSDPParam] = ()
         self._sharded: list[Tensor] = []
         # Counts how often parameters were replaced.
         self._replacements = torch.empty(0, device="cpu")
@@ -83,6 +84,7 @@ class GroupVersions:
 
     def watch(self, params: Sequence[FSDPParam]) -> None:
         """Follow the faces that these have now."""
+        self._params = params
         _lying_in.update((torch_compat.storage_id(param.local), param) for param in params)
         # Operations on a DTensor count there, operations on what to_local() returns count at the local tensor.
         self._sharded = [tensor for param in params for tensor in (param.sharded, param.local)]
