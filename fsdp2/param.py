@@ -271,7 +271,7 @@ class FSDPParam:
             ValueError: it is gone, has another shape or distribution, or stands in some of several slots only.
             NotImplementedError: it is computed from others, and gradients are to flow to these.
         """
-        found = self._find()
+        found = self._find(accept_whole)
         if (found.grad_fn is not None and torch.is_grad_enabled()) or torch_compat.is_wrapped(found):
             raise NotImplementedError(
                 f"{self.name}: expected a parameter, got a tensor that is computed from others, to which gradients "
@@ -321,19 +321,26 @@ class FSDPParam:
         self._prepare_gradients(self.local)
         self.register(found)
 
-    def _find(self) -> nn.Parameter:
+    def _find(self, is_loaded: bool) -> nn.Parameter:
         """What is registered now, in all slots alike."""
         found = [slot.module._parameters.get(slot.name) for slot in self.slots]
+        kept = [name for name, each in zip(self.names, found, strict=True) if each is self.sharded]
+        first = found[0]
         for name, each in zip(self.names, found, strict=True):
-            if each is None or (each is not self.sharded and self.sharded in set(found)):
-                what = "is gone" if each is None else f"was replaced, but not {self.name}, to which it was tied"
+            if each is None or (each is not self.sharded and kept):
+                what = "is gone" if each is None else f"was replaced, but not {kept[0]}, to which it was tied"
                 raise ValueError(
                     f"{name} {what}. fully_shard manages this parameter: make such a change before fully_shard, or "
                     "everywhere the parameter is used."
                 )
-        # Loading with assign=True gives each slot of a tied parameter an object of its own.
-        assert found[0] is not None
-        return found[0]
+            # Loading with assign=True gives each slot of a tied parameter an object of its own; so does `to_empty`.
+            if is_loaded and first is not None and not _are_alike(first, each):
+                raise ValueError(
+                    f"{name} was tied to {self.name} when fully_shard was applied, and has been given other values. "
+                    "Give both the same ones; or load them, or untie them, before fully_shard."
+                )
+        assert first is not None
+        return first
 
     def accumulate(self, flat: Tensor, offset: int, is_hooked: bool) -> None:
         """Add this rank's gradient shard, which begins at `offset` of `flat`, to the sharded face's `.grad`.
@@ -366,6 +373,16 @@ class FSDPParam:
         if post_accumulate_hooks:
             for hook in tuple(post_accumulate_hooks.values()):
                 hook(sharded)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether they hold equal values on this rank, as far as that can be said."""
+    if one is other:
+        return True
+    first, second = (dtensor_compat.local_if_any(each.detach()) for each in (one, other))
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return first.is_meta or second.is_meta or torch.allclose(first, second.to(first.device), 0, 0, equal_nan=True)
 
 
 @torch.no_grad()

@@ -1204,6 +1204,16 @@ def tied_in_one_group(side: Side) -> None:
     train(side, side.fully_shard(Tied()))
 
 
+@ends(LOUD, "head.weight was tied to stem.weight when fully_shard was applied")
+def tied_and_given_two_values(side: Side) -> None:
+    """`load_state_dict(assign=True)` of a checkpoint in which tied parameters are two"""
+    model = side.fully_shard(Tied())
+    checkpoint = {name: torch.full_like(value, 2.0) for name, value in Tied().state_dict().items()}
+    checkpoint["head.weight"] = checkpoint["head.weight"] * 2
+    model.load_state_dict(checkpoint, assign=True)
+    side.rows("output", model(side.batch(0)))
+
+
 @ends(EXACT, tolerance=1e-6)
 def mixed_dtypes(side: Side) -> None:
     """Parameters of several dtypes in one group"""
