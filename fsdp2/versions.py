@@ -122,14 +122,14 @@ class GroupVersions:
 
     def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
         """What was done to these, which were on the meta device, has left them without values."""
-        self._unwritten += [(param, weakref.ref(param.local), _counts_of(param)) for param in params]
+        self._unwritten += [(param, weakref.ref(param.local), counts_of(param)) for param in params]
 
     def unwritten(self) -> list[FSDPParam]:
         """Those of them that no in-place operation has written to since, and nobody has replaced, as far as counts
         tell: collectives don't count.
         """
         with torch_compat.no_torch_function():
-            left = [each for each in self._unwritten if each[1]() is each[0].local and _counts_of(each[0]) == each[2]]
+            left = [each for each in self._unwritten if each[1]() is each[0].local and counts_of(each[0]) == each[2]]
         self._unwritten = left
         return [param for param, *_ in left]
 
@@ -183,7 +183,8 @@ def _counts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(next(_uncounted) if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-def _counts_of(param: FSDPParam) -> tuple[int, ...]:
+def counts_of(param: FSDPParam) -> tuple[int, ...]:
+    """Of its sharded face and the local tensor of that."""
     return _counts((param.sharded, param.local))
 
 
