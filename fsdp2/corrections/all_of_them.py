@@ -10,7 +10,7 @@ from .data_attribute import follow_data
 from .ddp_around import refuse_ddp_around
 from .dtensor_operations import compute_like_plain_tensors
 from .full_tensor import average_in_full_tensor
-from .mixed_norms import explain_mixed_norms
+from .mixed_norms import refuse_mixed_norms
 from .optimizer_states import cut_loaded_states
 from .optimizer_steps import follow_optimizer_steps
 from .parallelize_after import refuse_parallelize_after
@@ -31,5 +31,5 @@ def correct_torch() -> None:
     compute_like_plain_tensors()
     refuse_ddp_around()
     refuse_parallelize_after()
-    explain_mixed_norms()
+    refuse_mixed_norms()
     register_full_in_pipelines()

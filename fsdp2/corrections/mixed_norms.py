@@ -1,4 +1,4 @@
-"""torch's own norm of gradients that lie on several meshes: its error says which function can."""
+"""torch's own norm of gradients that lie on several meshes: an error that says which function can."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from .. import torch_compat
 
 
 @cache
-def explain_mixed_norms() -> None:
+def refuse_mixed_norms() -> None:
     """From now on. Torch can't stack norms of several meshes, or plain ones beside distributed ones."""
-    torch_compat.wrap_total_norm(_explaining)
+    torch_compat.wrap_total_norm(_refusing)
 
 
-def _explaining(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _refusing(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(total_norm)
-    def explaining(tensors: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Tensor:
-        tensors = tensors if isinstance(tensors, Tensor) else list(tensors)
-        try:
-            return total_norm(tensors, *args, **options)
-        except RuntimeError as error:
-            if len({each.device_mesh if isinstance(each, DTensor) else None for each in tensors}) > 1:
-                raise RuntimeError(
-                    "the norm of gradients on several meshes, or of plain ones beside sharded ones: torch has none. "
-                    "Nothing was clipped. Call fsdp2.clip_grad_norm_(parameters, max_norm): it returns the norm, too."
-                ) from error
-            raise
+    def refusing(tensors: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if len({each.device_mesh if isinstance(each, DTensor) else None for each in tensors}) > 1:
+            raise RuntimeError(
+                "the norm of gradients on several meshes, or of plain ones beside sharded ones: torch has none, and has "
+                "clipped nothing. Call fsdp2.clip_grad_norm_(parameters, max_norm): it returns the norm, too."
+            )
+        return total_norm(tensors, *args, **options)
 
-    return explaining
+    return refusing
