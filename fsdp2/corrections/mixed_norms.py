@@ -24,7 +24,7 @@ def _refusing(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if len({each.device_mesh if isinstance(each, DTensor) else None for each in tensors}) > 1:
             raise RuntimeError(
-                "the norm of gradients on several meshes, or of plain ones beside sharded ones, is not torch's to find. "
+                "torch can't find the norm of gradients on several meshes, or of plain ones beside sharded ones. "
                 "Call fsdp2.clip_grad_norm_(parameters, max_norm): it returns the norm, too."
             )
         return total_norm(tensors, *args, **options)
