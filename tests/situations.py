@@ -1672,6 +1672,7 @@ def rank_of_one_replica_out_of_step(side: Side) -> None:
     with torch.no_grad():
         for _ in range(2 if side.is_sharded and side.rank == 0 else 1):
             model(side.batch(1))
+    train(side, model)
 
 
 class Normed(Net):
