@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import dtensor_compat, torch_compat
+from .guards.checksum import are_alike
 from .layout import ParamSpec, param_spec
 from .mesh import DataMesh, Distribution
 from .pack import contiguous_stride
@@ -136,7 +137,7 @@ class FSDPParam:
         if type(gathered) not in (Tensor, nn.Parameter):
             rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
         else:
-            rows = self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
+            rows = self.copy_rows(gathered, device)
         self.sharded = self._wrap(rows, whole)
         self.register(self.sharded)
 
@@ -225,6 +226,10 @@ class FSDPParam:
         """This rank's rows of what the ranks of `mesh` share: a view."""
         first, last = self.bounds
         return gathered if self._is_scalar else gathered.narrow(self.dim, first, last - first)
+
+    def copy_rows(self, gathered: Tensor, device: torch.device) -> Tensor:
+        """The same in memory of their own: the whole is not kept."""
+        return self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """A gradient of the full face as the ranks of the mesh share it: the same, if the parameter `is_usual`."""
@@ -334,7 +339,7 @@ class FSDPParam:
                     "everywhere the parameter is used."
                 )
             # Loading with assign=True gives each slot of a tied parameter an object of its own; so does `to_empty`.
-            if is_loaded and first is not None and not _are_alike(first, each):
+            if is_loaded and first is not None and not are_alike(first, each):
                 raise ValueError(
                     f"{name} was tied to {self.name} when fully_shard was applied, and has been given other values. "
                     "Give both the same ones; or load them, or untie them, before fully_shard."
@@ -373,16 +378,6 @@ class FSDPParam:
         if post_accumulate_hooks:
             for hook in tuple(post_accumulate_hooks.values()):
                 hook(sharded)
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether they hold equal values on this rank, as far as that can be said."""
-    if one is other:
-        return True
-    first, second = (dtensor_compat.local_if_any(each.detach()) for each in (one, other))
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    return first.is_meta or second.is_meta or torch.allclose(first, second.to(first.device), 0, 0, equal_nan=True)
 
 
 @torch.no_grad()

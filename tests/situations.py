@@ -8,6 +8,7 @@ situation's name in the printed table.
 import copy
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -289,40 +290,29 @@ def written_between_unshard_and_reshard(side: Side) -> None:
     side.rows("output", model(side.batch(0)))
 
 
+def writes_data_in_full_params(side: Side, **options: Any) -> None:
+    model = side.fully_shard(Block())
+    with side.library.full_params(model, **options) if side.library is not None else nullcontext():
+        model.up.weight.data.mul_(2)
+    side.rows("output", model(side.batch(0)))
+
+
 @ends(EXACT, only_ours=True)
 def written_in_full_params(side: Side) -> None:
     """The same in `full_params(..., writeback=True)`"""
-    model = side.fully_shard(Block())
-    if side.is_sharded:
-        with side.library.full_params(model, writeback=True):
-            model.up.weight.data.mul_(2)
-    else:
-        model.up.weight.data.mul_(2)
-    side.rows("output", model(side.batch(0)))
+    writes_data_in_full_params(side, writeback=True)
 
 
 @ends(LOUD, "Pass writeback=True", only_ours=True)
 def data_written_in_full_params(side: Side) -> None:
     """The same through `.data`, in copies that `full_params(..., offload_to_cpu=True)` lends"""
-    model = side.fully_shard(Block())
-    if side.is_sharded:
-        with side.library.full_params(model, offload_to_cpu=True):
-            model.up.weight.data.mul_(2)
-    else:
-        model.up.weight.data.mul_(2)
-    side.rows("output", model(side.batch(0)))
+    writes_data_in_full_params(side, offload_to_cpu=True)
 
 
 @ends(LOUD, "Pass writeback=True", only_ours=True)
 def data_written_in_a_block(side: Side) -> None:
     """The same in `full_params(...)`, where they are what forwards compute with"""
-    model = side.fully_shard(Block())
-    if side.is_sharded:
-        with side.library.full_params(model):
-            model.up.weight.data.mul_(2)
-    else:
-        model.up.weight.data.mul_(2)
-    side.rows("output", model(side.batch(0)))
+    writes_data_in_full_params(side)
 
 
 @ends(EXACT)

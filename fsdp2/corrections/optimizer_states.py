@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import cache, wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -46,7 +45,4 @@ def _cut(param: DTensor, state: dict[str, Any]) -> None:
 
 
 def _part(param: FSDPParam, whole: Tensor) -> DTensor:
-    """In memory of its own: the whole is not kept."""
-    rows = param.own_rows(param.gathered(whole))
-    own = rows.to(whole.device, copy=True, memory_format=torch.contiguous_format)
-    return dtensor(own, param.dtensor_spec)
+    return dtensor(param.copy_rows(param.gathered(whole), whole.device), param.dtensor_spec)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_compat
+from ..dtensor_compat import local_if_any
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # wider elements count as several of 8 bytes
 _PIECE_NUMEL = 1 << 20  # 8 bytes of each element are computed with, so not of all at once
@@ -23,6 +24,16 @@ def values_of(tensor: Tensor) -> list[Tensor]:
 def bits_of(tensor: Tensor) -> Tensor:
     """The memory of a plain tensor as flat integers: NaN equals itself."""
     return tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
+
+
+def are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bits on this rank, as far as that can be said."""
+    if one is other:
+        return True
+    first, second = (local_if_any(each.detach()) for each in (one, other))
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return first.is_meta or second.is_meta or torch.equal(bits_of(first), bits_of(second).to(first.device))
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import dtensor_compat
 from ..comm import all_gather_now
-from ..guards.checksum import bits_of, checksum, read, values_of, word_sum
+from ..guards.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
 from ..param import FSDPParam
 from ..param_group import FSDPParamGroup
 
@@ -118,7 +118,7 @@ class _Copy:
         if _placements_of(value) != _placements_of(face):
             return f"expected placements {_placements_of(face)}, got {_placements_of(value)}"
         for name, other in zip(self.param.names, self._found, strict=True):
-            if other is not None and not _are_alike(value, other):
+            if other is not None and (_placements_of(other) != _placements_of(value) or not are_alike(value, other)):
                 return f"{name} is the same parameter, but was given other values. Give both the same ones"
         return None
 
@@ -139,16 +139,6 @@ class _Copy:
     def write_back(self) -> None:
         self.param.local.copy_(self.param.own_rows(self._value()))
         increment_version(self.param.sharded)  # the DTensor counts by itself
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether they have the same bits and lie alike."""
-    if one is other:
-        return True
-    if (one.shape, one.dtype, _placements_of(one)) != (other.shape, other.dtype, _placements_of(other)):
-        return False
-    first, second = (bits_of(dtensor_compat.local_if_any(each.detach())) for each in (one, other))
-    return torch.equal(first, second.to(first.device))
 
 
 def _placements_of(tensor: Tensor) -> object:
