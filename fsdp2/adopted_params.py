@@ -21,6 +21,7 @@ from .mesh import DataMesh
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .registered_faces import RegisteredFaces
+from .replacements import find_replacement
 from .transfers import Transfers
 from .versions import GroupVersions, requires_grad_of
 
@@ -111,7 +112,7 @@ class AdoptedParams:
         Raises:
             ValueError: one can't take its parameter's place, or that of several; nothing is changed then.
         """
-        found = [param.find_replacement(accept_whole) for param in self.params]
+        found = [find_replacement(param, accept_whole) for param in self.params]
         owners: dict[nn.Parameter, FSDPParam] = {}
         for param, parameter in zip(self.params, found, strict=True):
             other = owners.setdefault(parameter, param)

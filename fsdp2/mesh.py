@@ -217,6 +217,12 @@ class Distribution:
     full_placements: tuple[Placement, ...]
     dim: int
 
+    def is_of_sharded(self, tensor: DTensor) -> bool:
+        return tensor.placements == self.placements and tensor.device_mesh == self.mesh
+
+    def is_of_full(self, tensor: DTensor) -> bool:
+        return tensor.placements == self.full_placements and tensor.device_mesh == self.full_mesh
+
 
 def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
     """How `parameter` lies when `mesh` shards it along `dim`, or replicates it if it is a scalar.

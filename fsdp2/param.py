@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import dtensor_compat, torch_compat
-from .guards.checksum import are_alike
 from .layout import ParamSpec, param_spec
 from .mesh import DataMesh, Distribution
 from .pack import contiguous_stride
@@ -86,7 +85,7 @@ class FSDPParam:
         keeps_dtype: bool,
         memory: torch_compat.Memory | None,
     ) -> None:
-        self.slots, self._mesh, self._distribution = slots, mesh, distribution
+        self.slots, self._mesh, self.distribution = slots, mesh, distribution
         # Where the sharded face lives.
         self.rest = rest
         # Whether it computes in the dtype in which it is stored, whatever the policy says of the others.
@@ -131,7 +130,7 @@ class FSDPParam:
 
     def _shard(self, whole: Tensor) -> None:
         """Replace the whole parameter, in all its slots, by this rank's rows of it."""
-        kind = self._distribution
+        kind = self.distribution
         gathered = self.gathered(whole.detach())
         device = gathered.device if gathered.is_meta else self.rest
         if type(gathered) not in (Tensor, nn.Parameter):
@@ -143,7 +142,7 @@ class FSDPParam:
 
     def gathered(self, whole: Tensor) -> Tensor:
         """What the ranks of the mesh share of it: less than all under tensor parallelism."""
-        kind = self._distribution
+        kind = self.distribution
         if kind.full_mesh is None:
             return whole
         if not isinstance(whole, DTensor):
@@ -152,7 +151,7 @@ class FSDPParam:
 
     def _prepare_gradients(self, local: Tensor) -> None:
         """What all gradients have in common: they lie like `local`, the sharded face's local tensor, if contiguous."""
-        kind = self._distribution
+        kind = self.distribution
         self.dtensor_spec = self._mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, local.dtype)
         self._local_shape, self._local_stride = local.shape, contiguous_stride(local.shape)
 
@@ -170,7 +169,7 @@ class FSDPParam:
     @property
     def dim(self) -> int:
         """Along which the data-parallel ranks cut it."""
-        return self._distribution.dim
+        return self.distribution.dim
 
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """What the layout must know of it as it is now."""
@@ -186,7 +185,7 @@ class FSDPParam:
         return stored if self._keeps_dtype else policy.compute_dtype(stored)
 
     def _spec_for(self, stored: torch.dtype, compute: torch.dtype, extended: bool = False) -> ParamSpec:
-        return param_spec(self.gathered_shape, stored, compute, self._mesh.size, self._distribution.dim, extended)
+        return param_spec(self.gathered_shape, stored, compute, self._mesh.size, self.distribution.dim, extended)
 
     def build_full(self, memory: Tensor) -> None:
         """Have a full face over `memory`, which has its dtype and the gathered shape: the same as before, if it can be,
@@ -216,7 +215,7 @@ class FSDPParam:
 
     def face_of(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
         """A full parameter, as modules have it, whose data is `memory`, of the gathered shape."""
-        kind, value = self._distribution, memory[0] if self._is_scalar else memory
+        kind, value = self.distribution, memory[0] if self._is_scalar else memory
         if kind.full_mesh is None:
             return nn.Parameter(value, requires_grad)
         spec = self._mesh.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, value.dtype)
@@ -233,12 +232,12 @@ class FSDPParam:
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """A gradient of the full face as the ranks of the mesh share it: the same, if the parameter `is_usual`."""
-        if self._distribution.full_mesh is not None:
+        if self.distribution.full_mesh is not None:
             gradient = self._local_gradient(gradient)
         return gradient.repeat(self.gathered_shape) if self._is_scalar else gradient
 
     def _local_gradient(self, gradient: Tensor) -> Tensor:
-        kind = self._distribution
+        kind = self.distribution
         assert isinstance(gradient, DTensor), "a gradient is distributed like its parameter"
         expected = list(kind.full_placements)
         if kind.full_mesh == self._mesh.mesh:
@@ -267,54 +266,9 @@ class FSDPParam:
             else:
                 setattr(slot.module, slot.name, face)
 
-    def find_replacement(self, accept_whole: bool) -> nn.Parameter:
-        """What is registered now: users may replace the sharded face by assignment or loading.
-
-        `accept_whole`: also a plain tensor of the whole parameter, to be sharded.
-
-        Raises:
-            ValueError: it is gone, has another shape or distribution, or stands in some of several slots only.
-            NotImplementedError: it is computed from others, and gradients are to flow to these.
-        """
-        found = self._find(accept_whole)
-        if (found.grad_fn is not None and torch.is_grad_enabled()) or torch_compat.is_wrapped(found):
-            raise NotImplementedError(
-                f"{self.name}: expected a parameter, got a tensor that is computed from others, to which gradients "
-                "would not flow. Detach it, or call a copy of the module that is not sharded; for torch.func.grad by "
-                "parameters call backward() instead, and read .grad."
-            )
-        if tuple(found.shape) != self.shape:
-            raise ValueError(
-                f"{self.name}: expected a parameter of global shape {self.shape}, got {tuple(found.shape)}. A sharded "
-                "parameter can be replaced only by one of the same shape; for another shape apply fully_shard anew."
-            )
-        if not isinstance(found, DTensor):
-            if not accept_whole:
-                raise ValueError(
-                    f"{self.name}: expected a DTensor, got a plain {type(found).__name__}. An optimizer that holds it "
-                    "would never see it change. Load whole tensors with load_state_dict(..., assign=True), or "
-                    "distribute it like the parameter it replaces."
-                )
-        elif not self._is_sharded_like_ours(found) and not (accept_whole and self._is_whole(found)):
-            kind = self._distribution
-            raise ValueError(
-                f"{self.name}: expected a DTensor with placements {kind.placements} on {kind.mesh}, got "
-                f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."
-            )
-        return found
-
-    def _is_sharded_like_ours(self, found: DTensor) -> bool:
-        kind = self._distribution
-        return found.placements == kind.placements and found.device_mesh == kind.mesh
-
-    def _is_whole(self, found: DTensor) -> bool:
-        """Whether it is the parameter of tensor parallelism alone."""
-        kind = self._distribution
-        return found.placements == kind.full_placements and found.device_mesh == kind.full_mesh
-
     def replace(self, found: nn.Parameter) -> None:
-        """Take what `find_replacement` found as the sharded face."""
-        if not isinstance(found, DTensor) or not self._is_sharded_like_ours(found):
+        """Take `found`, which replacements.py has looked at, as the sharded face."""
+        if not isinstance(found, DTensor) or not self.distribution.is_of_sharded(found):
             self._shard(found)
             self._share_attributes()
             return
@@ -325,27 +279,6 @@ class FSDPParam:
         self._share_attributes()
         self._prepare_gradients(self.local)
         self.register(found)
-
-    def _find(self, is_loaded: bool) -> nn.Parameter:
-        """What is registered now, in all slots alike."""
-        found = [slot.module._parameters.get(slot.name) for slot in self.slots]
-        kept = [name for name, each in zip(self.names, found, strict=True) if each is self.sharded]
-        first = found[0]
-        for name, each in zip(self.names, found, strict=True):
-            if each is None or (each is not self.sharded and kept):
-                what = "is gone" if each is None else f"was replaced, but not {kept[0]}, to which it was tied"
-                raise ValueError(
-                    f"{name} {what}. fully_shard manages this parameter: make such a change before fully_shard, or "
-                    "everywhere the parameter is used."
-                )
-            # Loading with assign=True gives each slot of a tied parameter an object of its own; so does `to_empty`.
-            if is_loaded and first is not None and not are_alike(first, each):
-                raise ValueError(
-                    f"{name} was tied to {self.name} when fully_shard was applied, and has been given other values. "
-                    "Give both the same ones; or load them, or untie them, before fully_shard."
-                )
-        assert first is not None
-        return first
 
     def accumulate(self, flat: Tensor, offset: int, is_hooked: bool) -> None:
         """Add this rank's gradient shard, which begins at `offset` of `flat`, to the sharded face's `.grad`.

@@ -63,6 +63,7 @@ ORDER = (
     "gradients",
     "bucket",
     "registered_faces",
+    "replacements",
     "agreement",
     "stepper",
     "reduction_queue",
