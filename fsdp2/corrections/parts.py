@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from .. import dtensor_compat
 from ..dtensor_compat import local_of, set_local, spec_of
 from ..tree import map_tensors, tensors_in
+from .local_copies import LocalCopy, memory_of, version_of
 
 _aten = torch.ops.aten
 # Views that torch gathers for. All others are in the memory of what they are views of.
@@ -57,7 +58,7 @@ class Part(DTensor):
     @classmethod
     def of(cls, base: DTensor, view: View, copied: DTensor) -> Part:
         part = cast(Part, dtensor_compat.new_dtensor(cls, local_of(copied), spec_of(copied)))
-        part._base_of, part._view_of, part._version_of = base, view, _version(_root(base))
+        part._base_of, part._view_of, part._version_of = base, view, version_of(_root(base))
         _parts[id(part)] = part
         if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
             _dispatch_to_parts()
@@ -79,8 +80,23 @@ class Part(DTensor):
 
     def to_local(self, **options: Any) -> Tensor:
         """Without communication, unlike all else here."""
-        _refuse_outdated(self)
+        self.refuse_outdated()
         return LocalCopy.of(self, super().to_local(**options))
+
+    def refuse_outdated(self, copied: Tensor | None = None) -> None:
+        """
+        Raises:
+            RuntimeError: the whole has been written to since this part, or `copied` of it, was taken.
+        """
+        is_renewed = copied is not None and memory_of(copied) != memory_of(local_of(self))
+        if is_renewed or version_of(_root(self)) != self._version_of:
+            raise RuntimeError(
+                f"to_local() of a part of a DTensor of global shape {tuple(_root(self).shape)}: the whole has been "
+                "written to since. Take the part again, or call full_tensor() on the part, on every rank."
+            )
+
+    def write_own(self) -> None:
+        _write_own(self)
 
     # Checkpoints are planned by these on every rank, and then read and written by `to_local()`.
 
@@ -97,53 +113,6 @@ class Part(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).clone().__reduce_ex__(protocol)
-
-
-class LocalCopy(Tensor):
-    """`plain`, this rank's copy of a part, or a view of it: what is written to it is written to what the part is of."""
-
-    plain: Tensor
-    part: Part
-
-    @classmethod
-    def of(cls, part: Part, plain: Tensor) -> LocalCopy:
-        copied = plain.as_subclass(cls)
-        copied.plain, copied.part = plain, part
-        return copied
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        copies = [each for each in tensors_in(args, kwargs) if isinstance(each, LocalCopy)]
-        for each in copies:
-            _refuse_outdated(each.part, each.plain)
-        before = [_version(each.plain) for each in copies]
-        result = func(*map_tensors(args, _behind), **map_tensors(kwargs or {}, _behind))
-        for each, version in zip(copies, before, strict=True):
-            if _version(each.plain) != version:
-                _write_own(each.part)
-        return map_tensors(result, partial(_as_copy, copies))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.plain.clone())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
-
-
-def _behind(tensor: Tensor) -> Tensor:
-    return tensor.plain if isinstance(tensor, LocalCopy) else tensor
-
-
-def _as_copy(copies: list[LocalCopy], result: Tensor) -> Tensor:
-    """What is in the memory of one of `copies` is one, too."""
-    for each in copies:
-        if type(result) is Tensor and _memory(result) == _memory(each.plain):
-            return LocalCopy.of(each.part, result)
-    return result
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _take_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,7 +194,7 @@ def _plain(tensor: Any) -> Any:
 def _catch_up(part: Part) -> None:
     """Give `part` what it is of its root now. Every rank must call it."""
     root = _root(part)
-    if _version(root) != part._version_of:
+    if version_of(root) != part._version_of:
         _renew(part, _whole(root))
 
 
@@ -263,10 +232,6 @@ def _root(tensor: DTensor) -> DTensor:
     return tensor
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _view_in(tensor: DTensor, whole: Tensor) -> Tensor:
     """What `tensor` is of `whole`, its root's."""
     return tensor._view_of(_view_in(tensor._base_of, whole)) if isinstance(tensor, Part) else whole
@@ -285,7 +250,7 @@ def _cut(whole: Tensor, like: DTensor) -> Tensor:
 def _renew(part: Part, whole: Tensor) -> None:
     """Give `part` what it is of `whole`, its root's."""
     set_local(part, _cut(_view_in(part, whole).contiguous(), part))
-    part._version_of = _version(_root(part))
+    part._version_of = version_of(_root(part))
 
 
 @torch.no_grad()
@@ -309,7 +274,7 @@ def _write_own(part: Part) -> None:
     own, new, is_new = local_of(root), _cut(whole, root), _cut(is_written, root)
     own.copy_(torch.where(is_new.to(own.device), new.to(own.device), own))
     increment_version([root])
-    part._version_of = _version(root)
+    part._version_of = version_of(root)
     for each in others:
         _write_beside(part, each)
 
@@ -328,19 +293,6 @@ def _write_beside(part: Part, other: Part) -> None:
     _view_in(part, whole).copy_(local_of(part))
     local_of(other).copy_(_view_in(other, whole))
     other._version_of = part._version_of
-
-
-def _refuse_outdated(part: Part, copied: Tensor | None = None) -> None:
-    """
-    Raises:
-        RuntimeError: the whole has been written to since `part`, or its local copy, was taken.
-    """
-    is_renewed = copied is not None and _memory(copied) != _memory(local_of(part))
-    if is_renewed or _version(_root(part)) != part._version_of:
-        raise RuntimeError(
-            f"to_local() of a part of a DTensor of global shape {tuple(_root(part).shape)}: the whole has been written "
-            "to since. Take the part again, or call full_tensor() on the part, on every rank."
-        )
 
 
 def _refuse_strided(root: DTensor) -> None:

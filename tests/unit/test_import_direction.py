@@ -94,6 +94,7 @@ ORDER = (
     "mesh",
     "policy",
     "corrections.parts",
+    "corrections.local_copies",
     "graph_hooks",
     "transforms",
     "tree",
