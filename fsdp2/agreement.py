@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from . import torch_compat
 from .comm import all_reduce_now
+from .mesh import DataMesh
 
 # What is about to be communicated: at a meeting, `kind + _KINDS * index of the group`.
 GATHER, REDUCE = range(2)
@@ -32,7 +34,10 @@ _COMMON = 1 << 40
 class Server(Protocol):
     """One group at run time: see FSDPState."""
 
+    modules: list[nn.Module]
     group: Any
+    conditional: bool
+    gate: Any
 
     def serve(self) -> None:
         """Take part in a gather that other ranks need."""
@@ -120,3 +125,25 @@ class Turn:
     def reduce(self) -> None:
         """Return when all ranks are to reduce its gradients."""
         self._agreement.meet(self._first + REDUCE, self.is_conditional)
+
+
+def make_agreement(servers: Sequence[Server], mesh: DataMesh, note_out_of_step: Callable[[], None]) -> Agreement | None:
+    """How ranks stay in one order, if some of them may leave modules out. Each group gets its turn."""
+    if not mesh.axis_groups:
+        return None
+    _find_gates(servers)
+    if all(server.gate is None for server in servers):
+        return None
+    agreement = Agreement(servers, mesh.axis_groups, mesh.device, note_out_of_step)
+    for i, server in enumerate(servers):
+        server.group.turn = server.group.gradients.turn = Turn(agreement, i, server.gate is not None)
+    return agreement
+
+
+def _find_gates(servers: Sequence[Server]) -> None:
+    """Tell each the innermost conditional one that it is, or lies in."""
+    for gate in (server for server in servers if server.conditional):  # outer ones come first
+        inside = {module for outer in gate.modules for module in outer.modules()}
+        for server in servers:
+            if inside.issuperset(server.modules):
+                server.gate = gate

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import torch_compat
-from .agreement import Agreement, Turn
+from .agreement import make_agreement
 from .checked_comm import level_from_environment
 from .graph_hooks import at_backward_end
 from .guards.entry_points import leave_fast_paths, refuse_call
@@ -80,27 +80,10 @@ class Context:
             # Users call those of the root by hand: its head, its embedding. It takes time in each step.
             state.group.watch_calls(refuse_call if state.modules == self.root.modules else None)
         leave_fast_paths(names)
-        self.agreement = self._find_agreement()
+        self.agreement = make_agreement(self.states, self.root.group.mesh, self.note_out_of_step)
         self.prefetcher = Prefetcher(self.states)
         self.rank_guard = RankGuard(self.root, self.states)
         self.rank_guard.attach()
-
-    def _find_agreement(self) -> Agreement | None:
-        """How ranks stay in one order, if some of them may leave modules out."""
-        mesh = self.root.group.mesh
-        if not mesh.axis_groups:
-            return None
-        for gate in (state for state in self.states if state.conditional):  # outer ones come first
-            inside = {module for outer in gate.modules for module in outer.modules()}
-            for state in self.states:
-                if inside.issuperset(state.modules):
-                    state.gate = gate
-        if all(state.gate is None for state in self.states):
-            return None
-        agreement = Agreement(self.states, mesh.axis_groups, mesh.device, self.note_out_of_step)
-        for i, state in enumerate(self.states):
-            state.group.turn = state.group.gradients.turn = Turn(agreement, i, state.gate is not None)
-        return agreement
 
     def where(self) -> tuple[str, int]:
         """What runs, and in which step: behind how many backward passes."""
