@@ -44,7 +44,7 @@ class Context:
         device = root.group.mesh.device
         self.takes_inputs_to = None if device.type in ("cpu", "meta") else device
         self._transfers = {state.group.transfers for state in self.states if state.group.transfers is not None}
-        self._saved_tensors = SavedTensors(use_in_backward, self._guard_saved)
+        self.saved_tensors = SavedTensors(use_in_backward, self._guard_saved)
         # Whether backward's use of a weight is noticed, whatever way it comes.
         self.notices_saved_tensors = True
         self._reductions = ReductionQueue()
@@ -59,8 +59,7 @@ class Context:
         self.in_backward = False
         # A backward with create_graph has saved weights where our hooks don't see it: until others, which may read
         # them, have ended, and another pass begins, their storage is refilled but not freed.
-        self.graph_reads_weights = self._graph_was_read = False
-        self._builds_graph = False
+        self.graph_reads_weights = self._graph_was_read = self._builds_graph = False
         self._task = -1
         # Identity of the backward pass that runs, or ran last; how many have ended.
         self._backward_pass = object()
@@ -97,40 +96,27 @@ class Context:
             state.group.label.leave()
 
     def settings(self) -> dict[str, Any]:
-        """What a user has set for all states: flags, and prefetch lists as places in the list of states."""
-        place = {state: i for i, state in enumerate(self.states)}
-
-        def places(chosen: list[FSDPState] | None) -> list[int] | None:
-            return None if chosen is None else [place[state] for state in chosen if state in place]
-
-        lists = [(places(state.forward_prefetch), places(state.backward_prefetch)) for state in self.states]
-        chosen = {name: getattr(self, name) for name in ("finalizes_by_itself", "notices_saved_tensors")}
-        averages = self.rank_guard.stats.are_averaged
-        return {**chosen, "prefetch_budget": self.prefetcher.budget, "averages_stats": averages, "prefetch": lists}
+        """What a user has set for all states."""
+        return {
+            "finalizes_by_itself": self.finalizes_by_itself,
+            "notices_saved_tensors": self.notices_saved_tensors,
+            "averages_stats": self.rank_guard.stats.are_averaged,
+            "prefetch": self.prefetcher.settings(),
+        }
 
     def take_settings(
-        self,
-        finalizes_by_itself: bool,
-        prefetch_budget: int | None,
-        averages_stats: bool,
-        notices_saved_tensors: bool,
-        prefetch: list[tuple[list[int] | None, list[int] | None]],
+        self, finalizes_by_itself: bool, notices_saved_tensors: bool, averages_stats: bool, prefetch: dict[str, Any]
     ) -> None:
         """Take over the settings of the context that this one is a copy of."""
-        self.finalizes_by_itself, self.prefetcher.budget = finalizes_by_itself, prefetch_budget
-        self.rank_guard.stats.are_averaged = averages_stats
+        self.finalizes_by_itself = finalizes_by_itself
         self.notice_saved_tensors(notices_saved_tensors)
-        for state, lists in zip(self.states, prefetch, strict=True):
-            state.forward_prefetch, state.backward_prefetch = (
-                None if each is None else [self.states[i] for i in each] for each in lists
-            )
+        self.rank_guard.stats.are_averaged = averages_stats
+        self.prefetcher.take_settings(**prefetch)
 
     def notice_saved_tensors(self, notices: bool) -> None:
         """Choose whether backward's use of a weight is noticed, or refused unless a gradient of what its module
         returned has come first.
         """
-        if self.running or self.in_backward:
-            raise RuntimeError("saved-tensor hooks can't be switched while a forward or backward runs")
         self.notices_saved_tensors = notices
         for state in self.states:
             state.versions = ()  # what earlier graphs have saved is refused
@@ -163,15 +149,15 @@ class Context:
         state.running += 1
         if len(self.running) == 1:
             # Storages are known by their addresses, which others may have taken since the last pass.
-            self._saved_tensors.owners.clear()
+            self.saved_tensors.owners.clear()
             if self.notices_saved_tensors:
-                self._saved_tensors.activate()
+                self.saved_tensors.activate()
 
     def leave(self) -> None:
         """The innermost forward ends, or has failed."""
         self.running.pop().running -= 1
         if not self.running:
-            self._saved_tensors.deactivate()
+            self.saved_tensors.deactivate()
             self.prefetcher.end_pass()
             for state, backward_follows in self.unfinished.items():
                 state.settle(backward_follows)
@@ -335,7 +321,7 @@ class Context:
         for state in list(self.running):
             state.running = 0
         self.running.clear()
-        self._saved_tensors.deactivate()
+        self.saved_tensors.deactivate()
         for state in self.states:
             state.release()
 
@@ -352,10 +338,6 @@ class Context:
         self.prefetcher.forget_forwards()
         self.settle_transfers()
 
-    def sees_saved_tensors(self) -> bool:
-        """Whether what autograd saves now passes through our hooks, not through activation checkpointing's."""
-        return self._saved_tensors.is_on_top()
-
     def in_inner_backward(self) -> bool:
         """Whether a backward runs inside the one that began: reentrant checkpointing, of one of several regions."""
         return torch_compat.graph_task() != self._task
@@ -365,4 +347,4 @@ class Context:
         self.prefetcher.prefetched.discard(state)
         if self.notices_saved_tensors:
             for storage in state.group.adopted.storage_ids:
-                self._saved_tensors.owners[storage] = state
+                self.saved_tensors.owners[storage] = state

@@ -240,7 +240,7 @@ def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     """Leave a hint for backward on each output; say whether backward may come."""
 
     # Weights that checkpointing keeps from a recomputation are read without our notice.
-    must_unshard = not state.unshard_in_backward and not state.context.sees_saved_tensors()
+    must_unshard = not state.unshard_in_backward and not state.context.saved_tensors.is_on_top()
 
     def gradient_of_output() -> None:
         if must_unshard or state.unshard_in_backward:

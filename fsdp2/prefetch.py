@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from statistics import median_low
+from typing import Any
 
 from .order import Cursor, within_budget
 from .param_group import SHARDED, UNSHARDED
@@ -41,6 +42,25 @@ class Prefetcher:
         self._backward: dict[FSDPState | None, Cursor[FSDPState]] = {}
         # Those that are unsharded, or about to be, in advance only.
         self.prefetched: set[FSDPState] = set()
+
+    def settings(self) -> dict[str, Any]:
+        """What a user has chosen: the budget, and for each state, as places in the list of states, what to gather ahead
+        in forward and in backward.
+        """
+        place = {state: i for i, state in enumerate(self._states)}
+
+        def places(chosen: list[FSDPState] | None) -> list[int] | None:
+            return None if chosen is None else [place[state] for state in chosen if state in place]
+
+        chosen = [(places(state.forward_prefetch), places(state.backward_prefetch)) for state in self._states]
+        return {"budget": self.budget, "chosen": chosen}
+
+    def take_settings(self, budget: int | None, chosen: list[tuple[list[int] | None, list[int] | None]]) -> None:
+        self.budget = budget
+        for state, lists in zip(self._states, chosen, strict=True):
+            state.forward_prefetch, state.backward_prefetch = (
+                None if each is None else [self._states[i] for i in each] for each in lists
+            )
 
     def begin_pass(self) -> None:
         self._typical_nbytes = median_low(state.group.nbytes for state in self._states)

@@ -47,7 +47,10 @@ class RootMethods:
             RuntimeError: not the root, or during a forward or backward.
         """
         check_bool("enabled", enabled)
-        _root(self, "set_saved_tensor_hooks").context.notice_saved_tensors(enabled)
+        context = _root(self, "set_saved_tensor_hooks").context
+        if context.running or context.in_backward:
+            raise RuntimeError("saved-tensor hooks can't be switched while a forward or backward runs")
+        context.notice_saved_tensors(enabled)
 
     def set_running_stats_averaging(self, enabled: bool) -> None:
         """Choose whether the ranks average what BatchNorm and its like keep for evaluation, `running_mean` and
