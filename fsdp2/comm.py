@@ -156,7 +156,8 @@ class PairwiseComm:
         slices = [tensor.view(self.size, -1) for tensor in inputs]
         received = [torch.empty_like(tensor[1:]) for tensor in slices]
         parts = [
-            [mine[rank] if rank == self.rank else theirs[self._place(rank)] for rank in range(self.size)]
+            # `theirs` has no row for this rank.
+            [mine[rank] if rank == self.rank else theirs[rank - (rank > self.rank)] for rank in range(self.size)]
             for mine, theirs in zip(slices, received, strict=True)
         ]
         exchange = self._exchange(REDUCING, inputs, slices, parts)
@@ -241,10 +242,6 @@ class PairwiseComm:
         message[0] = 1  # no goodbye yet
         while differ(message, GOODBYE):
             self.group.recv([message], source, tag).wait()
-
-    def _place(self, rank: int) -> int:
-        """Row of another rank's part in a receive buffer, which has none for this rank."""
-        return rank if rank < self.rank else rank - 1
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -351,21 +348,3 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
         of_all = all_gather_now(data.ljust(int(nbytes), b"\0"), make_comm(group, device), device)
         found = [each for theirs in of_all for each in pickle.loads(theirs)]
     return found
-
-
-_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it, and,
-    where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL splits
-    it.
-
-    Of all of them: a second one over the same ranks.
-    """
-    of_size = _subgroups.setdefault(group, {})
-    if size not in of_size:
-        ranks = dist.get_process_group_ranks(group)
-        first = group.rank() // size * size
-        of_size[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-    return of_size[size]

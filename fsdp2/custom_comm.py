@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checked_comm import CheckedComm
-from .comm import Comm, backend_averages, make_comm, subgroup
+from .comm import Comm, backend_averages, make_comm
+from .mesh import subgroup
 from .work import CopyWork, DividedWork, Work
 
 

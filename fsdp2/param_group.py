@@ -13,14 +13,14 @@ from .adopted_params import AdoptedParams
 from .agreement import Turn
 from .buffers import GroupBuffers
 from .checked_comm import level_from_environment
-from .comm import make_comm, subgroup
+from .comm import make_comm
 from .custom_comm import CommChoice
 from .gather import PendingGather
 from .gradients import GroupGradients
 from .guards.empty_memory import EmptyBuffers
 from .headers import Label
 from .layout import gather_layout
-from .mesh import DataMesh
+from .mesh import DataMesh, subgroup
 from .param import FSDPParam, fqn
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction

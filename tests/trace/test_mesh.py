@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.comm import subgroup
+from fsdp2.mesh import subgroup
 from helpers import fake_world
 
 
