@@ -8,6 +8,7 @@ from ..bridge.pipelining import register_full_in_pipelines
 from .autograd_inputs import accept_sharded_inputs
 from .data_attribute import follow_data
 from .ddp_around import refuse_ddp_around
+from .draws import draw_like_plain_tensors
 from .dtensor_operations import compute_like_plain_tensors
 from .full_tensor import average_in_full_tensor
 from .mixed_norms import refuse_mixed_norms
@@ -29,6 +30,7 @@ def correct_torch() -> None:
     accept_sharded_inputs()
     write_through_parts()
     compute_like_plain_tensors()
+    draw_like_plain_tensors()
     refuse_ddp_around()
     refuse_parallelize_after()
     refuse_mixed_norms()

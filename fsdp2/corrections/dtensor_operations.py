@@ -5,17 +5,15 @@ that optimizers need and it has no rule for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
-from ..comm import broadcast_over, moves_data
 from ..dtensor_compat import (
     FINDS_PLACES,
     DTensorSpec,
@@ -32,33 +30,6 @@ from ..dtensor_compat import (
 from ..tree import map_tensors, tensors_in
 
 _aten = torch.ops.aten
-_DRAW_IN_PLACE = (
-    _aten.normal_.default,
-    _aten.uniform_.default,
-    _aten.bernoulli_.float,
-    _aten.exponential_.default,
-    _aten.log_normal_.default,
-    _aten.cauchy_.default,
-    _aten.geometric_.default,
-    _aten.random_.default,
-    _aten.random_.to,
-    getattr(_aten.random_, "from"),
-)
-_DRAW_LIKE = (
-    _aten.rand_like.default,
-    _aten.randn_like.default,
-    _aten.randint_like.default,
-    _aten.randint_like.low_dtype,
-)
-# The values of the first argument matter, too.
-_DRAW_FROM = (
-    _aten.bernoulli.default,
-    _aten.multinomial.default,
-    _aten.normal.Tensor_float,
-    _aten.normal.float_Tensor,
-    _aten.normal.Tensor_Tensor,
-    _aten.poisson.default,
-)
 # Steps of which torch has no rule for DTensors.
 _FUSED = (
     _aten._fused_adagrad_.default,
@@ -94,16 +65,12 @@ _MEAN_LOSSES = {
 def compute_like_plain_tensors() -> None:
     """From now on these do with DTensors what they do with plain tensors.
 
-    - What draws random values into a DTensor on a mesh of CPUs, or for one like it, gives each rank its part of what a
-      plain tensor would get from the same seed, for any number of ranks. Torch gives all the same values. What ranks
-      hold alike is drawn alike, whatever their seeds: from the generator of the first of them.
     - `mse_loss` and its kin are the mean over all elements, also where ranks hold different numbers of them. Torch
       takes the mean of the ranks' means.
     - Extremes, and norms that are such, of parameters of which some ranks hold nothing are those of all elements. Torch
       raises on these ranks, and the others wait. Their places are those in the whole; torch 2.11's in a rank's part.
     - `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
       p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
-    - `rrelu` in training raises: each rank would draw slopes of its own.
     - `torch.distributed`'s collectives raise an error that says what to do.
     - foreach operations in place show in the DTensors' versions, as those on plain tensors do; and are possible where
       plain tensors, such as buffers, are among DTensors. So are norms.
@@ -114,65 +81,13 @@ def compute_like_plain_tensors() -> None:
     handle_operations([_aten.index_put_.default], _put)
     handle_operations(_IN_PLACE, _write)
     handle_operations([_aten.add_.Tensor], _add)
-    handle_operations(_DRAW_IN_PLACE, _draw_in_place)
-    handle_operations(_DRAW_LIKE, partial(_draw, _blank))
-    handle_operations(_DRAW_FROM, partial(_draw, whole_of))
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten.binary_cross_entropy_with_logits.default], _mean_loss)
     handle_operations(_EXTREMES, _extreme)
     handle_operations([_aten._local_scalar_dense.default], _item)
-    handle_operations([_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default], _rrelu)
     collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
     handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
-
-
-def _draw_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    if _is_drawn_by_torch(target):
-        return call_unhandled(op, args, kwargs)
-    local_of(target).copy_(local_of(_drawn(_blank, op, args, kwargs)))
-    return target
-
-
-def _draw(whole: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = next(each for each in args if isinstance(each, DTensor))
-    return call_unhandled(op, args, kwargs) if _is_drawn_by_torch(first) else _drawn(whole, op, args, kwargs)
-
-
-def _is_drawn_by_torch(target: DTensor) -> bool:
-    return local_of(target).device.type != "cpu" or any(each.is_partial() for each in target.placements)
-
-
-def _drawn(whole: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """This rank's part of what `op` makes of plain tensors: of `whole(each)` in place of each DTensor."""
-    first = next(each for each in args if isinstance(each, DTensor))
-    mesh, generator = first.device_mesh, kwargs.get("generator") or torch.default_generator
-    before = generator.get_state()
-    plain = [whole(each) if isinstance(each, DTensor) else each for each in args]
-    drawn = op(*plain, **kwargs)
-    placements = first.placements if drawn.shape == first.shape else [Replicate()] * mesh.ndim
-    shared = _state_among_replicas(before, mesh, placements)
-    if not torch.equal(shared, before):
-        after = generator.get_state()
-        generator.set_state(shared)
-        drawn = op(*plain, **kwargs)
-        generator.set_state(after)
-    return cut(drawn, mesh, placements)
-
-
-def _state_among_replicas(own: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """The state of the first of those generators whose ranks are to draw the same. All of these must call it."""
-    axes = [axis for axis, placement in enumerate(placements) if placement.is_replicate() and mesh.size(axis) > 1]
-    groups = [mesh.get_group(axis) for axis in axes]
-    shared = own.clone()
-    if moves_data(groups, own.device):
-        broadcast_over(shared, groups)
-    return shared
-
-
-def _blank(like: DTensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
 
 def _mean_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,20 +194,6 @@ def _is_mask_of_scalar(target: Any, places: Any) -> bool:
     """Whether all ranks have the one element of `target`. Its mask comes as places, which python has read of it."""
     is_one = isinstance(target, DTensor) and target.shape == (1,) and not isinstance(places, DTensor)
     return is_one and all(each.is_replicate() for each in target.placements)
-
-
-def _rrelu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """
-    Raises:
-        NotImplementedError: it draws.
-    """
-    given = {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
-    if given.get("training", False):
-        raise NotImplementedError(
-            f"rrelu of a DTensor of global shape {tuple(args[0].shape)}: each rank would draw slopes of its own. Use "
-            "full_tensor(), on every rank, after the same torch.manual_seed."
-        )
-    return call_unhandled(op, args, kwargs)
 
 
 def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -83,6 +83,7 @@ ORDER = (
     "pack",
     "custom_comm",
     "checked_comm",
+    "corrections.draws",
     "corrections.dtensor_operations",
     "comm",
     "headers",
