@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from .guards.empty_memory import mark
 from .module import FSDPModule
 from .state import STATE, buffers_on_meta, modules_below, states_below, states_of
 
+Methods = dict[str, Callable[..., Any]]
+
 
 @cache
 def sharded_class(cls: Any) -> Any:
@@ -21,12 +24,18 @@ def sharded_class(cls: Any) -> Any:
     FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have
     layouts of their own); what overrides nn.Module therefore stands in the new class itself.
     """
+    body = {
+        **entry_points.explained_methods(cls),
+        "__call__": _call_of(cls),
+        **_changing_methods(cls),
+        **_copying_methods(cls),
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)
 
-    def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
-        # nn.Sequential[...] and the like build a new module of type(self): that one is not sharded.
-        plain: nn.Module = cls(*args, **kwargs)
-        return plain
 
+def _call_of(cls: Any) -> Callable[..., Any]:
     @torch_compat.untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         torch_compat.keep_out_of_graphs()
@@ -35,6 +44,12 @@ def sharded_class(cls: Any) -> Any:
         except RuntimeError as error:
             entry_points.explain(error, self, "forward")
             raise
+
+    return call
+
+
+def _changing_methods(cls: Any) -> Methods:
+    """Those that change a module's parameters, or give them other memory."""
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
@@ -68,6 +83,25 @@ def sharded_class(cls: Any) -> Any:
         for faces in installed:
             faces.install()
 
+    return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
+
+
+def _refuse_shared_memory(self: nn.Module) -> nn.Module:
+    """`share_memory` of a sharded module: it would end the process."""
+    raise NotImplementedError(
+        f"{type(self).__name__}.share_memory: sharded parameters can't be moved to shared memory. Each rank is a "
+        "process with shards of its own; share what full_params lends, or buffers."
+    )
+
+
+def _copying_methods(cls: Any) -> Methods:
+    """Those that make other modules of one."""
+
+    def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
+        # nn.Sequential[...] and the like build a new module of type(self): that one is not sharded.
+        plain: nn.Module = cls(*args, **kwargs)
+        return plain
+
     def reduce(self: nn.Module, protocol: int) -> Any:
         # For deepcopy and pickle, which can't find this class by name.
         hooks.before_copy(self)
@@ -92,31 +126,10 @@ def sharded_class(cls: Any) -> Any:
             "fully_shard, or build a second one and load this one's state dict."
         )
 
-    body = {
-        **entry_points.explained_methods(cls),
-        "__new__": new,
-        "__call__": call,
-        "_apply": apply,
-        "to_empty": to_empty,
-        "zero_grad": zero_grad,
-        "share_memory": _refuse_shared_memory,
-        "__reduce_ex__": reduce,
-        "__copy__": shallow_copy,
-        "__setstate__": setstate,
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-    }
+    methods: Methods = {"__new__": new, "__reduce_ex__": reduce, "__setstate__": setstate, "__copy__": shallow_copy}
     if hasattr(cls, "__deepcopy__"):
-        body["__deepcopy__"] = deepcopy
-    return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)
-
-
-def _refuse_shared_memory(self: nn.Module) -> nn.Module:
-    """`share_memory` of a sharded module: it would end the process."""
-    raise NotImplementedError(
-        f"{type(self).__name__}.share_memory: sharded parameters can't be moved to shared memory. Each rank is a "
-        "process with shards of its own; share what full_params lends, or buffers."
-    )
+        methods["__deepcopy__"] = deepcopy
+    return methods
 
 
 def _new_sharded(cls: Any) -> Any:
