@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import checks, hooks, torch_compat
+from . import checks, hooks
 from .guards.starting_weights import BUILT, StartingWeights
-from .mesh import (
-    DataMesh,
-    DataParallelMeshDims,
-    Distribution,
-    data_mesh,
-    default_mesh,
-    named_data_mesh,
-    replicated_data_mesh,
-)
+from .mesh import DataMesh, DataParallelMeshDims, data_mesh, default_mesh, named_data_mesh, replicated_data_mesh
 from .padding import log_waste
-from .param import SHARDED_AS, FSDPParam, Slot, fqn
+from .param import FSDPParam, Slot, fqn
 from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .sharded_class import sharded_class
+from .sharding_plan import Arguments, Plan, Share, plan_parameter, share_out
 from .state import FSDPState, state_of, states_below
 from .torch_compat import Memory
 from .units import attach, find_units
@@ -93,7 +85,7 @@ def fully_shard(
 
     After any of these errors nothing has been changed.
     """
-    given = _Arguments(
+    given = Arguments(
         mesh,
         dp_mesh_dims,
         reshard_after_forward,
@@ -126,58 +118,21 @@ def replicate(
     Args:
         mesh: a DeviceMesh of one axis.
     """
-    given = _Arguments(mesh, None, None, None, mp_policy, offload_policy, ignored_params, conditional)
+    given = Arguments(mesh, None, None, None, mp_policy, offload_policy, ignored_params, conditional)
     return _apply(module, given, replicated_data_mesh)
 
 
-class _Arguments(NamedTuple):
-    """Of one call."""
-
-    mesh: DeviceMesh | None
-    dp_mesh_dims: DataParallelMeshDims | None
-    reshard_after_forward: bool | int | None
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    ignored_params: set[nn.Parameter] | None
-    conditional: bool
-
-
-def _apply(module: Modules, given: _Arguments, choose_axes: Callable[[DeviceMesh], DataMesh]) -> Modules:
+def _apply(module: Modules, given: Arguments, choose_axes: Callable[[DeviceMesh], DataMesh]) -> Modules:
     roots = checks.check_modules(module)
-    checks.check_mesh(given.mesh, given.dp_mesh_dims)
-    _, _, reshard, placement_fn, _, offload_policy, ignored, conditional = given
-    checks.check_arguments(reshard, placement_fn, offload_policy, ignored, conditional)
-    policy = checks.check_policy(given.mp_policy)
-    managed = dict(_managed_modules(roots))
-    slots = _collect_slots(managed, ignored or frozenset())
-    for name, parameter_slots in slots.items():
-        checks.check_parameter(name, parameter_slots)
-    inside = [state for root in roots for state in states_below(root)]
-    memory_of = checks.check_memory(slots, managed, roots, inside)
-    for root in roots:
-        checks.check_names(root)
+    given = _check(given)
+    found = _collect(roots, given.ignored_params or frozenset())
     shared = choose_axes(given.mesh if given.mesh is not None else default_mesh())
-    checks.check_reshard(reshard, shared)
-    checks.check_conditional(roots, inside, conditional, reshard, shared)
-    plans = [
-        _plan(name, parameter_slots, memory_of[name], shared, policy, given) for name, parameter_slots in slots.items()
-    ]
-    for plan in plans if conditional else ():
-        checks.check_one_mesh(plan.name, plan.mesh, shared)
+    plans = _plan(found, shared, given)
     classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
 
     # From here on nothing is refused.
-    _move_buffers(managed, shared.device)
-    rest, pin = _resting_place(offload_policy, shared.device)
-    shares = _shares(plans, find_units(roots, inside, slots), shared)
-    states = []
-    for share, members in shares.items():
-        params, starts = _shard(members, rest, type(roots[0]).__name__)
-        states.append(_make_state(roots, share, params, policy, pin, given))
-        states[-1].group.adopted.note_starts(starts)
-    for state, share in zip(states, shares, strict=True):
-        state.outer = states[0] if share.unit is not None else None
+    _move_buffers(found.managed, shared.device)
+    states = _make_states(found, plans, shared, given)
     hooks.install(states)
     attach(states[0])
     log_waste(states)
@@ -190,7 +145,45 @@ def _apply(module: Modules, given: _Arguments, choose_axes: Callable[[DeviceMesh
 fully_shard.state = replicate.state = state_of  # type: ignore[attr-defined]
 
 
-# ---- what belongs to the call
+# ---- what is looked at, and may be refused
+
+
+class _Found(NamedTuple):
+    """What there is in the modules of one call: `roots`.
+
+    `managed`: those at and below them that no inner call manages, with their FQNs; `inside`: the states of inner calls.
+    `slots`, `memory_of`: of each parameter, by its FQN.
+    """
+
+    roots: list[nn.Module]
+    managed: dict[nn.Module, str]
+    slots: dict[str, list[Slot]]
+    memory_of: dict[str, Memory | None]
+    inside: list[FSDPState]
+
+
+def _check(given: Arguments) -> Arguments:
+    checks.check_mesh(given.mesh, given.dp_mesh_dims)
+    checks.check_arguments(
+        given.reshard_after_forward,
+        given.shard_placement_fn,
+        given.offload_policy,
+        given.ignored_params,
+        given.conditional,
+    )
+    return given._replace(mp_policy=checks.check_policy(given.mp_policy))
+
+
+def _collect(roots: list[nn.Module], ignored: Collection[nn.Parameter]) -> _Found:
+    managed = dict(_managed_modules(roots))
+    slots = _collect_slots(managed, ignored)
+    for name, parameter_slots in slots.items():
+        checks.check_parameter(name, parameter_slots)
+    inside = [state for root in roots for state in states_below(root)]
+    memory_of = checks.check_memory(slots, managed, roots, inside)
+    for root in roots:
+        checks.check_names(root)
+    return _Found(roots, managed, slots, memory_of, inside)
 
 
 def _managed_modules(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
@@ -209,9 +202,7 @@ def _managed_modules(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
         yield from walk(root, "" if len(roots) == 1 else f"[{i}]")
 
 
-def _collect_slots(
-    managed: dict[nn.Module, str], ignored: set[nn.Parameter] | frozenset[nn.Parameter]
-) -> dict[str, list[Slot]]:
+def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> dict[str, list[Slot]]:
     """FQN -> the slots of one distinct parameter. Tied parameters go under the first of their names."""
     slots: dict[nn.Parameter, list[Slot]] = {}
     for module in managed:
@@ -221,80 +212,17 @@ def _collect_slots(
     return {fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
 
 
-class _Plan(NamedTuple):
-    """What is to become of one parameter."""
-
-    name: str
-    slots: list[Slot]
-    mesh: DataMesh
-    distribution: Distribution
-    keeps_dtype: bool
-    memory: Memory | None
-
-    def shard(self, rest: torch.device, root: str) -> FSDPParam:
-        original = self.slots[0].get()
-        param = FSDPParam(self.slots, self.name, self.mesh, self.distribution, rest, self.keeps_dtype, self.memory)
-        setattr(original, SHARDED_AS, f"{root}'s {self.name}")
-        if original.requires_grad:
-            torch_compat.replace_hooks(original, partial(_refuse_gradient, f"{root}'s {self.name}"))
-        return param
+def _plan(found: _Found, shared: DataMesh, given: Arguments) -> list[Plan]:
+    reshard, conditional = given.reshard_after_forward, given.conditional
+    checks.check_reshard(reshard, shared)
+    checks.check_conditional(found.roots, found.inside, conditional, reshard, shared)
+    plans = [plan_parameter(name, slots, found.memory_of[name], shared, given) for name, slots in found.slots.items()]
+    for plan in plans if conditional else ():
+        checks.check_one_mesh(plan.name, plan.mesh, shared)
+    return plans
 
 
-def _refuse_gradient(name: str, _: Tensor) -> None:
-    """Hook on what was a parameter before it was sharded."""
-    raise RuntimeError(
-        f"something has computed with what {name} was before fully_shard (a list or view of parameters, another module "
-        "that shares it, a loss from before?), which is no parameter of the model any more. Use what modules have now."
-    )
-
-
-def _plan(
-    name: str,
-    slots: list[Slot],
-    memory: Memory | None,
-    shared: DataMesh,
-    policy: MixedPrecisionPolicy,
-    given: _Arguments,
-) -> _Plan:
-    """Ask the user's functions about one parameter, and check what they say."""
-    parameter, reshard = slots[0].get(), given.reshard_after_forward
-    dim, own = checks.choose_placement(name, parameter, given.shard_placement_fn)
-    mesh = own or shared
-    checks.check_device_type(name, mesh, shared)
-    checks.check_reshard(reshard, mesh)
-    checks.check_wire(name, policy, mesh)
-    checks.check_frequencies(name, slots, mesh)
-    checks.check_extension(name, parameter, reshard, mesh)
-    distribution = checks.choose_distribution(name, parameter, mesh, dim)
-    return _Plan(name, slots, mesh, distribution, checks.choose_dtype(name, parameter, policy), memory)
-
-
-class _Share(NamedTuple):
-    """What one group is made of: parameters on one mesh; those of one unit, or those that belong to none."""
-
-    mesh: DataMesh
-    unit: nn.Module | None
-
-
-def _shares(plans: list[_Plan], units: dict[str, nn.Module], shared: DataMesh) -> dict[_Share, list[_Plan]]:
-    """One for the modules of the call themselves first, though it may be empty; the units' last."""
-    shares: dict[_Share, list[_Plan]] = {}
-    for plan in plans:
-        shares.setdefault(_Share(plan.mesh, units.get(plan.name)), []).append(plan)
-    if all(share.unit is not None for share in shares):
-        shares[_Share(shared, None)] = []
-    return dict(sorted(shares.items(), key=lambda item: item[0].unit is not None))
-
-
-def _shard(members: list[_Plan], rest: torch.device, root: str) -> tuple[list[FSDPParam], dict[FSDPParam, Any]]:
-    """The parameters of one group, and what is known of each of them before."""
-    params: list[FSDPParam] = []
-    starts = {}
-    for plan in members:
-        whole = plan.slots[0].get()
-        params.append(plan.shard(rest, root))
-        starts[params[-1]] = StartingWeights.of(params[-1], whole, BUILT)
-    return params, starts
+# ---- what is changed then
 
 
 def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:
@@ -302,6 +230,20 @@ def _move_buffers(managed: Iterable[nn.Module], device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type != "meta":
                 module._buffers[name] = buffer.to(device)
+
+
+def _make_states(found: _Found, plans: list[Plan], shared: DataMesh, given: Arguments) -> list[FSDPState]:
+    """That of the modules of the call themselves first; the units' last."""
+    rest, pin = _resting_place(given.offload_policy, shared.device)
+    shares = share_out(plans, find_units(found.roots, found.inside, found.slots), shared)
+    states = []
+    for share, members in shares.items():
+        params, starts = _shard(members, rest, type(found.roots[0]).__name__)
+        states.append(_make_state(found.roots, share, params, pin, given))
+        states[-1].group.adopted.note_starts(starts)
+    for state, share in zip(states, shares, strict=True):
+        state.outer = states[0] if share.unit is not None else None
+    return states
 
 
 def _resting_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:
@@ -312,15 +254,21 @@ def _resting_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.d
     return cpu, bool(policy.pin_memory) and torch.accelerator.is_available()
 
 
+def _shard(members: list[Plan], rest: torch.device, root: str) -> tuple[list[FSDPParam], dict[FSDPParam, Any]]:
+    """The parameters of one group, and what is known of each of them before."""
+    params: list[FSDPParam] = []
+    starts = {}
+    for plan in members:
+        whole = plan.slots[0].get()
+        params.append(plan.shard(rest, root))
+        starts[params[-1]] = StartingWeights.of(params[-1], whole, BUILT)
+    return params, starts
+
+
 def _make_state(
-    roots: list[nn.Module],
-    share: _Share,
-    params: list[FSDPParam],
-    policy: MixedPrecisionPolicy,
-    pin: bool,
-    given: _Arguments,
+    roots: list[nn.Module], share: Share, params: list[FSDPParam], pin: bool, given: Arguments
 ) -> FSDPState:
-    modules = roots
+    modules, policy = roots, given.mp_policy
     if share.unit is not None:  # inputs and outputs are those of the outer module: what is inside stays as it is
         modules, policy = [share.unit], replace(policy, cast_forward_inputs=False, output_dtype=None)
     group = FSDPParamGroup(modules, params, share.mesh, policy, pin)

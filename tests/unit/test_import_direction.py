@@ -27,6 +27,7 @@ ORDER = (
     "tools.audit",
     "tools.finding",
     "fully_shard",
+    "sharding_plan",
     "padding",
     "checks",
     "sharded_class",
