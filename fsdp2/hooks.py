@@ -24,7 +24,7 @@ from .context import Context
 from .corrections.all_of_them import correct_torch
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .saved_tensors import make_way_where_disabled
-from .state import STATE, FSDPState, states_below, states_of
+from .state import STATE, FSDPState, hide_full, show_full, states_below, states_of
 from .transforms import outside_transforms, run_outside
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 
@@ -82,16 +82,11 @@ def after_copy(module: nn.Module) -> FSDPState | None:
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
     """Have the sharded parameters registered. No more: this rank may be alone in asking."""
-    state = module.__dict__[STATE]
-    state.hidden = [each for each in states_of(module) if each.group.faces.installed and not each.running]
-    for each in state.hidden:
-        each.group.faces.uninstall()
+    module.__dict__[STATE].hidden = hide_full(each for each in states_of(module) if not each.running)
 
 
 def _after_state_dict(module: nn.Module, *_: Any) -> None:
-    state = module.__dict__[STATE]
-    while state.hidden:
-        state.hidden.pop().group.faces.install()
+    show_full(module.__dict__[STATE].hidden)
 
 
 def _before_load(module: nn.Module, *_: Any) -> None:

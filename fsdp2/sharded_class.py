@@ -12,7 +12,7 @@ from . import hooks, torch_compat, units
 from .guards import entry_points
 from .guards.empty_memory import mark
 from .module import FSDPModule
-from .state import STATE, buffers_on_meta, modules_below, states_below, states_of
+from .state import STATE, buffers_on_meta, hide_full, modules_below, show_full, states_below, states_of
 
 Methods = dict[str, Callable[..., Any]]
 
@@ -75,13 +75,11 @@ def _changing_methods(cls: Any) -> Methods:
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         # It is the sharded parameters that have gradients, also between unshard() and reshard(), and in a forward.
-        states = self.__dict__[STATE].context.states
-        installed = [state.group.faces for state in states if state.group.faces.installed]
-        for faces in installed:
-            faces.uninstall()
-        cls.zero_grad(self, set_to_none)
-        for faces in installed:
-            faces.install()
+        hidden = hide_full(self.__dict__[STATE].context.states)
+        try:
+            cls.zero_grad(self, set_to_none)
+        finally:
+            show_full(hidden)
 
     return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
 

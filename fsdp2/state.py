@@ -291,6 +291,20 @@ def states_below(module: nn.Module) -> Iterator[FSDPState]:
             yield from states_of(submodule)
 
 
+def hide_full(states: Iterable[FSDPState]) -> list[FSDPState]:
+    """Register the sharded parameters where the full ones are: of the states that are returned, for `show_full`."""
+    hidden = [state for state in states if state.group.faces.installed]
+    for state in hidden:
+        state.group.faces.uninstall()
+    return hidden
+
+
+def show_full(hidden: list[FSDPState]) -> None:
+    """Register the full parameters again, and empty the list."""
+    while hidden:
+        hidden.pop().group.faces.install()
+
+
 def data_mesh_of(states: Iterable[FSDPState]) -> DataMesh:
     """The mesh of most ranks: those that train on one batch."""
     return max((state.group.mesh for state in states), key=lambda mesh: mesh.num_ranks)

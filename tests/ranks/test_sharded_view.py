@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule
+from fsdp2 import FSDPModule, fully_shard
+from helpers import fake_world
 from scenarios import WRAPS, MayFail, Net, Run, Wrap, check, kept, leaves, loss_of, sgd, whole
 
 
@@ -167,6 +168,20 @@ def test_inside_a_forward_modules_see_full_parameters() -> None:
         scenario(run)
 
     check(with_batches_of_seven)
+
+
+def test_full_parameters_are_back_after_a_zero_grad_that_raises() -> None:
+    class Raises(nn.Linear):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            raise ValueError("on purpose")
+
+    with fake_world(1):
+        model = fully_shard(Raises(2, 2))
+        model.unshard()  # type: ignore[attr-defined]
+        full = model.weight
+        with pytest.raises(ValueError, match="on purpose"):
+            model.zero_grad()
+        assert model.weight is full
 
 
 # ---- stale weights ---------------------------------------------------------------------------------------------------
