@@ -83,11 +83,11 @@ class DataMesh:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        return torch_compat.group_over(self.mesh, self.shard_axes)
+        return _group_over(self.mesh, self.shard_axes)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
-        return torch_compat.group_over(self.mesh, self.replicate_axes)
+        return _group_over(self.mesh, self.replicate_axes)
 
     @cached_property
     def size(self) -> int:
@@ -124,6 +124,13 @@ class DataMesh:
         if self.mesh.device_type in ("cpu", "meta"):
             return torch.device(self.mesh.device_type)
         return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
+
+
+def _group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The process group of this rank along `axes`; several count as one, for which it makes a group, once."""
+    if len(axes) < 2:
+        return mesh.get_group(axes[0]) if axes else None
+    return torch_compat.mesh_over(mesh, axes).get_group()
 
 
 # Those in use: the groups of a model share one, and with it the specs of equal parameters.

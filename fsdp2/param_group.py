@@ -60,8 +60,7 @@ class FSDPParamGroup:
         pin: bool = False,
     ) -> None:
         self.modules, self.params, self.mesh = list(modules), list(params), mesh
-        self._policy = policy
-        self._choice = CommChoice()
+        self._policy, self._choice = policy, CommChoice()
         # Under which name its collectives are known among ranks.
         self.label = Label()
         self.name = type(modules[0]).__name__

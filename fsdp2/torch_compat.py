@@ -55,13 +55,6 @@ def mesh_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
     return chosen if chosen.ndim == 1 else chosen._flatten()
 
 
-def group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The process group of this rank along `axes`; several count as one, for which it makes a group, once."""
-    if len(axes) < 2:
-        return mesh.get_group(axes[0]) if axes else None
-    return mesh_over(mesh, axes).get_group()
-
-
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """'gloo', 'nccl', 'fake', ...: `get_backend` names the default device's backend only, a group may have several."""
     return group._get_backend(device).name().lower()
