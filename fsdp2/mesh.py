@@ -113,6 +113,14 @@ class DataMesh:
         return math.prod(self.mesh.size(axis) for axis in (*self.shard_axes, *self.replicate_axes))
 
     @property
+    def ranks(self) -> frozenset[int]:
+        """Those that share or replicate the parameters, this one included."""
+        place: list[Any] = list(self.mesh.get_coordinate() or ())
+        for axis in self.shard_axes + self.replicate_axes:
+            place[axis] = slice(None)
+        return frozenset(self.mesh.mesh[tuple(place)].flatten().tolist())
+
+    @property
     def axis_groups(self) -> list[dist.ProcessGroup]:
         """This rank's process group along each axis on which other ranks share or replicate the parameters."""
         axes = sorted((*self.shard_axes, *self.replicate_axes))

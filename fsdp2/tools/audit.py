@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import comm, context
 from ..guards.checksum import checksum, read, values_of
+from ..mesh import DataMesh
 from ..param import SHARDED_AS, FSDPParam, fqn
 from ..state import FSDPState, data_mesh_of, states_below
 from ..unsynced_grad import UnsyncedGrad
@@ -29,12 +30,12 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     Found are: parameters and buffers left on meta, or without values since `to_empty` (as far as version counters
     tell); NaN and infinity in weights and gradients; gradients that wait to be synchronised; trainable parameters that
     no group manages; an optimizer that holds others than the model's, lacks some or has one twice; modules, dtypes,
-    flags or settings that differ among ranks; weights that differ, bit by bit, where they should be the same; and, as a
-    note, buffers that do.
+    flags or settings that differ among ranks; weights that differ, bit by bit, where they should be the same; and, as
+    notes, buffers that do, and weights that do so among the ranks of tensor parallelism.
 
     Call it before the first step, and between steps where something looks wrong. It reads every shard and gradient, no
     full parameter, and gathers a checksum of each from every rank: two small collectives per axis of the mesh, four
-    where layouts differ.
+    where layouts differ; also over the axes of tensor parallelism.
 
     Args:
         model: sharded itself, or with sharded modules inside.
@@ -53,14 +54,24 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     layout = _layout(model, states, tensors)
     digest = hashlib.blake2b(repr(sorted(layout.items())).encode()).hexdigest()
     found = _find_in_values(tensors, states) | _find_in_optimizers(tensors, _optimizers(optimizer))
-    report = _Report(dist.get_rank(), found, digest, _read_sums(tensors))
-    reports = comm.gather_objects(report, mesh.axis_groups, mesh.device)
-    findings = merge({each.rank: each.found for each in reports})
-    if len({each.digest for each in reports}) == 1:
+    report = _Report(dist.get_rank(), min(mesh.ranks), found, digest, _read_sums(tensors, mesh))
+    groups = [*mesh.axis_groups, *_model_parallel_groups(states, mesh)]
+    reports = {each.rank: each for each in comm.gather_objects(report, groups, mesh.device)}
+    findings = merge({rank: each.found for rank, each in reports.items()})
+    if len({each.digest for each in reports.values()}) == 1:
         names = [(held.name, held.kind) for held in tensors]
-        return findings + compare_sums(names, {each.rank: each.sums for each in reports})
-    layouts = comm.gather_objects((report.rank, layout), mesh.axis_groups, mesh.device)
+        sums = {rank: each.sums for rank, each in reports.items()}
+        return findings + compare_sums(names, sums, {rank: each.batch for rank, each in reports.items()})
+    layouts = comm.gather_objects((report.rank, layout), groups, mesh.device)
     return findings + compare_layouts(dict(layouts))
+
+
+def _model_parallel_groups(states: Sequence[FSDPState], data: DataMesh) -> list[dist.ProcessGroup]:
+    """Of this rank's, along axes of parameters' meshes, those that connect it with ranks which get the same rows."""
+    meshes = dict.fromkeys(mesh for state in states for mesh in state.group.adopted.meshes)
+    groups = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
+    found = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    return [group for ranks, group in sorted(found.items()) if not data.ranks.issuperset(ranks)]
 
 
 def _log_findings(root: FSDPState) -> None:
@@ -110,11 +121,13 @@ class Held(NamedTuple):
 class _Report(NamedTuple):
     """What a rank tells the others.
 
+    `batch`: a number of the ranks that train on one batch with it, each on its rows.
     `found`: names by kind.
     `sums`: which part of each tensor it has, and the checksum of that.
     """
 
     rank: int
+    batch: int
     found: dict[str, list[str]]
     digest: str
     sums: list[tuple[int, int]]
@@ -216,15 +229,17 @@ def _describe(place: str, tensor: Tensor) -> str:
 # ---- what ranks tell each other
 
 
-def _read_sums(tensors: Sequence[Held]) -> list[tuple[int, int]]:
+def _read_sums(tensors: Sequence[Held], data: DataMesh) -> list[tuple[int, int]]:
     sums = read([checksum(held.tensor) for held in tensors])
-    return [(_part(held.tensor), value) for held, value in zip(tensors, sums, strict=True)]
+    return [(_part(held.tensor, data), value) for held, value in zip(tensors, sums, strict=True)]
 
 
-def _part(tensor: Tensor) -> int:
+def _part(tensor: Tensor, data: DataMesh) -> int:
     """The same number on ranks that should hold the same values: which part of a sharded tensor this rank has."""
     if not isinstance(tensor, DTensor):
         return 0
     mesh, axes = tensor.device_mesh, enumerate(tensor.placements)
     place = tuple(mesh.get_local_rank(axis) for axis, placement in axes if not placement.is_replicate())
-    return hash((tuple(mesh.mesh.flatten().tolist()), place))
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    # What is cut among all that train on one batch is the same on other ranks that get the same rows.
+    return hash(((ranks if data.ranks.difference(ranks) else ()), place))

@@ -27,7 +27,7 @@ class Finding:
     @property
     def is_note(self) -> bool:
         """Whether it may be meant so."""
-        return self.kind == "buffers differ"
+        return self.kind in ("buffers differ", "model-parallel ranks differ")
 
     def __str__(self) -> str:
         names = ", ".join(self.names[:_SHOWN]) + (f" and {len(self.names) - _SHOWN} more" * (len(self.names) > _SHOWN))
@@ -55,6 +55,8 @@ KINDS = {
     "replicas differ": "Expected the same bits in every replica. Initialise from the same seed, or broadcast; then "
     "look for a rank that steps differently.",
     "unmanaged differ": "Expected the same bits on every rank. Broadcast it; if it is trained, see 'unmanaged'.",
+    "model-parallel ranks differ": "A note: cut by hand, each holds a part of its own. Otherwise expected the same "
+    "bits: give the ranks of such an axis one seed, and the same batches.",
     "buffers differ": "A note: running statistics of each rank's own batches do. Others hint at memory that nobody "
     "has initialised since to_empty.",
 }
@@ -71,21 +73,28 @@ def merge(found: dict[int, dict[str, list[str]]]) -> list[Finding]:
     return findings
 
 
-def compare_sums(names: Sequence[tuple[str, str]], sums: dict[int, list[tuple[int, int]]]) -> list[Finding]:
+def compare_sums(
+    names: Sequence[tuple[str, str]], sums: dict[int, list[tuple[int, int]]], batches: dict[int, int]
+) -> list[Finding]:
     """Which tensors differ among ranks that hold the same part of them.
 
     `names`: of each tensor its name, and whether it is a "parameter" of a group, "unmanaged", or a "buffer".
     `sums`: by rank, of each tensor a number of the part, and one of its values.
+    `batches`: by rank, a number of those that train on one batch with it, each on its rows. Others get the same rows,
+        and share the model with it.
     """
     found: dict[int, dict[str, list[str]]] = {rank: {} for rank in sums}
     for i, (name, kind) in enumerate(names):
+        of_batch: dict[tuple[int, int], int] = {}
         first: dict[int, int] = {}
         for rank in sorted(sums):
             part, value = sums[rank][i]
-            other = first.setdefault(part, rank)
+            other, what = of_batch.setdefault((batches[rank], part), rank), _DIFFERENCES[kind]
+            if other == rank and kind != "buffer":
+                other, what = first.setdefault(part, rank), "model-parallel ranks differ"
             if sums[other][i][1] != value:
                 for each in (other, rank):
-                    found[each].setdefault(_DIFFERENCES[kind], []).append(name)
+                    found[each].setdefault(what, []).append(name)
     return merge(found)
 
 

@@ -304,8 +304,25 @@ def several_meshes() -> None:
     expect(check(model, sgd(model)))
 
 
+def model_parallel_ranks_differ() -> None:
+    """Those of tensor parallelism have got other batches: what is not cut among them drifts apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "other"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 6), nn.Linear(6, 4))
+    parallelize_module(model, mesh["other"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = sgd(model)
+    for _ in range(2):
+        mean_loss(model(INPUT * (1 + mesh["shard"].get_local_rank()))).backward()
+        optimizer.step()
+    expect(check(model, optimizer))
+    train(model, optimizer)
+    (found,) = check(model, optimizer)
+    expect([found], ("model-parallel ranks differ", ("0.weight",), (0, 1, 2, 3)))
+    assert found.is_note
+
+
 def test_on_four_ranks() -> None:
     """HSDP, and groups on meshes of different sizes."""
-    run_checks(
-        4, [(each.__name__, each) for each in (replicas_differ, seeds_differ, partial_sums_wait, several_meshes)]
-    )
+    checks = (replicas_differ, seeds_differ, partial_sums_wait, several_meshes, model_parallel_ranks_differ)
+    run_checks(4, [(each.__name__, each) for each in checks])

@@ -12,16 +12,30 @@ def test_one_finding_for_each_kind() -> None:
 def test_equal_parts_are_compared() -> None:
     """Ranks 0 and 2, and 1 and 3, hold the same rows of the first; all hold the second; each its own of the third."""
     names = [("rows", "parameter"), ("scale", "buffer"), ("own", "parameter"), ("left", "unmanaged")]
-    sums = {rank: [(rank % 2, rank % 2), (0, 7), (rank, rank), (0, 1)] for rank in range(4)}
-    assert compare_sums(names, sums) == []
+    sums, batches = (
+        {rank: [(rank % 2, rank % 2), (0, 7), (rank, rank), (0, 1)] for rank in range(4)},
+        dict.fromkeys(range(4), 0),
+    )
+    assert compare_sums(names, sums, batches) == []
     sums[3][0] = (1, 5)
     sums[2][1] = (0, 8)
     sums[1][3] = (0, 2)
-    assert compare_sums(names, sums) == [
+    assert compare_sums(names, sums, batches) == [
         Finding("replicas differ", ("rows",), "", (1, 3)),
         Finding("unmanaged differ", ("left",), "", (0, 1)),
         Finding("buffers differ", ("scale",), "", (0, 2)),
     ]
+
+
+def test_parts_of_ranks_that_get_the_same_rows_are_compared() -> None:
+    """Ranks 0 and 1 hold the same rows, 2 and 3 the others; 0 and 2 train on one batch, 1 and 3 on the same."""
+    names, batches = [("rows", "parameter"), ("scale", "buffer")], {0: 0, 1: 1, 2: 0, 3: 1}
+    sums = {rank: [(rank // 2, rank // 2), (0, 7)] for rank in range(4)}
+    assert compare_sums(names, sums, batches) == []
+    sums[3] = [(1, 5), (0, 8)]
+    note, buffers = compare_sums(names, sums, batches)
+    assert note == Finding("model-parallel ranks differ", ("rows",), "", (2, 3))
+    assert buffers == Finding("buffers differ", ("scale",), "", (1, 3))
 
 
 def test_layouts() -> None:
@@ -36,4 +50,4 @@ def test_layouts() -> None:
 def test_text_is_bounded() -> None:
     finding = Finding("unsynced", tuple("abcdefg"), "why", tuple(range(9)))
     assert str(finding) == f"unsynced: a, b, c, d and 3 more (rank 0, 1, 2, 3, ...); why. {KINDS['unsynced']}"
-    assert [Finding(kind, ("a",)).is_note for kind in KINDS].count(True) == 1
+    assert [Finding(kind, ("a",)).is_note for kind in KINDS].count(True) == 2
