@@ -15,7 +15,7 @@ from torch import Tensor
 from . import reduce, torch_compat
 from .agreement import Turn
 from .bucket import Bucket, find_buckets, noting
-from .headers import Label
+from .headers import DIVIDED, Label
 from .layout import ParamSpec, bucket_layout
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
@@ -74,6 +74,10 @@ class GroupGradients:
         """Whether some wait, or are in flight: they are known by the places of their parameters, which must stay."""
         return self.waiting.are_wanted() or self.queue.has(self)
 
+    def are_under_way(self) -> bool:
+        """Between backward passes that do not finish them: whether some have not come to `.grad`."""
+        return bool(self.waiting.full or self.waiting.partial) or self.queue.has(self)
+
     def settings(self) -> dict[str, Any]:
         """What a user has set."""
         reduction = {name: getattr(self.reduction, name) for name in ("divisor", "all_reduce", "hook")}
@@ -108,7 +112,14 @@ class GroupGradients:
         return ReducePlan(layout, self._specs, shards.size)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
-        return f" of {', '.join(self._params[i].name for i in indices)}"
+        divisor = self.reduction.divisor  # which ranks compare
+        divided = "" if divisor is None else f"{DIVIDED}{divisor:g},"
+        return f"{divided} of {', '.join(self._params[i].name for i in indices)}"
+
+    def divide_by(self, divisor: float) -> None:
+        """Have the sum over all ranks divided by that from now on."""
+        self.reduction.divisor = divisor
+        self._names = cache(self._make_names)
 
     def _progress(self, bucket: Bucket) -> None:
         if bucket.missing == bucket.size - 1:

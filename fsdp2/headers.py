@@ -24,7 +24,7 @@ from .work import Work
 HEADER_NBYTES = 192
 _DIGEST_NBYTES = 8
 _LONGEST_NAME = 100
-REDUCING, SUMMING = "reducing", "summing replicas of"
+REDUCING, SUMMING, DIVIDED = "reducing", "summing replicas of", ", divided by "
 TABLE = "\nWhere each rank was:"
 
 # Tags of messages, which must not meet a user's: of headers, one for each time that ranks were out of step, and of what
@@ -136,16 +136,20 @@ def without_sizes(text: str) -> str:
     return text.partition("\t")[0]
 
 
+def _hint(texts: Sequence[str]) -> str:
+    """What may be the reason where all reduce."""
+    if not all(text.startswith((REDUCING, SUMMING)) for text in texts):
+        return ""
+    if len({DIVIDED in text for text in texts}) == 2:
+        return " Call set_gradient_divide_factor on all of them, with the same factor."
+    return " If ranks use different parameters of one group, call set_reduce_scatter_unused_params(True)."
+
+
 def out_of_step(texts: Mapping[int, str]) -> str:
     """The error's message. `texts`: by rank."""
     doing = {rank: without_sizes(text) for rank, text in texts.items()}
     if len(set(doing.values())) == 1:
         doing = {rank: text.replace("\t", ", tensors of ", 1) for rank, text in texts.items()}
-    unused = (
-        " If ranks use different parameters of one group, call set_reduce_scatter_unused_params(True)."
-        if all(text.startswith((REDUCING, SUMMING)) for text in texts.values())
-        else ""
-    )
     ranks: dict[str, list[str]] = {}
     for rank, text in doing.items():
         ranks.setdefault(text, []).append(str(rank))
@@ -153,7 +157,7 @@ def out_of_step(texts: Mapping[int, str]) -> str:
     return (
         f"ranks are out of step. {'; '.join(parts)}. All must run the same sharded modules in the same order; has one "
         "gone on after an exception, left a module out, or built another model?"
-        f"{unused} Nothing was mixed. Where every rank catches this error, the next step is exact."
+        f"{_hint([*texts.values()])} Nothing was mixed. Where every rank catches this error, the next step is exact."
     )
 
 

@@ -156,7 +156,7 @@ class FSDPModule(RootMethods):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"factor: expected a positive number, got {factor!r}")
         for state in _states(self, recurse):
-            state.group.gradients.reduction.divisor = float(factor)
+            state.group.gradients.divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Old name of `set_gradient_divide_factor`."""

@@ -1691,6 +1691,52 @@ def one_axis_shards_and_replicates(side: Side) -> None:
     train(side, shard(side, Net(), **options))
 
 
+@ends(LOUD, "Call finalize_backward() on the root first", only_ours=True)
+def step_before_finalization(side: Side) -> None:
+    """After `set_manual_backward_finalization(True)`, a step before `finalize_backward`"""
+    model = shard(side, Net())
+    if side.is_sharded:
+        model.set_manual_backward_finalization(True)
+    train(side, model)
+
+
+@ends(LOUD, "Have all ranks decide alike whether to step")
+def step_left_out_on_one_rank(side: Side) -> None:
+    """A step left out on one rank"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    for step in range(5):
+        loss_of(model(side.batch(step))).backward()
+        if not side.is_sharded or side.rank == 0 or step != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "Have all ranks choose alike")
+def learning_rate_of_own_loss(side: Side) -> None:
+    """A scheduler of learning rates that follows each rank's own loss"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05)
+    for step in range(9):
+        loss = loss_of(model(side.batch(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step(loss.item())
+    side.weights("trained", model)
+
+
+@ends(LOUD, "Call set_gradient_divide_factor on all of them")
+def divisors_that_differ(side: Side) -> None:
+    """`set_gradient_divide_factor` on one rank"""
+    model = shard(side, Net())
+    if side.is_sharded and side.rank == 1:
+        model.set_gradient_divide_factor(3.0)
+    train(side, model)
+
+
 # ---- memory that two share, and copies
 
 

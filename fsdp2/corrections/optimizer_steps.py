@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from ..owners import sharded_owner
 from ..param import SHARDED_AS, names_of_full
 from ..state import FSDPState, data_mesh_of, some_of
 
-# How many parameters optimizers had when they were looked at.
-_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+# How many parameters optimizers had when they were looked at, and the states whose parameters were among them.
+_seen: WeakKeyDictionary[Optimizer, tuple[int, list[ref[FSDPState]]]] = WeakKeyDictionary()
 
 
 @cache
@@ -45,33 +45,50 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
     Raises:
         NotImplementedError: it computes what torch has not for DTensors.
+        RuntimeError: gradients are still on their way.
     """
-    if isinstance(optimizer, Adafactor) and _states_of(optimizer):
+    states = _stepped_on(optimizer)
+    if isinstance(optimizer, Adafactor) and states:
         raise NotImplementedError(
             "Adafactor steps by means over rows and columns, and by norms, in place, which DTensors have not: it can't "
             "step sharded parameters. Use another optimizer; Adam's state, too, is cut among the ranks."
         )
-    _tell_of_plain(optimizer)
+    # What is stepped in backward is stepped as gradients come.
+    if states and states[0].group.gradients.steps.stepper is None and not states[0].context.in_backward:
+        states[0].context.rank_guard.steps.note(optimizer)  # which ranks compare when they look next
+        _refuse_unfinished(optimizer, states)
     closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
-    states = _states_of(optimizer) if callable(closure) and _may_use_loss(optimizer) else []
-    if not states:
+    if not (states and callable(closure) and _may_use_loss(optimizer)):
         return None
     averaged = partial(_averaged_loss, closure, states)
     return ((args[0], averaged, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": averaged})
 
 
-def _tell_of_plain(optimizer: Optimizer) -> None:
-    """Have ranks look after trainable plain parameters that are stepped on beside sharded ones, as each rank likes."""
+def _refuse_unfinished(optimizer: Optimizer, states: list[FSDPState]) -> None:
+    unfinished = [state for state in states if not state.context.finalizes_by_itself]
+    names = [str(state) for state in unfinished if state.group.gradients.are_under_way()]
+    if names:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step: gradients of {some_of(names)} are still on their way, after "
+            "set_manual_backward_finalization(True). Call finalize_backward() on the root first; before clipping, too."
+        )
+
+
+def _stepped_on(optimizer: Optimizer) -> list[FSDPState]:
+    """Those whose parameters it steps on. If it is new, have ranks look after trainable plain parameters that it has
+    beside them, and that each rank steps on as it likes.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if _seen.get(optimizer) == len(params):
-        return
-    _seen[optimizer] = len(params)
-    plain = {i: param for i, param in enumerate(params) if not isinstance(param, DTensor) and param.grad is not None}
-    states = _states_of(optimizer) if plain else []
-    if states:
-        kind = type(optimizer).__name__
-        guard = states[0].context.rank_guard
-        guard.note_beside({f"parameter {i} of {kind}, of shape {tuple(each.shape)}": each for i, each in plain.items()})
+    count, known = _seen.get(optimizer, (None, []))
+    if count != len(params):
+        states = [*dict.fromkeys(_states_of(optimizer))]
+        plain = {i: each for i, each in enumerate(params) if not isinstance(each, DTensor) and each.grad is not None}
+        if states and plain:
+            kind, guard = type(optimizer).__name__, states[0].context.rank_guard
+            guard.note_beside({f"parameter {i} of {kind}, of shape {tuple(p.shape)}": p for i, p in plain.items()})
+        known = [ref(state) for state in states]
+        _seen[optimizer] = len(params), known
+    return [state for each in known if (state := each()) is not None]
 
 
 def _may_use_loss(optimizer: Optimizer) -> bool:

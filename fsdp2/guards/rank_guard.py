@@ -10,6 +10,7 @@ integers.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -28,6 +29,7 @@ from .looks import is_time_to_look
 from .rounding import rounded_whole_numbers, tells_of_numbers
 from .running_stats import RunningStats
 from .starting_weights import BUILT, LOADED, UNKNOWN, digest
+from .step_history import StepHistory, refuse_different_steps
 
 
 class RankGuard:
@@ -37,6 +39,7 @@ class RankGuard:
         self._root, self._states = root, states
         self._times = 0
         self.stats = RunningStats(root.modules)
+        self.steps = StepHistory()
         # How often the inputs of each were cast, and what whole numbers were rounded then.
         self._casts: dict[FSDPState, int] = {}
         self._rounded: dict[FSDPState, set[float]] = {}
@@ -65,6 +68,7 @@ class RankGuard:
     def begin_anew(self) -> None:
         """Ranks were out of step: they may have looked different numbers of times."""
         self._times, self._looks_again = 0, False
+        self.steps = StepHistory()
         self.stats.begin_anew()
 
     def casts(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -113,6 +117,8 @@ class RankGuard:
             self._mesh = widest if _connects(widest) else None
         if self._mesh is None:
             return
+        if number > 1 and self._mesh.num_ranks > 1:
+            self._compare_steps(self._mesh)
         unmanaged = dict(_find_unmanaged(self._root, self._states)) if self._mesh.num_ranks > 1 else {}
         if unmanaged:
             self._compare_unmanaged(self._mesh, unmanaged, is_first=number == 1)
@@ -121,6 +127,19 @@ class RankGuard:
             self._compare_beside(self._mesh)
         if any(state.input_dtype is not None for state in self._states):
             self._tell_of_rounding(self._mesh)
+
+    def _compare_steps(self, mesh: DataMesh) -> None:
+        divisors = [state.group.gradients.reduction.divisor for state in self._states]
+        steps, self.steps = self.steps, StepHistory()
+        numbers = [_number(zlib.crc32(repr(divisors).encode())), *steps.numbers()]
+        (least, most), *bounds = _bounds(mesh, numbers, f"optimizer steps of {self._root}")
+        if least != most:
+            raise RuntimeError(
+                f"{self._root}: gradients are divided by other numbers on some rank than on others. Call "
+                "set_gradient_divide_factor on all ranks, with the same factor."
+            )
+        names = [param.name for state in self._states for param in state.group.params]
+        refuse_different_steps(some_of(names), *bounds)
 
     def _compare_unmanaged(self, mesh: DataMesh, unmanaged: dict[str, nn.Parameter], is_first: bool) -> None:
         sums = [checksum(parameter) for parameter in unmanaged.values()]

@@ -346,7 +346,7 @@ ALONE: dict[Callable[[Any, Tensor, bool], None], str] = {
     one_evaluates: "running statistics of 1",
     one_freezes_a_norm: "running statistics of 1",
     one_asks_a_teacher: "starting weights of root",
-    one_looks_earlier: "whether inputs were rounded",
+    one_looks_earlier: "optimizer steps of root",
     one_trains_more: "checksums of 2.bias",
     one_clips: "norms in clip_grad_norm_",
     one_penalises: r"the gradient of 0.weight.full_tensor\(\)",

@@ -41,6 +41,7 @@ ORDER = (
     "context",
     "prefetch",
     "guards.rank_guard",
+    "guards.step_history",
     "guards.running_stats",
     "guards.rounding",
     "corrections.plain_operands",

@@ -1,0 +1,137 @@
+"""Ranks find out that their optimizers have not done the same; and what is the same is no error."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+from fsdp2 import fully_shard
+from helpers import run_ranks
+
+DIFFERENT = "each rank's part is of another model now"
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def forwards_until_raised(model: nn.Module, optimizer: Any, most: int) -> int:
+    for i in range(most):
+        try:
+            train(model, optimizer, 1)
+        except RuntimeError as error:
+            if DIFFERENT not in str(error):
+                raise
+            return i + 1
+    return 0
+
+
+def test_a_step_too_many_is_found_when_ranks_look_next() -> None:
+    """In the 1st, 2nd, 4th, ... forward."""
+
+    def body(rank: int, size: int) -> tuple[int, int]:
+        model = build()
+        optimizer = SGD(model.parameters(), 0.1)
+        train(model, optimizer, 10)
+        model(torch.ones(2, 3)).square().mean().backward()
+        for _ in range(1 + (rank == 1)):
+            optimizer.step()
+        return forwards_until_raised(model, optimizer, 40), forwards_until_raised(model, optimizer, 40)
+
+    assert run_ranks(2, body) == [(5, 0)] * 2, "in the 16th, once"
+
+
+def other_betas(optimizer: Optimizer) -> None:
+    optimizer.param_groups[1]["betas"] = (0.8, 0.999)
+
+
+def other_rate(optimizer: Optimizer) -> None:
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.2)
+
+
+@pytest.mark.parametrize("change", [other_betas, other_rate])
+def test_settings_of_one_rank_alone(change: Callable[[Optimizer], None]) -> None:
+    def body(rank: int, size: int) -> int:
+        model = build()
+        groups = [{"params": [*layer.parameters()], "name": f"layer {i}"} for i, layer in enumerate(model)]
+        optimizer = Adam(groups, lr=0.1, foreach=False)
+        train(model, optimizer, 3)
+        if rank == 1:
+            change(optimizer)
+        return forwards_until_raised(model, optimizer, 9)
+
+    assert run_ranks(2, body) == [5, 5], "in the 8th; the 4th comes before the step"
+
+
+class PerParameter:
+    """An optimizer for each parameter of which this rank has rows, stepped as its gradient comes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.steps = 0
+        for parameter in model.parameters():
+            if parameter.to_local().numel():
+                parameter.register_post_accumulate_grad_hook(self.stepping(SGD([parameter], 0.1)))
+
+    def stepping(self, optimizer: SGD) -> Callable[[Any], None]:
+        def step(_: Any) -> None:
+            self.steps += 1
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def step(self) -> None:
+        pass
+
+    zero_grad = step
+
+
+def test_no_error_where_ranks_step_on_what_they_have() -> None:
+    def body(rank: int, size: int) -> int:
+        model = build()
+        optimizer = PerParameter(model)
+        train(model, optimizer, 9)
+        return optimizer.steps
+
+    assert len(set(run_ranks(3, body))) > 1, "the second layer has two rows"
+
+
+def test_no_error_where_each_has_tensors_and_names_of_its_own() -> None:
+    """What is no number is not compared."""
+
+    def body(rank: int, size: int) -> None:
+        model = build()
+        optimizer = SGD(model.parameters(), 0.1)
+        optimizer.param_groups[0].update(owner=f"rank {rank}", seen=torch.full((2,), float(rank)), nothing=None)
+        train(model, optimizer, 9)
+
+    run_ranks(3, body)
+
+
+def test_divisors_are_compared_where_collectives_say_nothing() -> None:
+    """On NCCL, say: there ranks look in the 2nd forward."""
+
+    def body(rank: int, size: int) -> str:
+        model = build()
+        optimizer = SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 3))
+        model.set_gradient_divide_factor(2.0 + rank)
+        with pytest.raises(RuntimeError) as caught:
+            train(model, optimizer, 1)
+        return str(caught.value)
+
+    for text in run_ranks(2, body):
+        assert "Call set_gradient_divide_factor on all ranks, with the same factor" in text
