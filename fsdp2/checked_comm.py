@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from . import torch_compat
 from .comm import Comm, all_gather_now, make_comm
-from .headers import REDUCING, SUMMING, TABLE, Header, digest_of, out_of_step, text_of, without_sizes
+from .headers import REDUCING, SUMMING, TABLE, Header, Label, digest_of, out_of_step, text_of, without_sizes
 from .work import Work
 
 _VARIABLE = "FSDP2_DEBUG"
@@ -30,24 +31,67 @@ def level_from_environment() -> int:
     return int(value)
 
 
-class CheckedComm:
-    """A Comm whose ranks compare headers before each collective, and leave a note of where they are in the store that
-    all processes share.
+# Of process groups: whether ranks compare all that they do there; whose collectives those are.
+_levels: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+_labels: WeakKeyDictionary[dist.ProcessGroup, WeakSet[Label]] = WeakKeyDictionary()
 
-    A collective raises RuntimeError on all ranks, before any data moves, if their headers differ; and, with what all
-    processes have noted, if one does not come in time.
+
+def note_level(groups: Sequence[dist.ProcessGroup], label: Label, checked: bool) -> None:
+    """Have collectives over these compared, or not, from now on: also those of no group of parameters."""
+    for group in groups:
+        _levels[group] = checked
+        _labels.setdefault(group, WeakSet()).add(label)
+
+
+def are_checked(group: dist.ProcessGroup) -> bool:
+    """Whether ranks compare all that they do there."""
+    return _levels.get(group, False)
+
+
+class Rollcall:
+    """Before a collective over `group`, on `device`, its ranks tell each other what they are about to do, and leave a
+    note of where they are in the store that all processes share.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, cpu = group, torch.device("cpu")
+        self._device = cpu if torch_compat.has_backend(group, cpu) else device
+        self.aside = make_comm(group, self._device)
+
+    def answer(self, header: Header) -> None:
+        """
+        Raises:
+            RuntimeError: on all ranks, if their headers differ; or one does not come in time.
+        """
+        try:
+            _note(without_sizes(header.text))
+            self._compare(header)
+        except RuntimeError as error:
+            _add_table(error)
+            raise
+
+    def _compare(self, header: Header) -> None:
+        of_all = all_gather_now(bytes(header.data.tolist()), self.aside, self._device)
+        if len({digest_of(each) for each in of_all}) > 1:
+            for label in [*_labels.get(self._group, ())]:
+                label.note_out_of_step()
+            ranks = dist.get_process_group_ranks(self._group)
+            raise RuntimeError(out_of_step({rank: text_of(each) for rank, each in zip(ranks, of_all, strict=True)}))
+
+
+class CheckedComm:
+    """A Comm whose ranks answer a rollcall before each collective: no data moves if they differ. If one fails, it says
+    what all processes have noted.
     """
 
     def __init__(self, unchecked: Comm, device: torch.device) -> None:
         self.unchecked = self._comm = unchecked
         self.rank, self.size, self.label = unchecked.rank, unchecked.size, unchecked.label
         self.direct_min_bytes, self.force_sum = unchecked.direct_min_bytes, unchecked.force_sum
-        group = unchecked.group
-        assert group is not None, "there are other ranks"
-        cpu = torch.device("cpu")
-        self._device = cpu if torch_compat.has_backend(group, cpu) else device
-        self._aside = make_comm(group, self._device)
-        self.label.comms.update(self._aside.label.comms)
+        assert unchecked.group is not None, "there are other ranks"
+        self._rollcall = Rollcall(unchecked.group, device)
+        _labels.setdefault(unchecked.group, WeakSet()).add(self.label)
+        self.label.comms.update(self._rollcall.aside.label.comms)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -63,22 +107,12 @@ class CheckedComm:
         return self._checked(SUMMING, [tensor], lambda: self._comm.all_reduce(tensor, divisor))
 
     def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work]) -> Work:
-        header = self.label.placed_header(kind, tensors)
+        self._rollcall.answer(self.label.placed_header(kind, tensors))
         try:
-            _note(without_sizes(header.text))
-            self._compare(header)
             return _NotedWork(start())
         except RuntimeError as error:
             _add_table(error)
             raise
-
-    def _compare(self, header: Header) -> None:
-        of_all = all_gather_now(bytes(header.data.tolist()), self._aside, self._device)
-        if len({digest_of(each) for each in of_all}) > 1:
-            assert self.group is not None, "there are other ranks"
-            ranks = dist.get_process_group_ranks(self.group)
-            self.label.note_out_of_step()
-            raise RuntimeError(out_of_step({rank: text_of(each) for rank, each in zip(ranks, of_all, strict=True)}))
 
 
 class _NotedWork:

@@ -7,7 +7,6 @@ the same sizes. Tensors are flat and contiguous, and must live until `wait` has 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -293,20 +292,6 @@ def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -
     dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
 
 
-def all_reduce_over(
-    tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool, label: Label | None = None
-) -> None:
-    """The same over the ranks of a mesh that has these groups, one for each of its axes.
-
-    Raises:
-        RuntimeError: gloo, and ranks are out of step; on all of them. `label` says what it was.
-    """
-    for group in groups:
-        if torch_compat.backend_name(group, tensor.device) == "gloo":
-            PairwiseComm(group, label).compare("all-reducing", tensor)
-        all_reduce_now(tensor, group, largest=largest)
-
-
 def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
     """tensor := that of the first rank of a mesh that has these groups, on return. All of its ranks must call it."""
     for group in groups:
@@ -332,19 +317,3 @@ def _bytes(row: Tensor) -> bytes:
 def moves_data(groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
     """Whether these connect ranks: a simulated backend returns at once, and leaves in a tensor what was there."""
     return bool(groups) and all(torch_compat.backend_name(group, device) != "fake" for group in groups)
-
-
-def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Any]:
-    """`value` of every rank of a mesh that has these groups, one for each of its axes; in one order on all ranks.
-
-    All of these ranks must call it. What can be pickled crosses as bytes on `device`; torch's own function needs numpy.
-    """
-    found = [value]
-    for group in groups:
-        data = pickle.dumps(found)
-        nbytes = torch.tensor([len(data)], device=device)
-        all_reduce_over(nbytes, [group], largest=True)
-        # What follows a pickle is not read.
-        of_all = all_gather_now(data.ljust(int(nbytes), b"\0"), make_comm(group, device), device)
-        found = [each for theirs in of_all for each in pickle.loads(theirs)]
-    return found

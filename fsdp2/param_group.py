@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .adopted_params import AdoptedParams
 from .agreement import Turn
 from .buffers import GroupBuffers
-from .checked_comm import level_from_environment
+from .checked_comm import level_from_environment, note_level
 from .comm import make_comm
 from .custom_comm import CommChoice
 from .gather import PendingGather
@@ -142,14 +142,15 @@ class FSDPParamGroup:
     def choose_comms(self, **changes: Any) -> None:
         """Change how to communicate (see `CommChoice`). Every rank must call it, between steps."""
         self._choice = replace(self._choice, **changes)
+        if "checked" in changes:
+            note_level(self.mesh.axis_groups, self.label, self._choice.checked)
         before, reduction, device = self.direct_min_bytes, self.gradients.reduction, self.mesh.device
         self._comm, reduction.shards = self._choice.build(self._plain_comm, device)
         if reduction.replicas is not None:
             reduction.replicas = self._choice.complete(reduction.replicas, device)
-        few = self.adopted.few
-        if few is not None:
-            self.adopted.few = self._choice.complete(few, device)
-        if self.direct_min_bytes != before or (few is not None and "checked" in changes):
+        if self.adopted.few is not None:
+            self.adopted.few = self._choice.complete(self.adopted.few, device)
+        if self.direct_min_bytes != before or (self.adopted.few is not None and "checked" in changes):
             self._rebuild()  # what goes direct, or who restores what is kept, is another choice now
 
     @property

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..comm import all_reduce_over
 from ..graph_hooks import leaf_nodes
 from ..headers import Label
 from ..owners import Owned, all_states, sharded_owner
+from ..small_collectives import all_reduce_over
 
 
 @cache

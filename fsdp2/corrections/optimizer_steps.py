@@ -19,9 +19,10 @@ from torch.optim.optimizer import (
 )
 
 from .. import torch_compat
-from ..comm import all_reduce_over, moves_data
+from ..comm import moves_data
 from ..owners import sharded_owner
 from ..param import SHARDED_AS, names_of_full
+from ..small_collectives import all_reduce_over
 from ..state import FSDPState, data_mesh_of, some_of
 
 # How many parameters optimizers had when they were looked at, and the states whose parameters were among them.

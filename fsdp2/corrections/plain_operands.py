@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..comm import all_reduce_over
 from ..owners import Owned
+from ..small_collectives import all_reduce_over
 from .full_tensor import owner_of
 
 _OPERATORS = ("add", "sub", "mul", "truediv")

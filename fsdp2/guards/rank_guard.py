@@ -17,11 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .. import comm, torch_compat
+from .. import torch_compat
+from ..comm import moves_data
 from ..headers import Label
 from ..mesh import DataMesh
 from ..param import FSDPParam, fqn
 from ..param_group import FSDPParamGroup
+from ..small_collectives import all_reduce_over
 from ..state import FSDPState, data_mesh_of, some_of
 from .checksum import checksum
 from .empty_memory import is_marked
@@ -266,14 +268,14 @@ def _number(value: int) -> Tensor:
 
 def _connects(mesh: DataMesh) -> bool:
     """Whether its ranks, or its only one, can tell each other anything."""
-    return mesh.num_ranks == 1 or comm.moves_data(mesh.axis_groups, mesh.device)
+    return mesh.num_ranks == 1 or moves_data(mesh.axis_groups, mesh.device)
 
 
 def _bounds(mesh: DataMesh, numbers: Sequence[Tensor], name: str) -> list[tuple[int, int]]:
     """The least and the greatest of each over the ranks of `mesh`, all of which must call it. `name`: of what."""
     own = torch.stack([number.to(mesh.device, torch.int64) for number in numbers])
     both = torch.cat([~own, own])
-    comm.all_reduce_over(both, mesh.axis_groups, largest=True, label=Label(name))
+    all_reduce_over(both, mesh.axis_groups, largest=True, label=Label(name))
     inverse, greatest = both.chunk(2)
     return list(zip((~inverse).tolist(), greatest.tolist(), strict=True))
 

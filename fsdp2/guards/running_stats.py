@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_compat
-from ..comm import all_reduce_over
 from ..dtensor_compat import local_if_any
 from ..headers import Label
 from ..mesh import DataMesh
+from ..small_collectives import all_reduce_over
 from ..state import some_of
 
 _NAMES = ("running_mean", "running_var")

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import comm, context
+from .. import context
 from ..guards.checksum import checksum, read, values_of
 from ..mesh import DataMesh
 from ..param import SHARDED_AS, FSDPParam, fqn
+from ..small_collectives import gather_objects
 from ..state import FSDPState, data_mesh_of, states_below
 from ..unsynced_grad import UnsyncedGrad
 from .finding import Finding, compare_layouts, compare_sums, merge
@@ -56,13 +57,13 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     found = _find_in_values(tensors, states) | _find_in_optimizers(tensors, _optimizers(optimizer))
     report = _Report(dist.get_rank(), min(mesh.ranks), found, digest, _read_sums(tensors, mesh))
     groups = [*mesh.axis_groups, *_model_parallel_groups(states, mesh)]
-    reports = {each.rank: each for each in comm.gather_objects(report, groups, mesh.device)}
+    reports = {each.rank: each for each in gather_objects(report, groups, mesh.device)}
     findings = merge({rank: each.found for rank, each in reports.items()})
     if len({each.digest for each in reports.values()}) == 1:
         names = [(held.name, held.kind) for held in tensors]
         sums = {rank: each.sums for rank, each in reports.items()}
         return findings + compare_sums(names, sums, {rank: each.batch for rank, each in reports.items()})
-    layouts = comm.gather_objects((report.rank, layout), groups, mesh.device)
+    layouts = gather_objects((report.rank, layout), groups, mesh.device)
     return findings + compare_layouts(dict(layouts))
 
 

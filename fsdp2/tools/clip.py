@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import comm, torch_compat
+from .. import torch_compat
 from ..headers import Label
+from ..small_collectives import all_reduce_over
 
 
 @torch.no_grad()
@@ -186,7 +187,7 @@ def _total_norm(members: list[_Member], order: float, one_by_one: bool) -> Tenso
     for axis in dict.fromkeys(axis for axes in partial for axis in axes):
         cut = [axes for axes in partial if axis in axes]
         together = torch.stack([partial[axes] for axes in cut]).to(axis.device_type)
-        comm.all_reduce_over(together, [axis.group], largest=math.isinf(order), label=Label("norms in clip_grad_norm_"))
+        all_reduce_over(together, [axis.group], largest=math.isinf(order), label=Label("norms in clip_grad_norm_"))
         partial.update(zip(cut, together.to(device), strict=True))
     everything = torch.stack([torch.zeros(2, dtype=dtype, device=device), *partial.values()])
     value, num_nan = everything.amax(0) if math.isinf(order) else everything.sum(0)

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import comm, dtensor_compat
+from .. import dtensor_compat
 from ..guards.checksum import checksum, read
+from ..small_collectives import gather_objects
 from ..state import data_mesh_of
 from ..tree import tensors_in
 from ..unsynced_grad import UnsyncedGrad
@@ -59,7 +60,7 @@ def compare(
     """
     states = sharded_states(model)
     mesh = data_mesh_of(states)
-    share: Callable[[Any], list[Any]] = partial(comm.gather_objects, groups=mesh.axis_groups, device=mesh.device)
+    share: Callable[[Any], list[Any]] = partial(gather_objects, groups=mesh.axis_groups, device=mesh.device)
     batch = batch if isinstance(batch, tuple) else (batch,)
     tensors = list(tensors_of(model, states))
     problem = _problem(reference, model, tensors, batch, mesh.num_ranks)

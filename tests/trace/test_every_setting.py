@@ -420,7 +420,8 @@ def statistics_are_averaged_or_left() -> None:
         model = build(root)
         model.set_running_stats_averaging(enabled)
         with mock.patch("fsdp2.guards.rank_guard._connects", return_value=True):
-            backward(model)
+            for _ in range(2):  # in each of which ranks look
+                backward(model)
         with CommDebugMode() as seen:
             model(torch.ones(2, 4, requires_grad=True)).sum().backward()
         assert seen.get_comm_counts()[torch.ops.c10d.allreduce_] == enabled

@@ -84,6 +84,7 @@ ORDER = (
     "transfers",
     "pack",
     "custom_comm",
+    "small_collectives",
     "checked_comm",
     "corrections.draws",
     "corrections.dtensor_operations",
