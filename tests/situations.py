@@ -1865,3 +1865,15 @@ def replaced_then_copied(side: Side) -> None:
     with torch.no_grad():
         side.rows("other", torch.func.functional_call(model, other, (side.batch(1),)))
     train(side, copy.deepcopy(model))
+
+
+# ---- functions of what each rank has of its own, and what is computed of shards
+
+
+@ends(LOUD, "full_tensor()")
+def own_number_in_a_function(side: Side) -> None:
+    """`torch.mul(loss.detach(), penalty)` of a penalty that is computed of shards"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    loss = loss_of(model(side.batch(0)))
+    torch.mul(loss.detach(), model.weight.norm()).backward()
+    side.grads("gradients", model)
