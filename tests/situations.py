@@ -1877,3 +1877,19 @@ def own_number_in_a_function(side: Side) -> None:
     loss = loss_of(model(side.batch(0)))
     torch.mul(loss.detach(), model.weight.norm()).backward()
     side.grads("gradients", model)
+
+
+@ends(EXACT)
+def foreach_over_ignored_parameters(side: Side) -> None:
+    """`AdamW(foreach=True)` over ignored parameters, which are plain, and sharded ones"""
+    model = nn.Linear(5, 3)
+    side.fully_shard(model, ignored_params={model.bias})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for step in range(2):
+        loss_of(model(side.batch(step))).backward()
+        if side.is_sharded:
+            dist.all_reduce(model.bias.grad)
+            model.bias.grad /= side.num_ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)

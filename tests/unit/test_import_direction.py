@@ -84,6 +84,7 @@ ORDER = (
     "custom_comm",
     "checked_comm",
     "corrections.dtensor_operations",
+    "corrections.foreach_operations",
     "comm",
     "headers",
     "work",
