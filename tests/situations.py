@@ -1893,3 +1893,19 @@ def foreach_over_ignored_parameters(side: Side) -> None:
         optimizer.step()
         optimizer.zero_grad()
     side.weights("trained", model)
+
+
+# ---- vectors of all parameters
+
+
+@ends(EXACT)
+def weights_of_a_vector(side: Side) -> None:
+    """Task arithmetic by `parameters_to_vector` and `vector_to_parameters`"""
+    model, other = shard(side, Net()), shard(side, Net())
+    optimizer = sgd(model)
+    vectors = [nn.utils.parameters_to_vector(each.parameters()).detach() for each in (model, other)]
+    nn.utils.vector_to_parameters(vectors[0].lerp(vectors[1], 0.3), model.parameters())
+    train(side, model, optimizer)
+    plain = torch.linspace(-1, 1, sum(parameter.numel() for parameter in model.parameters()))
+    nn.utils.vector_to_parameters(plain, model.parameters())
+    train(side, model, optimizer, name="of a plain one")
