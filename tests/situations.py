@@ -1909,3 +1909,19 @@ def weights_of_a_vector(side: Side) -> None:
     plain = torch.linspace(-1, 1, sum(parameter.numel() for parameter in model.parameters()))
     nn.utils.vector_to_parameters(plain, model.parameters())
     train(side, model, optimizer, name="of a plain one")
+
+
+# ---- gradients that are kept
+
+
+@ends(EXACT)
+def gradients_copied(side: Side) -> None:
+    """`copy.deepcopy(p.grad)`, and gradients in a file"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward()
+    copied = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+    with tempfile.NamedTemporaryFile() as file:
+        torch.save([parameter.grad for parameter in model.parameters()], file.name)
+        for i, gradient in enumerate(torch.load(file.name, weights_only=False)):
+            side.value(f"copied {i}", copied[i])
+            side.value(f"read {i}", gradient)

@@ -6,6 +6,7 @@ from functools import cache
 
 from ..bridge.pipelining import register_full_in_pipelines
 from .autograd_inputs import accept_sharded_inputs
+from .copies import copy_gradients
 from .data_attribute import follow_data
 from .ddp_around import refuse_ddp_around
 from .dtensor_operations import compute_like_plain_tensors
@@ -26,6 +27,7 @@ def correct_torch() -> None:
     average_in_full_tensor()
     meet_plain_numbers()
     follow_data()
+    copy_gradients()
     accept_sharded_inputs()
     write_through_parts()
     compute_like_plain_tensors()

@@ -47,6 +47,7 @@ ORDER = (
     "corrections.full_tensor",
     "corrections.own_numbers",
     "corrections.data_attribute",
+    "corrections.copies",
     "corrections.optimizer_states",
     "corrections.optimizer_steps",
     "corrections.ddp_around",
