@@ -1925,3 +1925,15 @@ def gradients_copied(side: Side) -> None:
         for i, gradient in enumerate(torch.load(file.name, weights_only=False)):
             side.value(f"copied {i}", copied[i])
             side.value(f"read {i}", gradient)
+
+
+@ends(EXACT)
+def state_dict_in_inference_mode(side: Side) -> None:
+    """A state dict taken in `torch.inference_mode()`"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    with torch.inference_mode():
+        side.rows("output", model(side.batch(0)))
+        kept = model.state_dict()
+    with torch.no_grad():
+        kept["weight"].mul_(0.5)
+    train(side, model)

@@ -30,6 +30,7 @@ def follow_data() -> None:
     """
     DTensor.data = property(_get, _set)  # type: ignore[assignment]
     DTensor.to_local = _counted(DTensor.to_local)  # type: ignore[method-assign]
+    DTensor.detach = _outside_inference(DTensor.detach)
 
 
 def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -41,13 +42,25 @@ def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return counted
 
 
+def _outside_inference(detach: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A view, also in inference mode, of what was made outside it: state dicts have such. Torch has an error there."""
+
+    @wraps(detach)
+    def detached(self: DTensor) -> Tensor:
+        if not torch.is_inference_mode_enabled():
+            return detach(self)
+        with torch.inference_mode(self.is_inference()):
+            return detach(self)
+
+    return detached
+
+
 @torch_compat.untraced
 def _get(self: DTensor) -> Tensor:
     if sharded_in(dtensor_compat.local_of(self)) is None:
         data: Tensor = _PLAIN.__get__(self)
         return data
-    with torch.inference_mode(False):
-        return self.detach()
+    return self.detach()
 
 
 @torch_compat.untraced
