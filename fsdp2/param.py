@@ -292,8 +292,8 @@ class FSDPParam:
             if not accept_whole:
                 raise ValueError(
                     f"{self.name}: expected a DTensor, got a plain {type(found).__name__}. An optimizer that holds it "
-                    "would never see it change. Load whole tensors with load_state_dict(..., assign=True), or "
-                    "distribute it like the parameter it replaces."
+                    "would never see it change. Load whole tensors with load_state_dict(..., assign=True) of the "
+                    "module that fully_shard was applied to, or distribute it like the parameter it replaces."
                 )
         elif not self._is_sharded_like_ours(found) and not (accept_whole and self._is_whole(found)):
             kind = self._distribution
