@@ -17,6 +17,7 @@ from .optimizer_steps import follow_optimizer_steps
 from .parallelize_after import refuse_parallelize_after
 from .parts import write_through_parts
 from .plain_operands import meet_plain_numbers
+from .safetensors_files import refuse_shards_in_safetensors
 
 
 @cache
@@ -34,4 +35,5 @@ def correct_torch() -> None:
     refuse_ddp_around()
     refuse_parallelize_after()
     refuse_mixed_norms()
+    refuse_shards_in_safetensors()
     register_full_in_pipelines()

@@ -53,6 +53,7 @@ ORDER = (
     "corrections.ddp_around",
     "corrections.parallelize_after",
     "corrections.mixed_norms",
+    "corrections.safetensors_files",
     "bridge.pipelining",
     "guards.entry_points",
     "owners",
