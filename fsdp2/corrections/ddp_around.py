@@ -46,5 +46,6 @@ def _check(module: nn.Module) -> None:
             kind, what, name = "replicate", "torch's replicate", param.name
         raise ValueError(
             f"{what}: fully_shard manages {name} ({len(sharded)} parameters in all), and averages their gradients. "
-            f"Remove {kind}; of a model that is sharded in part, apply fully_shard or fsdp2.replicate to the whole, too."
+            f"Remove {kind}; of a model that is sharded in part, apply fully_shard or fsdp2.replicate to the whole, "
+            "too."
         )
