@@ -60,14 +60,18 @@ def after_tensors(tensors: Sequence[Tensor], callback: Callable[[], None]) -> No
 
 def leaf_nodes(roots: Iterable[Any]) -> Iterator[Any]:
     """The ends of a graph, which add gradients to `.grad` of their `variable`."""
+    return (node for node in all_nodes(roots) if hasattr(node, "variable"))
+
+
+def all_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of a graph, in an order that is the same wherever the graph is."""
     waiting, seen = list(roots), {None}
     while waiting:
         node = waiting.pop()
         if node not in seen:
             seen.add(node)
             waiting.extend(each for each, _ in node.next_functions)
-            if hasattr(node, "variable"):
-                yield node
+            yield node
 
 
 def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:

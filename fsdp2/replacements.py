@@ -34,8 +34,8 @@ def find_replacement(param: FSDPParam, accept_whole: bool) -> nn.Parameter:
     elif not accept_whole:
         raise ValueError(
             f"{param.name}: expected a DTensor, got a plain {type(found).__name__}. An optimizer that holds it would "
-            "never see it change. Load whole tensors with load_state_dict(..., assign=True), or distribute it like the "
-            "parameter it replaces."
+            "never see it change. Load whole tensors with load_state_dict(..., assign=True) of the module that "
+            "fully_shard was applied to, or distribute it like the parameter it replaces."
         )
     return found
 

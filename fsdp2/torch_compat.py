@@ -176,6 +176,15 @@ def owned(tensor: Tensor) -> Tensor:
     return tensor if owns_memory(tensor) else tensor.clone()
 
 
+def saved_by(node: Any) -> list[Any]:
+    """What an operation has saved for its gradient; nothing, where a backward has freed it."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    try:
+        return [getattr(node, name) for name in names]
+    except RuntimeError:
+        return []
+
+
 def graph_task() -> int:
     """Number of the backward pass that runs on this thread, or -1."""
     return torch._C._current_graph_task_id()

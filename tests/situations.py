@@ -1728,7 +1728,7 @@ def learning_rate_of_own_loss(side: Side) -> None:
     side.weights("trained", model)
 
 
-@ends(LOUD, "Call set_gradient_divide_factor on all of them")
+@ends(LOUD, "Call set_gradient_divide_factor on all")
 def divisors_that_differ(side: Side) -> None:
     """`set_gradient_divide_factor` on one rank"""
     model = shard(side, Net())
@@ -1911,3 +1911,75 @@ def replaced_then_copied(side: Side) -> None:
     with torch.no_grad():
         side.rows("other", torch.func.functional_call(model, other, (side.batch(1),)))
     train(side, copy.deepcopy(model))
+
+
+# ---- functions of what each rank has of its own, and what is computed of shards
+
+
+@ends(LOUD, "full_tensor()")
+def own_number_in_a_function(side: Side) -> None:
+    """`torch.mul(loss.detach(), penalty)` of a penalty that is computed of shards"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    loss = loss_of(model(side.batch(0)))
+    torch.mul(loss.detach(), model.weight.norm()).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def foreach_over_ignored_parameters(side: Side) -> None:
+    """`AdamW(foreach=True)` over ignored parameters, which are plain, and sharded ones"""
+    model = nn.Linear(5, 3)
+    side.fully_shard(model, ignored_params={model.bias})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for step in range(2):
+        loss_of(model(side.batch(step))).backward()
+        if side.is_sharded:
+            dist.all_reduce(model.bias.grad)
+            model.bias.grad /= side.num_ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+# ---- vectors of all parameters
+
+
+@ends(EXACT)
+def weights_of_a_vector(side: Side) -> None:
+    """Task arithmetic by `parameters_to_vector` and `vector_to_parameters`"""
+    model, other = shard(side, Net()), shard(side, Net())
+    optimizer = sgd(model)
+    vectors = [nn.utils.parameters_to_vector(each.parameters()).detach() for each in (model, other)]
+    nn.utils.vector_to_parameters(vectors[0].lerp(vectors[1], 0.3), model.parameters())
+    train(side, model, optimizer)
+    plain = torch.linspace(-1, 1, sum(parameter.numel() for parameter in model.parameters()))
+    nn.utils.vector_to_parameters(plain, model.parameters())
+    train(side, model, optimizer, name="of a plain one")
+
+
+# ---- gradients that are kept
+
+
+@ends(EXACT)
+def gradients_copied(side: Side) -> None:
+    """`copy.deepcopy(p.grad)`, and gradients in a file"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward()
+    copied = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+    with tempfile.NamedTemporaryFile() as file:
+        torch.save([parameter.grad for parameter in model.parameters()], file.name)
+        for i, gradient in enumerate(torch.load(file.name, weights_only=False)):
+            side.value(f"copied {i}", copied[i])
+            side.value(f"read {i}", gradient)
+
+
+@ends(EXACT)
+def state_dict_in_inference_mode(side: Side) -> None:
+    """A state dict taken in `torch.inference_mode()`"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    with torch.inference_mode():
+        side.rows("output", model(side.batch(0)))
+        kept = model.state_dict()
+    with torch.no_grad():
+        kept["weight"].mul_(0.5)
+    train(side, model)

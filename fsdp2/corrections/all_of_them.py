@@ -6,6 +6,7 @@ from functools import cache
 
 from ..bridge.pipelining import register_full_in_pipelines
 from .autograd_inputs import accept_sharded_inputs
+from .copies import copy_gradients
 from .data_attribute import follow_data
 from .ddp_around import refuse_ddp_around
 from .draws import draw_like_plain_tensors
@@ -17,6 +18,7 @@ from .optimizer_steps import follow_optimizer_steps
 from .parallelize_after import refuse_parallelize_after
 from .parts import write_through_parts
 from .plain_operands import meet_plain_numbers
+from .safetensors_files import refuse_shards_in_safetensors
 
 
 @cache
@@ -27,6 +29,7 @@ def correct_torch() -> None:
     average_in_full_tensor()
     meet_plain_numbers()
     follow_data()
+    copy_gradients()
     accept_sharded_inputs()
     write_through_parts()
     compute_like_plain_tensors()
@@ -34,4 +37,5 @@ def correct_torch() -> None:
     refuse_ddp_around()
     refuse_parallelize_after()
     refuse_mixed_norms()
+    refuse_shards_in_safetensors()
     register_full_in_pipelines()

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from .. import torch_compat
 from ..graph_hooks import leaf_nodes
 from ..owners import Owned, sharded_owner
+from .full_tensor import owner_of
+from .own_numbers import refuse_own_numbers
 
 
 @cache
@@ -41,6 +43,7 @@ def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
             bound = parameters.bind(*args, **kwargs)
             bound.arguments["inputs"] = _add_full(_listed(bound.arguments["inputs"]))
             args, kwargs = bound.args, bound.kwargs
+        _refuse_own_numbers(args[0] if args else kwargs.get("tensors"))
         try:
             return backward(*args, **kwargs)
         except RuntimeError as error:
@@ -63,6 +66,15 @@ def _without_full_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return grad_of_sharded
+
+
+def _refuse_own_numbers(outputs: Any) -> None:
+    """Losses that are plain have come by `full_tensor`, which does so itself."""
+    for output in (outputs,) if isinstance(outputs, Tensor) else outputs or ():
+        if isinstance(output, DTensor) and not torch.compiler.is_compiling():
+            owner = owner_of(output)
+            if owner is not None:
+                refuse_own_numbers(output, owner)
 
 
 def _explain(error: RuntimeError, outputs: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import dtensor_compat, torch_compat
+from ..owners import sharded_owner
 from ..versions import sharded_in, share_count
 
 _PLAIN: Any = torch.Tensor.data
@@ -23,11 +24,13 @@ _PLAIN: Any = torch.Tensor.data
 
 @cache
 def follow_data() -> None:
-    """From now on `.data` of a DTensor can be assigned another DTensor, and that of a sharded parameter counts what is
-    written to it, as does the local tensor of what is a view of one. Nothing else changes for users.
+    """From now on `.data` of a DTensor can be assigned another DTensor, and that of a sharded parameter a whole tensor,
+    of which it keeps its part, as `vector_to_parameters` does; and counts what is written to it, as does the local
+    tensor of what is a view of one. Nothing else changes for users.
     """
     DTensor.data = property(_get, _set)  # type: ignore[assignment]
     DTensor.to_local = _counted(DTensor.to_local)  # type: ignore[method-assign]
+    DTensor.detach = _outside_inference(DTensor.detach)
 
 
 def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -39,26 +42,53 @@ def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return counted
 
 
+def _outside_inference(detach: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A view, also in inference mode, of what was made outside it: state dicts have such. Torch has an error there."""
+
+    @wraps(detach)
+    def detached(self: DTensor) -> Tensor:
+        if not torch.is_inference_mode_enabled():
+            return detach(self)
+        with torch.inference_mode(self.is_inference()):
+            return detach(self)
+
+    return detached
+
+
 @torch_compat.untraced
 def _get(self: DTensor) -> Tensor:
     if sharded_in(dtensor_compat.local_of(self)) is None:
         data: Tensor = _PLAIN.__get__(self)
         return data
-    with torch.inference_mode(False):
-        return self.detach()
+    return self.detach()
 
 
 @torch_compat.untraced
 def _set(self: DTensor, value: Tensor) -> None:
     """
     Raises:
-        TypeError: it is no DTensor.
+        TypeError: it is no DTensor, and not all of a sharded parameter either.
     """
+    value = _part_of_whole(self, value)
     if not isinstance(value, DTensor):
         raise TypeError(
             f"the .data of a DTensor of global shape {tuple(self.shape)}: expected a DTensor, got "
-            f"{type(value).__name__}, which would change nothing. Assign one that is distributed like it, or write to "
-            "what is there: p.data.copy_(...)."
+            f"{type(value).__name__} of shape {tuple(value.shape)}, which would change nothing. Assign one that is "
+            "distributed like it, or write to what is there: p.data.copy_(...)."
         )
     _PLAIN.__set__(self, value)
     dtensor_compat.set_local(self, dtensor_compat.local_of(value), value)
+
+
+@torch.no_grad()
+def _part_of_whole(self: DTensor, value: Tensor) -> Tensor:
+    """What `self` keeps of `value`, if that is all of a sharded parameter, on every rank; else `value` itself."""
+    is_whole = value.shape == self.shape and (not isinstance(value, DTensor) or _is_on_each_rank(value, self))
+    if not is_whole or type(dtensor_compat.local_of(self)) is not Tensor or sharded_owner(self) is None:
+        return value
+    whole = dtensor_compat.local_if_any(value).detach()
+    return dtensor_compat.cut(whole, self.device_mesh, self.placements)
+
+
+def _is_on_each_rank(value: DTensor, like: DTensor) -> bool:
+    return value.device_mesh == like.device_mesh and all(each.is_replicate() for each in value.placements)

@@ -38,10 +38,14 @@ def _check(module: nn.Module) -> None:
         ValueError: some parameters of `module` are sharded.
     """
     owners = owners_by_id()
-    sharded = [name for name, param in module.named_parameters() if id(param) in owners]
+    sharded = {name: owners[id(param)].param for name, param in module.named_parameters() if id(param) in owners}
     if sharded:
+        name, param = next(iter(sharded.items()))
+        kind, what = "DistributedDataParallel", f"DistributedDataParallel({type(module).__name__})"
+        if isinstance(module, nn.ParameterList):  # of torch's replicate, when the first forward begins
+            kind, what, name = "replicate", "torch's replicate", param.name
         raise ValueError(
-            f"DistributedDataParallel({type(module).__name__}): fully_shard manages {sharded[0]} ({len(sharded)} "
-            "parameters in all), and averages their gradients. Remove DistributedDataParallel; of a model that is "
-            "sharded in part, apply fully_shard or fsdp2.replicate to the whole, too."
+            f"{what}: fully_shard manages {name} ({len(sharded)} parameters in all), and averages their gradients. "
+            f"Remove {kind}; of a model that is sharded in part, apply fully_shard or fsdp2.replicate to the whole, "
+            "too."
         )

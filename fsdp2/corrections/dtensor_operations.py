@@ -5,18 +5,15 @@ that optimizers need and it has no rule for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..dtensor_compat import (
     FINDS_PLACES,
-    DTensorSpec,
     argument_names,
     call_unhandled,
     cut,
@@ -24,10 +21,10 @@ from ..dtensor_compat import (
     local_if_any,
     local_of,
     refuse_plain_target,
-    spec_of,
     whole_of,
 )
 from ..tree import map_tensors, tensors_in
+from .foreach_operations import operate_on_lists, specs_of
 
 _aten = torch.ops.aten
 # Steps of which torch has no rule for DTensors.
@@ -72,12 +69,12 @@ def compute_like_plain_tensors() -> None:
     - `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
       p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
     - `torch.distributed`'s collectives raise an error that says what to do.
-    - foreach operations in place show in the DTensors' versions, as those on plain tensors do; and are possible where
-      plain tensors, such as buffers, are among DTensors. So are norms.
+    - foreach operations are possible where plain tensors are among DTensors, and count: see `operate_on_lists`. So are
+      norms.
     - `total += p.norm()` of a plain total raises an error that says what to do.
     - SGD and Adagrad with `fused=True`, Rprop, Muon on fewer rows than ranks, and `p[mask] = number` work.
     """
-    handle_operations([*_FUSED, *_foreach_in_place()], _count)
+    operate_on_lists()
     handle_operations([_aten.index_put_.default], _put)
     handle_operations(_IN_PLACE, _write)
     handle_operations([_aten.add_.Tensor], _add)
@@ -113,7 +110,7 @@ def _before_mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, *rest = args
     is_sum = op in _NORMS and not math.isinf(rest[0] if rest else kwargs.get("ord", 2))
-    if is_sum and (isinstance(target, Tensor) or None not in _specs_of(target)):
+    if is_sum and (isinstance(target, Tensor) or None not in specs_of(target)):
         return call_unhandled(op, args, kwargs)
     if not isinstance(target, Tensor):
         return [each for one in target for each in _extreme_of_one(op, one, [one], rest, kwargs)]
@@ -208,48 +205,3 @@ def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         "of it. full_tensor() has all of it, on every rank. Gradients of sharded parameters are averaged already; and "
         "have equal weights on all ranks before fully_shard, or load them after."
     )
-
-
-def _foreach_in_place() -> list[Any]:
-    packets = [getattr(_aten, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
-    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
-
-
-def _count(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    local_args = _local_arguments(args)
-    if local_args is None or any(isinstance(each, DTensor) for each in kwargs.values()):
-        call_unhandled(op, args, kwargs)
-    else:
-        op(*local_args, **kwargs)
-    increment_version(args[0])
-
-
-def _local_arguments(args: tuple[Any, ...]) -> list[Any] | None:
-    """The same for local tensors, if all that happens to an element happens to it there, too: where tensors that meet
-    are distributed alike. To plan that takes DTensor longer than to compute.
-    """
-    found, specs = [], _specs_of(args[0])
-    if any(spec is not None and any(each.is_partial() for each in spec.placements) for spec in set(specs)):
-        return None
-    for arg in args:
-        if isinstance(arg, Tensor):
-            return None
-        if isinstance(arg, list | tuple) and arg and isinstance(arg[0], Tensor) and not _are_numbers(arg):
-            if any(spec != other for spec, other in set(zip(specs, _specs_of(arg), strict=False))):
-                return None
-            arg = list(map(local_if_any, arg))
-        found.append(arg)
-    return found
-
-
-def _are_numbers(tensors: Sequence[Tensor]) -> bool:
-    """Such as the steps that an optimizer counts, one for each parameter."""
-    return all(type(each) is Tensor and each.dim() == 0 for each in tensors)
-
-
-def _specs_of(tensors: Sequence[Tensor]) -> list[DTensorSpec | None]:
-    """None in place of those that are plain."""
-    try:
-        return list(map(spec_of, tensors))
-    except AttributeError:
-        return [spec_of(each) if isinstance(each, DTensor) else None for each in tensors]

@@ -17,6 +17,7 @@ from ..graph_hooks import leaf_nodes
 from ..headers import Label
 from ..owners import Owned, all_states, sharded_owner
 from ..small_collectives import all_reduce_over
+from .own_numbers import refuse_own_numbers
 
 
 @cache
@@ -32,6 +33,7 @@ def average_in_full_tensor() -> None:
         if whole.requires_grad and options.get("grad_placements") is None:
             owner = owner_of(self)
             if owner is not None:
+                refuse_own_numbers(self, owner)
                 _distribute_gradients_of(self)
                 whole.register_hook(_Average(owner))
         return whole

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..owners import Owned
-from ..small_collectives import all_reduce_over
 from .full_tensor import owner_of
+from .own_numbers import differ
 
 _OPERATORS = ("add", "sub", "mul", "truediv")
 
@@ -61,15 +60,6 @@ def _whole_if_needed(tensor: DTensor, number: Tensor) -> Tensor | None:
     if number.dim() or not (tensor.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return None
     owner = owner_of(tensor)
-    if owner is None or not (number.requires_grad or _differs(number, owner)):
+    if owner is None or not (number.requires_grad or differ([number], owner)):
         return None
     return tensor.full_tensor()
-
-
-def _differs(number: Tensor, owner: Owned) -> bool:
-    """Whether the ranks that share `owner` have different ones."""
-    mesh = owner.state.group.mesh
-    own = number.detach().to(mesh.device, torch.float64).nan_to_num()
-    extremes = torch.stack([own, -own])
-    all_reduce_over(extremes, mesh.axis_groups, largest=True)
-    return bool(extremes.sum() != 0)

@@ -52,6 +52,22 @@ def trains(way: Callable[[Any], Any], **options: Any) -> None:
         assert_same(param, before[name], 0, 0, f"{name} of the original")
 
 
+def gradients_alone(way: Callable[[Any], Any]) -> None:
+    """They are reduced together, into one memory, of which a copy has no more than its own."""
+    model = fully_shard(TinyGPT())
+    mean_loss(model(model.example(rows=2, seed=dist.get_rank()))).backward()
+    for name, param in model.named_parameters():
+        gradient, twin = param.grad, way(param.grad)
+        assert (twin.placements, twin.requires_grad) == (gradient.placements, False)
+        assert_same(twin, gradient, 0, 0, name)
+        assert twin.to_local().untyped_storage().nbytes() == twin.to_local().nbytes, name
+        twin.zero_()
+        assert not twin.to_local().numel() or gradient.to_local().any(), name
+    first, second = way([model.head.weight.grad] * 2)
+    assert first is second
+    assert_same(way(model.head.weight).grad, model.head.weight.grad if way is copy.deepcopy else None, 0, 0, "a leaf's")
+
+
 class Pair(TinyModel):
     """Two layers that share one group, in two parents, and one with a parameter on a mesh of its own."""
 
@@ -193,6 +209,7 @@ CHECKS = [
     ("trains, mixed precision", partial(trains, copy.deepcopy, mp_policy=MixedPrecisionPolicy(torch.float64))),
     *((f"shared groups, {name}", partial(shared_groups, way)) for name, way in WAYS.items()),
     *((f"settings, {name}", partial(settings_stay, way)) for name, way in WAYS.items()),
+    *((f"gradients, {name}", partial(gradients_alone, way)) for name, way in WAYS.items()),
     ("a part", part_of_a_model),
     ("own way to copy", a_class_that_copies_itself),
     ("unsharded before", unsharded_before),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2 import fully_shard
@@ -24,6 +25,19 @@ def test_around_a_sharded_model() -> None:
             with pytest.raises(ValueError, match=rf"fully_shard manages {first}.*Remove DistributedDataParallel"):
                 DistributedDataParallel(model)
         assert DistributedDataParallel(layers())(torch.ones(1, 4)).shape == (1, 2)
+
+    run_ranks(2, body)
+
+
+def test_replicate_inside_a_sharded_model() -> None:
+    """It has DDP around its parameters from the first forward on."""
+
+    def body(rank: int, _: int) -> None:
+        model = layers()
+        replicate(model[1])
+        fully_shard(model)
+        with pytest.raises(ValueError, match=r"replicate: fully_shard manages 1\.weight \(2 .*Remove replicate"):
+            model(torch.ones(1, 4))
 
     run_ranks(2, body)
 

@@ -43,6 +43,15 @@ OPERATIONS: dict[str, Callable[[list[Any], Lists], object]] = {
     "lerp": lambda own, of: torch._foreach_lerp_(own, of(2), 0.25),
     "none": lambda own, of: torch._foreach_sqrt_(own),
 }
+# Lists of their results.
+OUT_OF_PLACE: dict[str, Callable[[list[Any], Lists], Any]] = {
+    "none": lambda own, of: torch._foreach_sqrt(own),
+    "a number": lambda own, of: torch._foreach_add(own, 0.5),
+    "a number in a tensor": lambda own, of: torch._foreach_mul(own, torch.tensor(0.5)),
+    "a list, scaled": lambda own, of: torch._foreach_add(own, of(2), alpha=3),
+    "two lists": lambda own, of: torch._foreach_addcmul(own, of(2), of(3), value=-1),
+    "of another dtype": lambda own, of: torch._foreach_sqrt([each.long() for each in own]),
+}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -80,6 +89,9 @@ def test_foreach_operations_where_plain_tensors_are_among_dtensors(world_size: i
             for each, expected, count in zip(own, plain, before, strict=True):
                 assert_same(each, expected, 1e-12, 1e-12, name)
                 assert each._version == count + 1, name
+        for name, operate in OUT_OF_PLACE.items():
+            for each, expected in zip(operate(mixed(1), mixed), operate(values(1), values), strict=True):
+                assert_same(each, expected, 1e-12, 1e-12, name)
         for order in (1, 2, float("inf")):
             norms = zip(torch._foreach_norm(mixed(1), order), torch._foreach_norm(values(1), order), strict=True)
             for each, expected in norms:

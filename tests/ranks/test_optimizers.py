@@ -83,6 +83,44 @@ def test_training() -> None:
     check(scenario, world_size=3, name=tuple(OPTIMIZERS))
 
 
+MIXED: dict[str, Make] = {
+    **{name: OPTIMIZERS[name] for name in ("SGD", "Adagrad fused", "AdamW fused", "Rprop, foreach")},
+    "Adam": partial(optim.Adam, foreach=True, amsgrad=True, weight_decay=0.1, maximize=True, **STEADY),
+    "Adam fused": partial(optim.Adam, fused=True, **STEADY),
+    "AdamW": partial(optim.AdamW, foreach=True, weight_decay=0.1, **STEADY),
+    "NAdam": partial(optim.NAdam, foreach=True, weight_decay=0.1, decoupled_weight_decay=True, **STEADY),
+    "RAdam": partial(optim.RAdam, foreach=True, weight_decay=0.1, **STEADY),
+    "Adagrad": partial(optim.Adagrad, foreach=True, weight_decay=0.1, **STEADY),
+    "RMSprop": partial(optim.RMSprop, foreach=True, momentum=0.5, centered=True, **STEADY),
+    "Adadelta": partial(optim.Adadelta, foreach=True, maximize=True, **STEADY),
+    "Adamax": partial(optim.Adamax, foreach=True, **STEADY),
+    "ASGD": partial(optim.ASGD, foreach=True, lr=0.1, t0=1),
+}
+
+
+def test_plain_parameters_beside_sharded_ones() -> None:
+    """Ignored ones, whose gradients the user averages. All at once, in lists that hold both."""
+
+    def scenario(run: Run, name: str) -> None:
+        model = run.build(Net, depth=1)
+        ignored = {model.head.weight, model.blocks[0].up.bias}
+        for module in (model.blocks[0], model):
+            run.shard(module, ignored_params=ignored)
+        optimizer = MIXED[name](model.parameters())
+        for step in range(3):
+            loss_of(model(run.batch(seed=step))).backward()
+            for param in ignored if run.sharded else ():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+                param.grad /= run.world_size
+            optimizer.step()
+            optimizer.zero_grad()
+            for fqn, param in model.named_parameters():
+                run.value(f"step {step}: {fqn}", param)
+
+    check(scenario, world_size=3, name=tuple(MIXED))
+
+
 def test_muon() -> None:
     """It needs whole matrices. Computes in bf16, in which sums in another order differ visibly: here in fp64."""
 

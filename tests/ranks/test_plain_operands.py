@@ -1,14 +1,16 @@
 """Numbers of a rank's own beside what is computed of shards: losses that plain operators put together."""
 
+import operator
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from helpers import run_ranks
+from helpers import assert_same, full, run_ranks
 from scenarios import Net, Run, check, loss_of, sgd
 
 USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -40,6 +42,41 @@ def test_they_train(mesh: str) -> None:
             run.step(f"{step}", model, optimizer, USES[use](loss, penalty))
 
     check(scenario, 2 if mesh == "shards" else 4, use=USES)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": torch.mul,
+    "quotient": lambda number, penalty: torch.div(penalty, number),
+    "power": lambda number, penalty: penalty**number,
+    "weight of two": lambda number, penalty: torch.lerp(penalty, 2 * penalty, number),
+    "in place": lambda number, penalty: (1 * penalty).mul_(number),
+    "einsum": lambda number, penalty: torch.einsum(",...->...", number, penalty),
+    "distance": lambda number, penalty: nn.functional.mse_loss(penalty, number),
+}
+
+
+@pytest.mark.parametrize("mesh", ["shards", "replicas"])
+def test_functions_that_meet_a_number_of_a_ranks_own_say_so(mesh: str) -> None:
+    """Whose gradients depend on it; and are exact where all ranks have the same."""
+
+    def body(rank: int, size: int) -> None:
+        run = Run(rank, size, [])
+        model = run.build(Net)
+        shard(run, model, mesh)
+        own, common = torch.tensor([1.0 + rank // (size // 2), 2.0], dtype=torch.float64).unbind()
+        for name, function in FUNCTIONS.items():
+            penalty = model.head.weight.norm()
+            for end in (Tensor.backward, DTensor.full_tensor, partial(operator.add, own)):
+                met = function(own, penalty)
+                with pytest.raises(RuntimeError, match=r"head\.weight: a plain number.*full_tensor\(\)"):
+                    end(met)
+            function(common, penalty).backward()
+            whole = full(model.head.weight).requires_grad_()
+            function(common, whole.norm()).backward()
+            assert_same(model.head.weight.grad, whole.grad, 1e-12, 1e-12, name)
+            model.zero_grad()
+
+    run_ranks(2 if mesh == "shards" else 4, body)
 
 
 def test_numbers_that_are_equal_leave_dtensors() -> None:

@@ -297,7 +297,7 @@ def local_tensor_replaced() -> None:
 
 def data_assigned() -> None:
     """`p.data = ...` of a DTensor: users see the values, and modules compute with them; what was there before keeps its
-    own. A plain tensor is refused.
+    own. Of a whole tensor each rank keeps its part; a plain one of another shape is refused.
     """
     twins = Twins(OddMLP())
     twins.train(1)
@@ -307,9 +307,26 @@ def data_assigned() -> None:
             ours.data = twins.distribute(new).data
             assert_same(ours.full_tensor(), new, 0, 0, "assigned")
             assert_same(before.full_tensor(), p, 1e-5, 1e-6, "before")
-            with pytest.raises(TypeError, match="expected a DTensor, got Tensor"):
-                ours.data = new
+            with pytest.raises(TypeError, match=r"expected a DTensor, got Tensor of shape \(\d+,\)"):
+                ours.data = ours.to_local().new_zeros(ours.numel() + 1)
             p.copy_(new)
+    twins.train()
+
+
+def set_by_a_vector() -> None:
+    """A plain one, or the DTensor that `parameters_to_vector` makes; weight decay and averages are done so."""
+    twins = Twins(OddMLP())
+    twins.train(1)
+    before = [p.data for p in twins.sharded.parameters()]
+    values = nn.utils.parameters_to_vector(twins.plain.parameters())
+    for make in (lambda ours: values * 0.5, lambda ours: nn.utils.parameters_to_vector(ours) * 0.5):
+        nn.utils.vector_to_parameters(make(twins.sharded.parameters()), twins.sharded.parameters())
+        twins.sharded(twins.plain.example(rows=2, seed=0))
+        for p, ours in zip(twins.plain.parameters(), twins.sharded.parameters(), strict=True):
+            assert_same(ours, p * 0.5, 1e-5, 1e-6, "set")
+        nn.utils.vector_to_parameters(values, twins.sharded.parameters())
+    for p, kept in zip(twins.plain.parameters(), before, strict=True):
+        assert_same(kept, p, 1e-5, 1e-6, "before")
     twins.train()
 
 
@@ -443,6 +460,7 @@ CHECKS = [
     local_tensor_written_in_place,
     local_tensor_replaced,
     data_assigned,
+    set_by_a_vector,
     another_shape_is_refused,
     a_plain_parameter_is_refused,
     another_placement_is_refused,
