@@ -21,6 +21,12 @@ from .state import FSDPState, state_of
 from .torch_compat import Memory
 
 
+def _has_methods(cls: type[nn.Module]) -> bool:
+    """Whether users have written some, which can be registered in place of a forward: torch's containers have none."""
+    own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and not base.__module__.startswith("torch.")]
+    return any(callable(value) and name[0] != "_" for base in own for name, value in vars(base).items())
+
+
 def check_modules(module: Any) -> list[nn.Module]:
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
@@ -32,7 +38,7 @@ def check_modules(module: Any) -> list[nn.Module]:
             raise TypeError(f"module: expected a Python nn.Module, got the TorchScript module {type(each).__name__}")
         if state_of(each) is not None:
             raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
-        if type(each).forward is nn.Module.forward:
+        if type(each).forward is nn.Module.forward and not _has_methods(type(each)):
             raise ValueError(
                 f"{type(each).__name__} has no forward, so its parameters could never be gathered in time. Apply "
                 "fully_shard to the modules inside it, or pass them as a list to share one group."

@@ -667,6 +667,48 @@ def gradients_by_parameters(side: Side) -> None:
         side.value(name, slope)
 
 
+class Adjoint(torch.autograd.Function):
+    """Keeps no graph, but runs the module once more in backward, as solvers of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *params)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            output = ctx.module(x)
+        return None, *torch.autograd.grad(output, (x, *params), gradient, allow_unused=True)
+
+
+class Solver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.outer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(Adjoint.apply(self.inner, x, *self.inner.parameters()))
+
+
+@ends(LOUD, "inner.weight: torch.autograd.grad has no gradients of sharded parameters")
+def adjoint_of_a_sharded_module(side: Side) -> None:
+    """A function asks for gradients by the parameters that it has saved, of a module sharded by itself"""
+    model = Solver()
+    side.fully_shard(model.inner)
+    train(side, side.fully_shard(model))
+
+
+@ends(EXACT)
+def adjoint_in_one_group(side: Side) -> None:
+    """The same, of a module that shares the group of the one around it"""
+    train(side, side.fully_shard(Solver()))
+
+
 class KeepsReferences(Net):
     """Holds weights where no module does."""
 
@@ -877,6 +919,47 @@ def a_registered_method(side: Side) -> None:
     side.grads("gradients", model)
 
 
+class Agent(nn.Module):
+    """No forward, but methods of its own, and a parameter that none of the modules inside has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(5, 2), nn.Linear(5, 1)
+        self.log_scale = nn.Parameter(torch.zeros(1, 2))
+
+    def value(self, x: Tensor) -> Tensor:
+        return self.critic(x)
+
+    def act(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.actor(x)) * self.log_scale.exp()
+
+
+def train_agent(side: Side, agent: Any) -> None:
+    optimizer = sgd(agent)
+    for step in range(3):
+        with torch.no_grad():
+            target = agent.value(side.batch(9))
+        (loss_of(agent.act(side.batch(step))) + (agent.value(side.batch(step)) - target).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", agent)
+
+
+@ends(EXACT)
+def no_forward_but_registered_methods(side: Side) -> None:
+    """A module without `forward`, whose methods are registered"""
+    agent = side.fully_shard(Agent())
+    for name in ("value", "act") if side.is_sharded else ():
+        side.library.register_fsdp_forward_method(agent, name)
+    train_agent(side, agent)
+
+
+@ends(LOUD, "register_fsdp_forward_method(model, 'value')")
+def no_forward_and_no_registered_methods(side: Side) -> None:
+    """The same, not registered"""
+    train_agent(side, side.fully_shard(Agent()))
+
+
 @ends(LOUD, "scale_grad_by_freq")
 def rows_by_frequency(side: Side) -> None:
     """An embedding whose gradient depends on how often indices occur"""
@@ -931,6 +1014,17 @@ def adapters_added_after_sharding(side: Side) -> None:
     model.head.adapter = nn.Linear(5, 3, bias=False)
     model.head.register_forward_hook(lambda head, args, output: output + head.adapter(args[0]))
     train(side, model, sgd(model, foreach=False))
+
+
+@ends(EXACT)
+def a_head_that_comes_later_sharded(side: Side) -> None:
+    """A module put in place of another, which `fully_shard` was applied to by itself"""
+    model = shard(side, Net())
+    train(side, model, steps=4, name="before")
+    torch.manual_seed(4)
+    model.head = nn.Linear(5, 3)
+    side.fully_shard(model.head)
+    train(side, model, sgd(model, foreach=False), steps=10)
 
 
 @ends(LOUD, "head.weight")

@@ -134,6 +134,15 @@ def _full_of(tensor: Tensor) -> Tensor:
 
 def _owned(inputs: Iterable[Any]) -> Iterator[Owned]:
     for each in inputs:
-        owned = sharded_owner(each) if isinstance(each, DTensor) and each.is_leaf else None
-        if owned is not None:
-            yield owned
+        if isinstance(each, DTensor) and each.is_leaf and each.requires_grad:
+            owned = sharded_owner(each) or sharded_owner(_saved_leaf(each))
+            if owned is not None:
+                yield owned
+
+
+def _saved_leaf(tensor: Tensor) -> Tensor:
+    """Of which `tensor` is what a graph has saved: another tensor, whose gradients go to the same."""
+    with torch.enable_grad():
+        view: Any = tensor.view_as(tensor)
+    leaf: Tensor = view.grad_fn.next_functions[0][0].variable
+    return leaf

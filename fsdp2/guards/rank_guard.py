@@ -16,11 +16,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .. import torch_compat
 from ..comm import moves_data
 from ..headers import Label
 from ..mesh import DataMesh
+from ..owners import sharded_owner
 from ..param import FSDPParam, fqn
 from ..param_group import FSDPParamGroup
 from ..small_collectives import all_reduce_over
@@ -281,10 +283,14 @@ def _bounds(mesh: DataMesh, numbers: Sequence[Tensor], name: str) -> list[tuple[
 
 
 def _find_unmanaged(root: FSDPState, states: Sequence[FSDPState]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters below `root` that no group has, with their names."""
+    """Trainable parameters below `root` that no group has, with their names. A module that has come later, sharded by
+    itself, is its own root.
+    """
     managed = {(slot.module, slot.name) for s in states for param in s.group.params for slot in param.slots}
     for outer in root.modules:
         for prefix, module in outer.named_modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad and (module, name) not in managed:
+                if parameter is None or not parameter.requires_grad or (module, name) in managed:
+                    continue
+                if not isinstance(parameter, DTensor) or sharded_owner(parameter) is None:
                     yield fqn(prefix, name), parameter
