@@ -98,6 +98,11 @@ def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
     return cut.split_factor == math.prod(mesh.size(other) for other in later)
 
 
+def is_strided(tensor: DTensor) -> bool:
+    """Whether it has such a placement as `strided_shard` returns."""
+    return any(isinstance(each, _StridedShard) for each in tensor.placements)
+
+
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """The placement of what is cut along `dim` after another mesh axis has cut it into `split_factor` parts.
 

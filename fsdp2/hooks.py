@@ -58,12 +58,10 @@ def _start(states: list[FSDPState]) -> Context:
 
 
 def before_copy(module: nn.Module) -> None:
-    """Have the sharded parameters registered, which a copy starts from, with gradients that can be copied."""
+    """Have the sharded parameters registered, which a copy starts from."""
     for state in states_of(module):
         state.release()
         state.group.adopt_replacements()
-        for param in state.group.params:
-            param.own_gradient()
 
 
 def after_copy(module: nn.Module) -> FSDPState | None:

@@ -115,12 +115,6 @@ class FSDPParam:
         faces = ("full", "sharded", "dtensor_spec", "_local_shape", "_local_stride", "memory")
         return {name: value for name, value in vars(self).items() if name not in faces}
 
-    def own_gradient(self) -> None:
-        """Give the gradient memory of its own: torch can't copy a DTensor that begins inside a storage."""
-        gradient = self.sharded.grad
-        if isinstance(gradient, DTensor) and gradient.storage_offset():
-            self.sharded.grad = gradient.clone()
-
     def wake(self) -> None:
         """Become usable, in a copy of which all modules are there."""
         self.full, self.memory = _NO_STORAGE, None

@@ -17,7 +17,10 @@ from ..dtensor_compat import (
     argument_names,
     call_unhandled,
     cut,
+    dtensor,
+    dtensor_spec,
     handle_operations,
+    is_strided,
     local_if_any,
     local_of,
     refuse_plain_target,
@@ -34,7 +37,8 @@ _FUSED = (
     _aten._fused_sgd_.default,
     _aten._fused_sgd_.tensor_lr,
 )
-_IN_PLACE = (_aten.copy_.default, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
+_NEW = (_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default)
+_IN_PLACE = (_aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
 _COLLECTIVES = (
     *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
     *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
@@ -72,12 +76,15 @@ def compute_like_plain_tensors() -> None:
     - foreach operations are possible where plain tensors are among DTensors, and count: see `operate_on_lists`. So are
       norms.
     - `total += p.norm()` of a plain total raises an error that says what to do.
+    - What is cut along one dim by two axes of a mesh, unevenly, can be written to and initialised (`orthogonal_`).
     - SGD and Adagrad with `fused=True`, Rprop, Muon on fewer rows than ranks, and `p[mask] = number` work.
     """
     operate_on_lists()
     handle_operations([_aten.index_put_.default], _put)
     handle_operations(_IN_PLACE, _write)
-    handle_operations([_aten.add_.Tensor], _add)
+    handle_operations([_aten.add_.Tensor, _aten.copy_.default], _add)
+    handle_operations(_NEW, _new)
+    handle_operations([_aten.eye.m_out], _eye)
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten.binary_cross_entropy_with_logits.default], _mean_loss)
@@ -168,15 +175,34 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is distributed in another way is brought to the target's, if torch may not: some ranks hold nothing."""
-    target, other = args
+    """What is distributed in another way is brought to the target's, if torch may not: some ranks hold nothing, or two
+    axes cut the same dim.
+    """
+    target, other, *rest = args
     refuse_plain_target(op, target)
-    if not (isinstance(other, DTensor) and _may_be_empty(target)):
+    is_otherwise = isinstance(other, DTensor) and target.placements != other.placements
+    if not is_otherwise or target.shape != other.shape or not (_may_be_empty(target) or is_strided(target)):
         return call_unhandled(op, args, kwargs)
-    if target.shape != other.shape or target.placements == other.placements:
-        return call_unhandled(op, args, kwargs)
-    op(local_of(target), local_of(cut(whole_of(other), target.device_mesh, target.placements)), **kwargs)
+    op(local_of(target), local_of(cut(whole_of(other), target.device_mesh, target.placements)), *rest, **kwargs)
     return target
+
+
+def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`nn.init.eye_`: each rank takes its part. Torch would have the whole in each."""
+    out = kwargs["out"]
+    if tuple(args) != tuple(out.shape):
+        return call_unhandled(op, args, kwargs)
+    local_of(out).copy_(local_of(cut(torch.eye(*args, dtype=out.dtype), out.device_mesh, out.placements)))
+    return out
+
+
+def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a tensor that two axes cut along one dim, unevenly perhaps: torch takes other ranks' numbers of rows."""
+    like, shape, *rest = args
+    if tuple(shape) != tuple(like.shape) or not is_strided(like):
+        return call_unhandled(op, args, kwargs)
+    local = op(local_of(like), local_of(like).shape, *rest, **kwargs)
+    return dtensor(local, dtensor_spec(like.device_mesh, like.placements, tuple(shape), local.dtype))
 
 
 def _is_mask_of(target: Any, mask: Any) -> bool:

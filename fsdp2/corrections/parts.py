@@ -128,6 +128,8 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except RuntimeError:  # of planning: on every rank
         if not _has_parts(base) or any(each.is_partial() for each in base.placements):
             raise
+    if tuple(args[1]) == tuple(base.shape):
+        return dtensor_compat.dtensor(local_of(base).view(local_of(base).shape), spec_of(base))
     whole = op(dtensor_compat.whole_of(base).contiguous(), *args[1:], **kwargs)
     replicated = dtensor_compat.cut(whole, base.device_mesh, [Replicate()] * base.device_mesh.ndim)
     return _as_parts(replicated, base, op, args, kwargs)

@@ -6,6 +6,7 @@ fp64, so that another order of summation is far below the tolerance.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -465,6 +466,27 @@ def test_after_fully_shard_it_is_refused() -> None:
         parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tp"], {"0": ColwiseParallel()})
 
     run_ranks(2, body)
+
+
+INITIALISERS = (nn.init.orthogonal_, nn.init.xavier_normal_, nn.init.trunc_normal_, nn.init.eye_)
+
+
+def test_initialisers_where_two_axes_cut_the_same_rows() -> None:
+    """Into uneven parts, of which some ranks may have none: torch takes other numbers of rows for new tensors."""
+
+    def body(rank: int, size: int) -> None:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+        for rows, initialise in itertools.product((7, 5), INITIALISERS):
+            plain = nn.Linear(3, rows)
+            model = parallelize_module(nn.Sequential(nn.Linear(3, rows)), mesh["tp"], {"0": ColwiseParallel()})
+            weight = fully_shard(model, mesh=mesh["dp"])[0].weight
+            for each in (weight, plain.weight):
+                torch.manual_seed(0)
+                initialise(each)
+            assert_same(weight, plain.weight, 0, 0, f"{rows} rows: {initialise.__name__}")
+            assert_same(weight.new_ones(rows, 3), torch.ones(rows, 3), 0, 0, f"{rows} rows: new_ones")
+
+    run_ranks(6, body)
 
 
 def test_checkpoints_between_meshes(tmp_path: Path) -> None:
