@@ -5,7 +5,6 @@ Each call runs on both sides (see sides.py) with the same draws, which are choic
 do; a program ends there. Calls that change a model in other ways than training are in random_changes.py.
 """
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -95,9 +94,9 @@ def forward(side: Side, draw: Draw) -> None:
 @call(4)
 def evaluate(side: Side, draw: Draw) -> None:
     """Between a forward and its backward, too."""
-    mode = draw("mode", torch.no_grad, (torch.inference_mode, contextlib.nullcontext), 0.6)
+    mode = draw("mode", "no_grad", ("inference_mode", "enable_grad"), 0.6)
     side.model.eval()
-    with mode():
+    with getattr(torch, mode)():
         run_forward(side, draw)
     side.model.train()
 
@@ -210,7 +209,7 @@ def zero_grad(side: Side, draw: Draw) -> None:
 
 @call(2, WAITS)
 def clip(side: Side, draw: Draw) -> None:
-    ours = side.is_sharded and draw.flag("by fsdp2", 0.5)
+    ours = draw.flag("by fsdp2", 0.5) and side.is_sharded
     norm_type = draw("norm", 2.0, (1.0, float("inf")), 0.5)
     clip_grad_norm = fsdp2.clip_grad_norm_ if ours else nn.utils.clip_grad_norm_
     norm = clip_grad_norm(side.params.values(), 0.1, norm_type=norm_type)

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import fsdp2
-from random_calls import Draw, call, some_part
+from random_calls import NUMBERS, WAITS, Draw, call, some_part
+from random_models import branches
 from sides import Loss, Side
 
 EDITS: dict[str, Callable[[Any], Any]] = {
@@ -37,6 +38,8 @@ def edit(side: Side, draw: Draw) -> None:
 def freeze(side: Side, draw: Draw) -> None:
     """Or thaw."""
     side.reshard()  # a module has other parameters until then
+    if any(branch.checkpoints for branch in branches(side.model)):
+        side.losses.clear()  # what runs again would save other tensors than before
     trains = draw.flag("thaws", 0.5)
     if draw.flag("a part", 0.3):
         some_part(side, draw).requires_grad_(trains)
@@ -82,7 +85,7 @@ def full_state_dict(side: Side, draw: Draw) -> None:
         set_model_state_dict(side.model, halved, options=options)
 
 
-@call(1)
+@call(1, WAITS)
 def copied(side: Side, draw: Draw) -> None:
     """The program goes on with a copy."""
     if draw.flag("by pickle", 0.3):
@@ -116,7 +119,7 @@ def full_weights(side: Side, draw: Draw) -> None:
 def loss_of_full(side: Side, draw: Draw) -> None:
     """A penalty on whole weights, whose backward comes after they have gone."""
     with full_params_of(side) as full:
-        loss = sum(full[name].double().square().sum() for name in side.params)
+        loss = sum(full[name].square().sum().double() for name in side.params)
     side.losses.append(Loss(0.01 * loss))
 
 
@@ -125,9 +128,10 @@ def loss_of_full(side: Side, draw: Draw) -> None:
 
 def set_on(side: Side, draw: Draw, method: str, *args: Any, **options: Any) -> None:
     """On the root, or on a module inside."""
+    number = draw("module", 0, NUMBERS, 0.5)
     if side.is_sharded:
-        modules = side.sharded_modules() if draw.flag("of some module", 0.5) else [side.model]
-        getattr(draw.of("module", modules), method)(*args, **options)
+        modules = side.sharded_modules()
+        getattr(modules[number % len(modules)], method)(*args, **options)
 
 
 @call(4)

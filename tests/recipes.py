@@ -3,10 +3,10 @@
 import ast
 import os
 import random
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -25,6 +25,7 @@ class Recipe:
     def __init__(self, seed: int, only: dict[str, Any] | None = None, never: Sequence[str] = ()) -> None:
         self.seed, self._is_drawn, self._never = seed, only is None, never
         self.chosen = dict(only or {})
+        self.log: TextIO | None = None
 
     def __repr__(self) -> str:
         return f"Recipe({self.seed}, {self.chosen})"
@@ -34,6 +35,8 @@ class Recipe:
         draw = random.Random(f"{self.seed} {name}")
         if self._is_drawn and others and name not in self._never and draw.random() < chance:
             self.chosen[name] = draw.choice(others)
+            if self.log is not None:
+                print((name, self.chosen[name]), file=self.log, flush=True)
         value = self.chosen.get(name, plainest)
         return value if value in others else plainest
 
@@ -57,13 +60,15 @@ def differing(
     timeout: float = 120,
 ) -> list[tuple[Recipe, str]]:
     """Those recipes in which `difference(number, recipe, rank)` finds one on some rank, with all that they chose, and
-    the text.
+    the text; or the one in which a rank dies or hangs.
     """
 
-    def body(rank: int, _: int) -> list[tuple[int, dict[str, Any], str]]:
+    def body(rank: int, _: int, log: TextIO) -> list[tuple[int, dict[str, Any], str]]:
         different = []
         for number, recipe in enumerate(recipes):
-            print(f"rank {rank}: {recipe.seed}", file=sys.stderr, flush=True)  # for the report of a hang
+            if rank == 0:
+                recipe.log = log
+                print((recipe.seed, recipe.chosen), file=log, flush=True)
             try:
                 text = difference(number, recipe, rank)
             except Exception as error:
@@ -72,9 +77,24 @@ def differing(
                 different.append((recipe.seed, recipe.chosen, f"rank {rank}, {text}"))
         return different
 
-    by_rank = run_ranks(world_size, body, timeout=timeout)
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            by_rank = run_ranks(world_size, body, log, timeout=timeout)
+        except RankError as error:
+            return [(_last_in(log), str(error))]
     found = {seed: (Recipe(seed, chosen), text) for of_rank in by_rank for seed, chosen, text in of_rank}
     return list(found.values())
+
+
+def _last_in(log: TextIO) -> Recipe:
+    """What the first rank had begun, with what had been chosen by then."""
+    log.seek(0)
+    for name, value in map(ast.literal_eval, log):
+        if isinstance(name, int):
+            seed, chosen = name, value
+        else:
+            chosen[name] = value
+    return Recipe(seed, chosen)
 
 
 def shrink(recipe: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
@@ -105,7 +125,7 @@ def assert_none(
     def still_fails(recipe: Recipe) -> bool:
         try:
             return bool(find([recipe]))
-        except RankError:  # hangs, or plain training refuses it
+        except RankError:  # plain training refuses it
             return False
 
     minimal = shrink(failed[0][0], still_fails)

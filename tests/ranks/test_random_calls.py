@@ -129,7 +129,7 @@ def failures(recipes: Sequence[Recipe], world_size: int) -> list[tuple[Recipe, s
             group.append(dist.new_group())
         return first_difference(recipe, rank, world_size, group[0])
 
-    return differing(recipes, world_size, difference, timeout=60)
+    return differing(recipes, world_size, difference, timeout=5 + 10 * len(recipes))
 
 
 @pytest.mark.parametrize(("world_size", "first"), BATCHES)
