@@ -66,6 +66,7 @@ def program(recipe: Recipe, length: int) -> list[tuple[str, str]]:
 
 
 WAITS = "set_requires_gradient_sync(True) before the last"
+WRITTEN = "Change parameters before forward or after backward"  # plain PyTorch does not see `.data`, nor fused steps
 SECOND_ORDER = "Call backward through it before that forward, or model.set_keep_unsharded_storage(True)"
 
 
@@ -119,7 +120,7 @@ def take_loss(side: Side, draw: Draw) -> Loss:
     return loss
 
 
-@call(14, SECOND_ORDER)
+@call(14, WRITTEN, SECOND_ORDER)
 def backward(side: Side, draw: Draw) -> None:
     if len(side.losses) > 1 and draw.flag("of two losses", 0.1):
         run_backward(side, side.losses.pop().value + 0.5 * side.losses.pop(0).value)
@@ -128,7 +129,7 @@ def backward(side: Side, draw: Draw) -> None:
         run_backward(side, loss.value, loss.x, retain_graph=loss in side.losses)
 
 
-@call(2, SECOND_ORDER)
+@call(2, WRITTEN, SECOND_ORDER)
 def backward_to_some(side: Side, draw: Draw) -> None:
     if side.losses:
         trainable = [p for p in side.params.values() if p.requires_grad]
@@ -137,7 +138,7 @@ def backward_to_some(side: Side, draw: Draw) -> None:
         run_backward(side, loss.value, retain_graph=loss in side.losses, inputs=list(dict.fromkeys(chosen)))
 
 
-@call(2)
+@call(2, WRITTEN)
 def gradient_by_x(side: Side, draw: Draw) -> None:
     loss = side.losses[-1] if side.losses else None
     if loss is not None and loss.x is not None and loss.x.requires_grad:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +50,11 @@ def freeze(side: Side, draw: Draw) -> None:
 
 @call(1)
 def replace(side: Side, draw: Draw) -> None:
-    name = draw.of("parameter", [name for name in side.params if "project" not in name])
     side.reshard()  # only sharded parameters may take the place of others
+    uses = Counter(p for _, p in side.model.named_parameters(remove_duplicate=False))
+    name = draw.of("parameter", [n for n, p in side.params.items() if "project" not in n])
+    if uses[side.params[name]] > 1:
+        return  # it would have to be replaced everywhere
     prefix, _, own = name.rpartition(".")
     module = side.model.get_submodule(prefix)
     old = getattr(module, own)
