@@ -1,14 +1,13 @@
 """Random models and ways to shard them, each a *recipe*: what differs from the plainest model, by name.
 
 A seed draws a recipe; without some of its choices it still is one. So a recipe that fails can be made minimal, printed,
-and pasted: `Recipe(17, {"tree kind": "branch", "freeze tree.parts.0": True})`.
+and pasted: `Recipe(17, {"tree kind": "branch", "freeze tree.parts.0": True})` (see recipes.py).
 
 The plainest model is a linear layer and one part, in one group, in fp64. A choice adds parts (in a tree, some of which
 run twice), shares modules and parameters, freezes some, makes groups, checkpoints, mixes dtypes, replicates shards.
 """
 
 import dataclasses
-import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -20,34 +19,10 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, fully_shard, reduce_plan
+from recipes import Recipe
 
 DIM = 6
 VOCAB = 11
-
-
-class Recipe:
-    """Choices by name, drawn when they are first asked for: each by itself, so that none depends on another.
-
-    With `only`, those; all others are the plainest.
-    """
-
-    def __init__(self, seed: int, only: dict[str, Any] | None = None) -> None:
-        self.seed, self._is_drawn = seed, only is None
-        self.chosen = dict(only or {})
-
-    def __repr__(self) -> str:
-        return f"Recipe({self.seed}, {self.chosen})"
-
-    def pick(self, name: str, plainest: Any, others: Sequence[Any], chance: float) -> Any:
-        """One of the `others`, by `chance`. A name has one value."""
-        draw = random.Random(f"{self.seed} {name}")
-        if self._is_drawn and others and draw.random() < chance:
-            self.chosen[name] = draw.choice(others)
-        value = self.chosen.get(name, plainest)
-        return value if value in others else plainest
-
-    def without(self, names: Sequence[str]) -> "Recipe":
-        return Recipe(self.seed, {name: value for name, value in self.chosen.items() if name not in names})
 
 
 # ---- parts: (x, tokens) -> x, all of width DIM -----------------------------------------------------------------------
@@ -318,6 +293,12 @@ def computes_in_fp32(recipe: Recipe) -> bool:
 def is_rounded(recipe: Recipe) -> bool:
     """To fp32 somewhere, between parameters and gradients that are stored in fp64."""
     return any("fp32" in name for name in recipe.chosen)
+
+
+def tolerance(recipe: Recipe) -> dict[str, float]:
+    """Sums of a hundred terms, through norms, over some steps with momentum: so many roundings of values below 1."""
+    eps = torch.finfo(torch.float32 if is_rounded(recipe) else torch.float64).eps
+    return {"rtol": 2**14 * eps, "atol": 2**7 * eps}
 
 
 def shard(model: Root, groups: list[Group], recipe: Recipe, world_size: int) -> None:

@@ -12,35 +12,30 @@ A failing seed is made minimal: what it takes to fail is printed as a recipe.
 In place of the choices None: all that the seed draws.
 """
 
-import ast
 import dataclasses
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Module
 
 from fsdp2 import FSDPModule
-from helpers import NIGHTLY, RankError, alone, assert_same, assert_same_names, run_ranks, shard_batch
+from helpers import NIGHTLY, alone, assert_same, assert_same_names, shard_batch
 from random_models import (
     DIM,
     VOCAB,
     Group,
-    Recipe,
     Root,
     branches,
-    is_rounded,
     make_model,
     optional_modules,
     reduced_together,
     shard,
+    tolerance,
 )
+from recipes import Recipe, asked_for, assert_none, differing, shrink
+from sides import assert_part
 
 ROWS = 12  # divides by 1 to 4 ranks
 STEPS = 3
@@ -53,8 +48,6 @@ SEEDS = {
     4: range(3000, 3000 + 4 * TIMES),
 }
 """By the number of ranks: 25, or 200."""
-SHRINK_S = 100
-"""Leaves time before pytest's timeout."""
 
 
 # ---- drawing and training steps --------------------------------------------------------------------------------------
@@ -198,31 +191,6 @@ def train_plain(recipe: Recipe, world_size: int) -> list[Observed]:
     ]
 
 
-def tolerance(recipe: Recipe) -> dict[str, float]:
-    """Sums of a hundred terms, through norms, over three steps with momentum: so many roundings of values below 1."""
-    eps = torch.finfo(torch.float32 if is_rounded(recipe) else torch.float64).eps
-    return {"rtol": 2**14 * eps, "atol": 2**7 * eps}
-
-
-def own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank holds of `whole` if it is sharded as `like` is."""
-    coordinate = like.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, placement in enumerate(like.placements):
-        if placement != Replicate():
-            chunks = whole.chunk(like.device_mesh.size(axis), placement.dim)
-            whole = chunks[coordinate[axis]] if coordinate[axis] < len(chunks) else whole.narrow(placement.dim, 0, 0)
-    return whole
-
-
-def assert_part(actual: Tensor | None, expected: Tensor | None, name: str, tolerance: dict[str, float]) -> None:
-    if actual is None or expected is None:
-        return assert_same(actual, expected, **tolerance, name=name)
-    assert isinstance(actual, DTensor), f"{name}: expected a DTensor, got {type(actual)}"
-    assert actual.shape == expected.shape, f"{name}: expected {expected.shape}, got {actual.shape}"
-    assert_same(actual.to_local(), own_part(expected, actual), **tolerance, name=f"{name}, {actual.placements}")
-
-
 def check(actual: Observed, expected: Observed, rank: int, world_size: int, tolerance: dict[str, float]) -> None:
     if expected.evaluation is not None:
         rows = shard_batch(expected.evaluation, rank, world_size)
@@ -254,69 +222,18 @@ def failures(recipes: Sequence[Recipe], world_size: int) -> list[tuple[Recipe, s
     """Those recipes whose sharded training differs from the plain one, or fails, with all that they chose, and how."""
     expected = alone(lambda: [train_plain(recipe, world_size) for recipe in recipes])
 
-    def body(rank: int, _: int) -> list[tuple[int, dict[str, Any], str]]:
-        different = []
-        for number, recipe in enumerate(recipes):
-            print(f"rank {rank}: {recipe.seed}", file=sys.stderr, flush=True)  # for the report of a hang
-            try:
-                text = first_difference(recipe, rank, world_size, expected[number])
-            except Exception as error:
-                text = f"{type(error).__name__}: {error}"
-            if text is not None:
-                different.append((recipe.seed, recipe.chosen, f"rank {rank}, {text}"))
-        return different
+    def difference(number: int, recipe: Recipe, rank: int) -> str | None:
+        return first_difference(recipe, rank, world_size, expected[number])
 
-    found = {
-        seed: (Recipe(seed, chosen), text) for of_rank in run_ranks(world_size, body) for seed, chosen, text in of_rank
-    }
-    return list(found.values())
-
-
-def shrink(recipe: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
-    """A recipe that still fails, but does not without any one of its choices; or how far that came in SHRINK_S."""
-    deadline = time.monotonic() + SHRINK_S
-    names = list(recipe.chosen)
-    size = len(names)
-    while size > 0:
-        first = 0
-        while first < len(names) and time.monotonic() < deadline:
-            fewer = recipe.without(names[first : first + size])
-            if fails(fewer):
-                recipe, names = fewer, names[:first] + names[first + size :]
-            else:
-                first += size
-        size //= 2
-    return recipe
-
-
-def recipes_for(world_size: int) -> list[Recipe]:
-    """Those of the seeds, or the one that the user asks for as a failure prints it."""
-    text = os.environ.get("FSDP2_RECIPE")
-    if text is None:
-        return [Recipe(seed) for seed in SEEDS[world_size]]
-    asked_size, seed, chosen = ast.literal_eval(text)
-    return [Recipe(seed, chosen)] if asked_size == world_size else []
-
-
-def still_fails(recipe: Recipe, world_size: int) -> bool:
-    try:
-        return bool(failures([recipe], world_size))
-    except RankError:  # hangs, or plain training refuses it
-        return False
+    return differing(recipes, world_size, difference)
 
 
 @pytest.mark.parametrize("world_size", SEEDS)
 def test_random_models_train_as_plain_ones(world_size: int) -> None:
     """Features that work alone break together: a twice-called part in a group that a micro-batch skips, for one."""
-    recipes = recipes_for(world_size)
-    failed = failures(recipes, world_size) if recipes else []
-    if failed:
-        recipe, _ = failed[0]
-        minimal = shrink(recipe, lambda fewer: still_fails(fewer, world_size))
-        texts = [f"seed {recipe.seed}: {text}" for recipe, text in failed]
-        command = f'FSDP2_RECIPE="{(world_size, minimal.seed, minimal.chosen)}" python -m pytest {FILE}'
-        lines = [f"{len(failed)} of {len(recipes)} models differ", *texts, "The first of them, made minimal:", command]
-        pytest.fail("\n".join(lines), pytrace=False)
+    asked = asked_for(world_size)
+    recipes = [Recipe(seed) for seed in SEEDS[world_size]] if asked is None else asked
+    assert_none(recipes, world_size, lambda recipes: failures(recipes, world_size), FILE)
 
 
 def test_a_recipe_shrinks_to_what_it_takes_to_fail() -> None:
