@@ -231,8 +231,9 @@ class Context:
             if torch_compat.graph_task() == -1:
                 return  # somebody looks at saved tensors outside backward
             self._begin_backward()
-        if torch.is_grad_enabled() and not recomputes:
+        if torch.is_grad_enabled() and not recomputes and not self._builds_graph:
             self._builds_graph = self.graph_reads_weights = True
+            self._guard_saved()
 
     def _begin_backward(self) -> None:
         self.in_backward = True

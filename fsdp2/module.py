@@ -20,7 +20,7 @@ class FSDPModule(RootMethods):
         """Gather this module's own group and register the full parameters, in the policy's `param_dtype`.
 
         Every rank must call it. They stay until `reshard` is called, or the module's next forward or backward ends that
-        reshards. What is written to them is lost.
+        reshards. What is written to them is lost. A step of an optimizer gathers them anew.
 
         Args:
             async_op: return at once, with a handle whose `wait` finishes the work.

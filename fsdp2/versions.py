@@ -62,10 +62,11 @@ class GroupVersions:
     `guards`: let autograd refuse weights that it saved and that were freed since, until they are gathered again. It
     needs no hooks: the counts of full parameters are moved on while they are freed, and back if the sharded ones have
     not changed.
+    `is_expired`: they are moved on.
     """
 
     def __init__(self) -> None:
-        self.guards = False
+        self.guards = self.is_expired = False
         self._params: Sequence[FSDPParam] = ()
         self._sharded: list[Tensor] = []
         # Counts how often parameters were replaced.
@@ -76,7 +77,6 @@ class GroupVersions:
         # The counts of the full ones: while their data is there, and while it isn't, where that is guarded.
         self._valid: tuple[int, ...] = ()
         self._expired: tuple[int, ...] = ()
-        self._is_expired = False
         # The counts of the sharded ones when the full ones were last made of them.
         self._made_of: tuple[int, ...] = ()
         # Parameters that were given memory with nothing in it: their local tensors of then, and the counts.
@@ -105,7 +105,7 @@ class GroupVersions:
 
     def accept(self) -> None:
         """Take what the counts of the full parameters are now for valid."""
-        self._is_expired = False
+        self.is_expired = False
         self._set_valid(tuple(map(_version_of, self._full)))
 
     def sharded(self) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class GroupVersions:
 
     def take_written(self) -> list[str]:
         """Names of full parameters that were written to since the last call: sharding again would undo it."""
-        expected, found = self._expired if self._is_expired else self._valid, tuple(map(_version_of, self._full))
+        expected, found = self._expired if self.is_expired else self._valid, tuple(map(_version_of, self._full))
         if found == expected:
             return []
         changed = [i for i, old, new in zip(self._places, expected, found, strict=True) if old != new]
@@ -148,8 +148,8 @@ class GroupVersions:
 
     def expire(self) -> None:
         """The full parameters' data is given up: what autograd has saved of it is not valid, until `renew`."""
-        if not self._is_expired:
-            self._is_expired = True
+        if not self.is_expired:
+            self.is_expired = True
             increment_version(self._full)
 
     def renew(self, sharded: tuple[int, ...]) -> None:
@@ -166,9 +166,9 @@ class GroupVersions:
             self._set_valid(
                 tuple(valid + 2 * (i in changed) for i, valid in zip(self._places, self._valid, strict=True))
             )
-        elif not self._is_expired:
+        elif not self.is_expired:
             return
-        self._is_expired = False
+        self.is_expired = False
         torch_compat.set_versions(self._full, self._valid)
 
     def _set_valid(self, counts: tuple[int, ...]) -> None:

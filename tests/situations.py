@@ -2007,6 +2007,21 @@ def replaced_then_copied(side: Side) -> None:
     train(side, copy.deepcopy(model))
 
 
+@ends(EXACT)
+def step_behind_unshard(side: Side) -> None:
+    """A step between `unshard()` and what reads the full parameters"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    optimizer = sgd(model)
+    loss_of(model(side.batch(0))).backward()
+    if side.is_sharded:
+        model.unshard()
+    optimizer.step()
+    side.value("read", model.weight.detach().clone())
+    if side.is_sharded:
+        model.reshard()
+    side.weights("stepped", model)
+
+
 # ---- functions of what each rank has of its own, and what is computed of shards
 
 

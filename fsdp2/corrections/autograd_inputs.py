@@ -19,9 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from .. import torch_compat
 from ..graph_hooks import leaf_nodes
-from ..owners import Owned, sharded_owner
+from ..owners import Owned, all_states, sharded_owner
 from .full_tensor import owner_of
 from .own_numbers import refuse_own_numbers
+
+_FREED = (
+    "in a graph that an earlier backward built (create_graph=True), with another backward and a forward of the model "
+    "in between. Call backward through it before that forward, or model.set_keep_unsharded_storage(True) before all."
+)
 
 
 @cache
@@ -89,11 +94,9 @@ def _explain(error: RuntimeError, outputs: Any) -> None:
                 "or compute it inside `with fsdp2.full_params(model):`."
             ) from error
     if "storage of size 0" in str(error):
-        raise RuntimeError(
-            "backward has read a full parameter after it was freed: in a graph that an earlier backward built "
-            "(create_graph=True), with another backward and a forward of the model in between. Call backward through "
-            "it before that forward, or model.set_keep_unsharded_storage(True) before all."
-        ) from error
+        raise RuntimeError(f"backward has read a full parameter after it was freed: {_FREED}") from error
+    if "modified by an inplace operation" in str(error) and any(s.group.versions.is_expired for s in all_states()):
+        raise RuntimeError(f"{error} If it is a full parameter, it was freed: {_FREED}") from error
 
 
 def _listed(given: Any) -> Sequence[Any]:

@@ -130,6 +130,9 @@ def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     increment_version([param for param in params if isinstance(param, DTensor) and param.grad is not None])
+    for state in _stepped_on(optimizer):
+        if state.group.faces.installed and not state.running and not state.context.in_backward:
+            state.group.unshard_again()  # behind unshard(): whoever reads them next finds the new ones
     kind = type(optimizer).__name__
     replaced = [name for param in params if param.grad is None and (name := vars(param).get(SHARDED_AS))]
     if replaced:
@@ -141,5 +144,5 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     if full:
         raise RuntimeError(
             f"{kind} steps full parameters, of {some_of(full)}, which get no gradients: the optimizer was built inside "
-            "a forward. Build it outside, from model.parameters(), which are sharded there."
+            "a forward, or behind unshard(). Build it outside, from model.parameters(), which are sharded there."
         )

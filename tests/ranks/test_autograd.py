@@ -628,6 +628,39 @@ def test_a_graph_of_gradients_whose_weights_were_freed_says_so() -> None:
     run_ranks(2, body)
 
 
+class Pair(nn.Module):
+    """Two that share a group, of which a forward may leave out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, leave_out: bool = False) -> Tensor:
+        x = self.stem(x)
+        x = torch.tanh(x + self.norm(x))
+        return x if leave_out else torch.tanh(x + self.last(x))
+
+
+def test_a_layer_that_does_not_look_whether_its_weight_has_memory() -> None:
+    """Of the graph of a backward: reading it would end the process."""
+
+    def body(rank: int, _: int) -> None:
+        torch.manual_seed(0)
+        model = Pair()
+        fully_shard([model.norm, model.last])
+        fully_shard(model)
+        x = torch.randn(2, WIDTH, requires_grad=True)
+        (slope,) = slopes(model, [x])
+        model(x).sum().backward()
+        model(x, leave_out=True)
+        model(x)
+        with pytest.raises(RuntimeError, match=r"create_graph=True.*Call backward through it before that"):
+            slope.square().sum().backward()
+        model(x).sum().backward()
+
+    run_ranks(2, body)
+
+
 def test_what_stays_over_a_step_stays_after_a_graph_of_gradients() -> None:
     """It is not gathered again."""
 
