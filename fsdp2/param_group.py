@@ -246,7 +246,7 @@ class FSDPParamGroup:
             state.abandon()
         adopted = self.adopted
         if free and adopted.buffers is not None:
-            if self.versions.guards:
+            if self.versions.guards and not adopted.keeps_storage:
                 self.versions.expire()
             adopted.buffers.free()
             if adopted.extensions.members and not adopted.keeps_storage:
@@ -258,7 +258,7 @@ class FSDPParamGroup:
         assert self.state is UNSHARDED, "a forward has just used them"
         assert self.adopted.buffers is not None
         self.state = SHARDED
-        if self.versions.guards:
+        if self.versions.guards and not self.adopted.keeps_storage:
             self.versions.expire()
         self.adopted.buffers.shrink()
 
