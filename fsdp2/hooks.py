@@ -116,6 +116,7 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         if state.content is not None and state.running == 1 and not in_backward:
             state.check_content()
         if state.context.agreement is not None and not in_backward:
+            output = _apart_from_inputs(tensors_in(args, kwargs), output)
             state.context.meet_at_end(state)
         output = after_forward(state, module, output, in_backward)
     except BaseException:
@@ -218,6 +219,18 @@ def _finish_forward(state: FSDPState, module: nn.Module, output: Any) -> Any:
         state.context.prefetcher.ran(state)
     _settle(state, module, backward_follows=differentiable)
     return output
+
+
+def _apart_from_inputs(inputs: list[Tensor], output: Any) -> Any:
+    """`output` with views of inputs in it: their gradients tell when backward begins with the module, as on ranks where
+    it has not left out what is conditional.
+    """
+    nodes = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
+
+    def view(tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor) if tensor.grad_fn in nodes else tensor
+
+    return map_tensors(output, view, everywhere=True) if nodes else output
 
 
 def _without_weights(weights: frozenset[int], output: Any) -> Any:

@@ -158,6 +158,38 @@ class Nested(nn.Module):
         return self.last(x) if "last" in plan else x
 
 
+class Passing(nn.Module):
+    """A layer that always runs. Without its optional part it returns what it got; what it computes besides is for the
+    loss.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(WIDTH, 2)
+        self.inner = Block(inner=2)
+
+    def forward(self, x: Tensor, plan: Plan) -> Tensor:
+        self.aside = self.side(torch.tanh(x)).square().mean()
+        return self.inner(x) if "inner" in plan else x
+
+
+class Passed(nn.Module):
+    optional = ("inner",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layer = Passing()
+        self.last = Block(inner=3)
+
+    def groups(self) -> list[tuple[nn.Module, bool]]:
+        return [(self.layer.inner, True), (self.layer, False), (self.last, False), (self, False)]
+
+    def forward(self, x: Tensor, plan: Plan) -> Tensor:
+        x = self.stem(x)
+        return self.last(torch.tanh(x + self.layer(x, plan))) + self.layer.aside
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "towers": Multimodal,
     "dropped layers": Dropped,
@@ -165,6 +197,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "dropped layers, recomputed reentrantly": lambda: Dropped(recompute=True),
     "experts": Mixture,
     "nested": Nested,
+    "passed on": Passed,
 }
 STEPS = 6
 
