@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from . import torch_compat
@@ -24,9 +23,13 @@ from .mesh import DataMesh
 GATHER, REDUCE = range(2)
 _KINDS = 2
 _VERBS = ("gathering", "reducing the gradients of")
-# Not a group's: the ends of a forward of the outermost module, and of a backward.
-_FORWARD_END, _BACKWARD_END = -1, -2
-_ENDS = {_FORWARD_END: "at the end of a forward", _BACKWARD_END: "at the end of a backward"}
+# Not a group's: the ends of a forward of the outermost module, and of a backward; what users communicate.
+_FORWARD_END, _BACKWARD_END, _COLLECTIVE = -1, -2, -3
+_OTHERS = {
+    _FORWARD_END: "at the end of a forward",
+    _BACKWARD_END: "at the end of a backward",
+    _COLLECTIVE: "at a collective of your own",
+}
 # Of a rank that asks for nothing that others may lack. Larger than any event of a group: the smallest wins.
 _COMMON = 1 << 40
 
@@ -44,20 +47,16 @@ class Server(Protocol):
 
 
 class Agreement:
-    """The meetings of all groups under one root, over the ranks of `meeting_groups`, one for each axis of its mesh."""
+    """The meetings of all groups under one root, over the ranks of its mesh."""
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        meeting_groups: Sequence[dist.ProcessGroup],
-        device: torch.device,
-        note_out_of_step: Callable[[], None],
-    ) -> None:
+    def __init__(self, servers: Sequence[Server], mesh: DataMesh, note_out_of_step: Callable[[], None]) -> None:
+        self.ranks = mesh.ranks
         self._note_out_of_step = note_out_of_step
-        self._servers, self._meeting_groups, self._is_serving = servers, meeting_groups, False
+        self._servers, self._meeting_groups, self._is_serving = servers, mesh.axis_groups, False
         cpu = torch.device("cpu")
         # The host reads the result: not from an accelerator, behind all that this computes, if there is another way.
-        self._device = cpu if all(torch_compat.has_backend(group, cpu) for group in meeting_groups) else device
+        has_cpu = all(torch_compat.has_backend(group, cpu) for group in self._meeting_groups)
+        self._device = cpu if has_cpu else mesh.device
 
     def meet(self, event: int, is_conditional: bool) -> None:
         """`event` comes next here. Return when all ranks are to do that; serve what others need before.
@@ -87,6 +86,10 @@ class Agreement:
         """The same of a backward, or of what is done between backward passes in place of one."""
         self.meet(_BACKWARD_END, is_conditional=False)
 
+    def meet_at_collective(self) -> None:
+        """A user communicates, what takes all ranks. Others may still run what this rank does not."""
+        self.meet(_COLLECTIVE, is_conditional=False)
+
     def _exchange(self, request: int, event: int) -> tuple[int, int, int]:
         """The least request of all ranks, and the least and the largest event."""
         largest = torch.tensor([-request, -event, event], device=self._device)
@@ -109,7 +112,7 @@ class Agreement:
 
     def _describe(self, event: int) -> str:
         index, kind = divmod(event, _KINDS)
-        return _ENDS.get(event) or f"{_VERBS[kind]} {self._servers[index]}"
+        return _OTHERS.get(event) or f"{_VERBS[kind]} {self._servers[index]}"
 
 
 class Turn:
@@ -134,7 +137,7 @@ def make_agreement(servers: Sequence[Server], mesh: DataMesh, note_out_of_step: 
     _find_gates(servers)
     if all(server.gate is None for server in servers):
         return None
-    agreement = Agreement(servers, mesh.axis_groups, mesh.device, note_out_of_step)
+    agreement = Agreement(servers, mesh, note_out_of_step)
     for i, server in enumerate(servers):
         server.group.turn = server.group.gradients.turn = Turn(agreement, i, server.gate is not None)
     return agreement

@@ -66,6 +66,7 @@ _AVERAGE_SCATTER, _SUM_SCATTER, _AVERAGE_ALL, _SUM_ALL = (
     for kind in (dist.ReduceScatterOptions, dist.AllreduceOptions)
     for op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM)
 )
+_LARGEST_ALL = _options(dist.AllreduceOptions, dist.ReduceOp.MAX)
 
 
 def backend_averages(comm: Comm, divisor: float) -> bool:
@@ -289,7 +290,7 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device, label: Labe
 
 def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> None:
     """tensor := its sum, or its largest values, over the ranks of `group`, on return. All of these must call it."""
-    dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group)
+    group.allreduce([tensor], _LARGEST_ALL if largest else _SUM_ALL).wait()
 
 
 def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:

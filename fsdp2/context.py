@@ -11,6 +11,7 @@ import torch
 from . import torch_compat
 from .agreement import make_agreement
 from .checked_comm import level_from_environment
+from .corrections.own_collectives import meet_before_collectives
 from .graph_hooks import at_backward_end
 from .guards.entry_points import leave_fast_paths, refuse_call
 from .guards.rank_guard import RankGuard
@@ -80,6 +81,7 @@ class Context:
             state.group.watch_calls(refuse_call if state.modules == self.root.modules else None)
         leave_fast_paths(names)
         self.agreement = make_agreement(self.states, self.root.group.mesh, self.note_out_of_step)
+        meet_before_collectives(self)
         self.prefetcher = Prefetcher(self.states)
         self.rank_guard = RankGuard(self.root, self.states)
         self.rank_guard.attach()

@@ -314,7 +314,8 @@ def collectives_of_a_step(hsdp: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for module in (model[0], model):
         fully_shard(module, mesh=mesh)
-    model(torch.ones(2, 3))  # ranks compare what they start from, once
+    for _ in range(2):  # in which ranks compare what they start from, and optimizers' steps
+        model(torch.ones(2, 3))
     with CommDebugMode() as counted, Calls() as calls:
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     peers = 1 if hsdp else 3

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -190,6 +191,39 @@ class Passed(nn.Module):
         return self.last(torch.tanh(x + self.layer(x, plan))) + self.layer.aside
 
 
+class Counts(torch.autograd.Function):
+    """Adds nothing to `x`, but communicates in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + 0 * _sum_over_ranks(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + 0 * _sum_over_ranks(gradient)
+
+
+def _sum_over_ranks(x: Tensor) -> Tensor:
+    total = x.sum().reshape(1).repeat(3)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        dist.all_gather([torch.empty_like(total) for _ in range(dist.get_world_size())], tensor=total)
+    return total[0]
+
+
+class Counting(Dropped):
+    """The same layers, with a user's own collectives between them."""
+
+    def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x) * 1.0
+
+    def forward(self, x: Tensor, plan: Plan) -> Tensor:
+        x = Counts.apply(self.stem(x))
+        for name in self.optional:
+            x = Counts.apply(self._run(self.layers[int(name)], x) if name in plan else x)
+        return self.head(x)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "towers": Multimodal,
     "dropped layers": Dropped,
@@ -198,6 +232,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "experts": Mixture,
     "nested": Nested,
     "passed on": Passed,
+    "collectives of a user's own": Counting,
 }
 STEPS = 6
 

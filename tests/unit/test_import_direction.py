@@ -69,6 +69,7 @@ ORDER = (
     "bucket",
     "registered_faces",
     "replacements",
+    "corrections.own_collectives",
     "agreement",
     "stepper",
     "reduction_queue",

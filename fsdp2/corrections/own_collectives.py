@@ -1,0 +1,78 @@
+"""A user's own collectives, in forwards and backwards with conditional modules: ranks meet before each of them.
+
+Whoever has left a module out would wait there for others, which wait at the next meeting for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from inspect import signature
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from .. import torch_compat
+from ..agreement import Agreement
+
+_NAMES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+)
+
+
+class Runtime(Protocol):
+    """What runs conditional modules: a Context."""
+
+    agreement: Agreement | None
+    running: list[Any]
+    in_backward: bool
+
+
+_runtimes: WeakSet[Runtime] = WeakSet()
+
+
+def meet_before_collectives(runtime: Runtime) -> None:
+    """From now on have ranks meet before those of `torch.distributed` that take all ranks of `runtime`, while it runs,
+    if some of its modules are conditional.
+    """
+    if runtime.agreement is not None:
+        _wrap_collectives()
+        _runtimes.add(runtime)
+
+
+@cache
+def _wrap_collectives() -> None:
+    for name in _NAMES:
+        setattr(dist, name, _behind_a_meeting(getattr(dist, name)))
+
+
+def _behind_a_meeting(collective: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = signature(collective)
+
+    @torch_compat.untraced
+    @wraps(collective)
+    def meeting(*args: Any, **kwargs: Any) -> Any:
+        _meet(parameters.bind(*args, **kwargs).arguments.get("group"))
+        return collective(*args, **kwargs)
+
+    return meeting
+
+
+def _meet(group: dist.ProcessGroup | None) -> None:
+    running = [each for each in _runtimes if each.agreement is not None and (each.running or each.in_backward)]
+    ranks = set(dist.get_process_group_ranks(group)) if running else set()
+    for runtime in running:
+        if runtime.agreement is not None and runtime.agreement.ranks.issubset(ranks):
+            runtime.agreement.meet_at_collective()
