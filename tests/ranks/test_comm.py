@@ -314,7 +314,7 @@ def collectives_of_a_step(hsdp: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for module in (model[0], model):
         fully_shard(module, mesh=mesh)
-    for _ in range(2):  # in which ranks compare what they start from, and optimizers' steps
+    for _ in range(4):  # in which ranks compare what they start from, and the steps of optimizers
         model(torch.ones(2, 3))
     with CommDebugMode() as counted, Calls() as calls:
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
