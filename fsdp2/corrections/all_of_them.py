@@ -19,6 +19,7 @@ from .optimizer_steps import follow_optimizer_steps
 from .parallelize_after import refuse_parallelize_after
 from .parts import write_through_parts
 from .plain_operands import meet_plain_numbers
+from .reparametrize_after import refuse_reparametrization_after
 from .safetensors_files import refuse_shards_in_safetensors
 
 
@@ -37,6 +38,7 @@ def correct_torch() -> None:
     draw_like_plain_tensors()
     refuse_ddp_around()
     refuse_parallelize_after()
+    refuse_reparametrization_after()
     refuse_mixed_norms()
     explain_mixed_operands()
     refuse_shards_in_safetensors()

@@ -55,6 +55,7 @@ ORDER = (
     "corrections.optimizer_steps",
     "corrections.ddp_around",
     "corrections.parallelize_after",
+    "corrections.reparametrize_after",
     "corrections.mixed_norms",
     "corrections.safetensors_files",
     "bridge.pipelining",
