@@ -26,8 +26,9 @@ def find_replacement(param: FSDPParam, accept_whole: bool) -> nn.Parameter:
     _refuse_computed(param, found)
     if tuple(found.shape) != param.shape:
         raise ValueError(
-            f"{param.name}: expected a parameter of global shape {param.shape}, got {tuple(found.shape)}. A sharded "
-            "parameter can be replaced only by one of the same shape; for another shape apply fully_shard anew."
+            f"{param.name}: expected a parameter of global shape {param.shape}, got {tuple(found.shape)}. Only "
+            "one of the same shape can replace it. For another, build the model anew with that, apply fully_shard, and "
+            "load the rest."
         )
     if isinstance(found, DTensor):
         _check_distribution(param, found, accept_whole)

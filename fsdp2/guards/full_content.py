@@ -37,7 +37,8 @@ class FullContent:
         """Names of those that lie over other memory now, or whose memory holds something else."""
         pointers = zip(self._params, self._pointers, self._find_pointers(), strict=True)
         assigned = [param.name for param, old, new in pointers if old != new]
-        return assigned if self._sums == self._find_sums() else [*assigned, *self._overwritten()]
+        overwritten = [] if self._sums == self._find_sums() else self._overwritten()
+        return [*dict.fromkeys(assigned + overwritten)]
 
     def refuse_differing(self) -> None:
         """Raise RuntimeError if what had been gathered before this forward is not what the shards hold."""

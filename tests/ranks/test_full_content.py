@@ -3,6 +3,7 @@ whose full parameters stay, which would not be computed with.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +61,16 @@ def assigned(weight: nn.Parameter) -> None:
     weight.data = weight.data * 0.5
 
 
+def scaled_and_assigned(weight: nn.Parameter) -> None:
+    scaled(weight)
+    assigned(weight)
+
+
 def same_assigned(weight: nn.Parameter) -> None:
     weight.data = weight.data.clone()
 
 
-WRITES: tuple[Write, ...] = (scaled, one_changed, assigned, same_assigned)
+WRITES: tuple[Write, ...] = (scaled, one_changed, assigned, same_assigned, scaled_and_assigned)
 
 
 def attempt(model: Any, write: Write, x: Tensor) -> None:
@@ -89,8 +95,12 @@ def test_a_write_raises_and_leaves_the_model_as_it_was(wrap: Callable[..., None]
         for step in range(number - 1):
             run.step(f"before {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
         if run.sharded:
-            with pytest.raises(RuntimeError, match=r"(1\.(up|down)\.weight|one of .*) was modified in place during"):
+            with pytest.raises(
+                RuntimeError, match=r"(1\.(up|down)\.weight|one of .*) was modified in place during"
+            ) as e:
                 attempt(model, write, run.batch(seed=9))
+            named = re.findall(r"1\.\w+\.weight", str(e.value))
+            assert len(named) == len(set(named)), e.value
         for step in range(2):
             with torch.no_grad():
                 run.rows(f"evaluated {step}", model(run.batch(seed=20 + step)))
