@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from functools import partial
 from operator import attrgetter
-from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -139,36 +135,6 @@ def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return op(*args, **kwargs)
         finally:
             handlers[op] = handler
-
-
-def begin_mixed_errors(begin: Callable[[FrameType], str]) -> None:
-    """From now on torch's error of an operation on DTensors and plain tensors begins with what `begin(frame)` returns.
-
-    `frame`: of the code that runs it. Torch's dispatcher, in C++ as in Python, asks the operation for its name there.
-    """
-    plainly: Callable[[Any], str] = OpOverload.__str__
-
-    @wraps(plainly)
-    def named(self: Any) -> str:
-        frame = _frame_of_mixed(sys._getframe(1))
-        return f"{begin(frame)}{plainly(self)}" if frame is not None else plainly(self)
-
-    OpOverload.__str__ = named  # type: ignore[method-assign]
-
-
-def _frame_of_mixed(frame: FrameType | None) -> FrameType | None:
-    """Of the code that runs the operation, if `frame` asks for the latter's name inside a dispatch, to complain."""
-    if frame is None or not torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.ADInplaceOrView):
-        return None
-    if frame.f_code is OpDispatcher._try_replicate_spec_for_scalar_tensor.__code__:
-        while frame is not None and _is_of_dtensor(frame):
-            frame = frame.f_back
-        return frame
-    return None if _is_of_dtensor(frame) else frame
-
-
-def _is_of_dtensor(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith("torch.distributed.tensor.")
 
 
 def refuse_plain_target(op: Any, target: Any) -> None:

@@ -608,59 +608,6 @@ def norms_added_to_a_plain_total(side: Side) -> None:
     side.value("norm", total.sqrt())
 
 
-@ends(LOUD, "stem.weight: each rank holds a part")
-def rows_cleared_by_a_mask(side: Side) -> None:
-    """`weight[mask] = 0` with a plain mask, between steps"""
-    model = shard(side, Net())
-    with torch.no_grad():
-        model.stem.weight[torch.arange(5) == 2] = 0
-    train(side, model)
-
-
-@ends(LOUD, "a DTensor of global shape (5, 5)")
-def gradients_masked_in_hooks(side: Side) -> None:
-    """A hook on a parameter that masks its gradient"""
-    model = shard(side, Net())
-    mask = (torch.arange(5.0) > 2)[:, None].double()
-    model.stem.weight.register_hook(lambda gradient: gradient * mask)
-    loss_of(model(side.batch(0))).backward()
-    side.grads("gradients", model)
-
-
-@ends(LOUD, "head.weight: each rank holds a part")
-def noise_of_a_shape(side: Side) -> None:
-    """`p.grad + torch.normal(..., size=p.shape)`, as for privacy"""
-    model = shard(side, Net())
-    loss_of(model(side.batch(0))).backward()
-    head = model.head
-    head.weight.grad = head.weight.grad + torch.normal(0.0, 1.0, size=head.weight.shape)
-    side.grads("gradients", model)
-
-
-class Recurrent(nn.Module):
-    """An LSTM whose state its caller makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.LSTM(5, 5)
-        self.head = nn.Linear(5, 3)
-
-    def init_hidden(self, rows: int) -> tuple[Tensor, Tensor]:
-        weight = next(self.parameters())
-        return weight.new_zeros(1, rows, 5), weight.new_zeros(1, rows, 5)
-
-    def forward(self, x: Tensor, state: Any) -> Tensor:
-        return self.head(self.cells(x[None], state)[0][0])
-
-
-@ends(LOUD, "make it by torch.zeros")
-def states_made_of_parameters(side: Side) -> None:
-    """A recurrent state made by `next(model.parameters()).new_zeros(...)` outside forward"""
-    model, x = side.fully_shard(Recurrent()), side.batch(0)
-    loss_of(model(x, model.init_hidden(len(x)))).backward()
-    side.grads("gradients", model)
-
-
 @ends(EXACT)
 def backward_of_chosen_parameters(side: Side) -> None:
     """`backward(inputs=...)` with parameters of the model"""

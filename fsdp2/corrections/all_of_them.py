@@ -13,7 +13,6 @@ from .draws import draw_like_plain_tensors
 from .dtensor_operations import compute_like_plain_tensors
 from .full_tensor import average_in_full_tensor
 from .mixed_norms import refuse_mixed_norms
-from .mixed_operands import explain_mixed_operands
 from .optimizer_states import cut_loaded_states
 from .optimizer_steps import follow_optimizer_steps
 from .parallelize_after import refuse_parallelize_after
@@ -40,6 +39,5 @@ def correct_torch() -> None:
     refuse_parallelize_after()
     refuse_reparametrization_after()
     refuse_mixed_norms()
-    explain_mixed_operands()
     refuse_shards_in_safetensors()
     register_full_in_pipelines()

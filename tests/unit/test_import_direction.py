@@ -46,7 +46,6 @@ ORDER = (
     "guards.rounding",
     "corrections.plain_operands",
     "corrections.autograd_inputs",
-    "corrections.mixed_operands",
     "corrections.full_tensor",
     "corrections.own_numbers",
     "corrections.data_attribute",
