@@ -2022,6 +2022,25 @@ def step_behind_unshard(side: Side) -> None:
     side.weights("stepped", model)
 
 
+@ends(LOUD, "stem.weight: each rank holds a part")
+def rows_cleared_by_a_mask(side: Side) -> None:
+    """`weight[mask] = 0` with a plain mask, between steps"""
+    model = shard(side, Net())
+    with torch.no_grad():
+        model.stem.weight[torch.arange(5) == 2] = 0
+    train(side, model)
+
+
+@ends(LOUD, "a DTensor of global shape (5, 5)")
+def gradients_masked_in_hooks(side: Side) -> None:
+    """A hook on a parameter that masks its gradient"""
+    model = shard(side, Net())
+    mask = (torch.arange(5.0) > 2)[:, None].double()
+    model.stem.weight.register_hook(lambda gradient: gradient * mask)
+    loss_of(model(side.batch(0))).backward()
+    side.grads("gradients", model)
+
+
 # ---- functions of what each rank has of its own, and what is computed of shards
 
 

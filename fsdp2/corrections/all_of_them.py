@@ -13,6 +13,7 @@ from .draws import draw_like_plain_tensors
 from .dtensor_operations import compute_like_plain_tensors
 from .full_tensor import average_in_full_tensor
 from .mixed_norms import refuse_mixed_norms
+from .mixed_operands import explain_mixed_operands
 from .optimizer_states import cut_loaded_states
 from .optimizer_steps import follow_optimizer_steps
 from .parallelize_after import refuse_parallelize_after
@@ -29,6 +30,7 @@ def correct_torch() -> None:
     cut_loaded_states()
     average_in_full_tensor()
     meet_plain_numbers()
+    explain_mixed_operands()
     follow_data()
     copy_gradients()
     accept_sharded_inputs()

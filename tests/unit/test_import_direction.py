@@ -44,6 +44,7 @@ ORDER = (
     "guards.step_history",
     "guards.running_stats",
     "guards.rounding",
+    "corrections.mixed_operands",
     "corrections.plain_operands",
     "corrections.autograd_inputs",
     "corrections.full_tensor",
