@@ -25,6 +25,7 @@ from ..dtensor_compat import (
 )
 from ..tree import map_tensors, tensors_in
 from .foreach_operations import operate_on_lists, specs_of
+from .partial_results import use_whole_results, write_in_place
 
 _aten = torch.ops.aten
 # Steps of which torch has no rule for DTensors.
@@ -75,6 +76,7 @@ def compute_like_plain_tensors() -> None:
     - SGD and Adagrad with `fused=True`, Rprop, Muon on fewer rows than ranks, and `p[mask] = number` work.
     """
     operate_on_lists()
+    use_whole_results()
     handle_operations([_aten.index_put_.default], _put)
     handle_operations(_IN_PLACE, _write)
     handle_operations([_aten.add_.Tensor], _add)
@@ -164,7 +166,7 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     refuse_plain_target(op, args[0])
-    return call_unhandled(op, args, kwargs)
+    return write_in_place(op, args, kwargs)
 
 
 def _add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,9 +174,9 @@ def _add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, other = args
     refuse_plain_target(op, target)
     if not (isinstance(other, DTensor) and _may_be_empty(target)):
-        return call_unhandled(op, args, kwargs)
+        return write_in_place(op, args, kwargs)
     if target.shape != other.shape or target.placements == other.placements:
-        return call_unhandled(op, args, kwargs)
+        return write_in_place(op, args, kwargs)
     op(local_of(target), local_of(cut(whole_of(other), target.device_mesh, target.placements)), **kwargs)
     return target
 
