@@ -767,6 +767,20 @@ def norms_clamped_in_place(side: Side) -> None:
         side.value(f"{name}: filled", param.detach().sum().fill_(2.0))
 
 
+@ends(EXACT)
+def item_of_one_element(side: Side) -> None:
+    """`log_alpha.exp().item()` of a sharded parameter of one element (SAC)"""
+    model = side.fully_shard(nn.Linear(5, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(2):
+        temperature = model.bias.exp().item()
+        (temperature * loss_of(model(side.batch(step)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        side.value(f"{step}", [temperature, bool(model.bias > 0)])
+    side.weights("trained", model)
+
+
 @ends(LOUD, "each rank holds another part of it")
 def broadcast_by_hand(side: Side) -> None:
     """`dist.broadcast` of parameters, as before DDP"""

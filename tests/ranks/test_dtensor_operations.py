@@ -317,7 +317,7 @@ def test_norms_are_joined_by_one_collective_per_axis(order: float) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_all_have_is_added_where_some_ranks_hold_nothing(world_size: int) -> None:
-    """As Muon does."""
+    """As Muon does; and Adam, of a gradient that is the same in all places."""
 
     def body(rank: int, _: int) -> None:
         compute_like_plain_tensors()
@@ -325,12 +325,15 @@ def test_what_all_have_is_added_where_some_ranks_hold_nothing(world_size: int) -
             own, other = (distributed([plain], kind)[0] for kind in (Shard(0), Replicate()))
             own.add_(other, alpha=2)
             assert_same(own.full_tensor(), 3 * plain, 1e-12, 1e-12, f"{tuple(plain.shape)}")
+            own.lerp_(other, 0.5).addcmul_(other, other, value=-1)
+            expected = 2 * plain - plain.square()
+            assert_same(own.full_tensor(), expected, 1e-12, 1e-12, f"{tuple(plain.shape)}, averaged")
 
     run_ranks(world_size, body)
 
 
 def test_items() -> None:
-    """What all ranks hold is read; parts of a number are refused; of a truth, taken together."""
+    """What all ranks hold is read, and what one does; parts of a number are refused; of a truth, taken together."""
 
     def body(rank: int, _: int) -> None:
         compute_like_plain_tensors()
@@ -342,6 +345,9 @@ def test_items() -> None:
         (numbers,) = distributed([torch.tensor([1.0, 2.0, 3.0, 0.0])], Shard(0))
         assert numbers.sum().full_tensor().item() == 6
         assert float(distributed([torch.tensor(2.0)], Replicate())[0]) == 2
+        (one,) = distributed([torch.tensor([2.0])], Shard(0))
+        assert one.square().item() == 4
+        assert bool(one > 1)
         for number in (numbers.sum(), tensor.isnan().sum(), numbers.max(), numbers.norm()):
             with pytest.raises(RuntimeError, match=r"a part of the number only\. Call full_tensor\(\)\.item\(\)"):
                 number.item()
