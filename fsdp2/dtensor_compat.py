@@ -77,6 +77,45 @@ def whole_of(tensor: DTensor) -> Tensor:
     return redistribute_local_tensor(local_of(tensor), spec, replicated)
 
 
+def without_parts(tensor: DTensor, axis: int | None = None) -> DTensor:
+    """It, with what ranks hold parts of a number of brought together: replicated; along `axis`, or all. Every rank must
+    call it.
+    """
+    spec, local = spec_of(tensor), local_of(tensor)
+    placements = tuple(
+        Replicate() if each.is_partial() and axis in (None, i) else each for i, each in enumerate(spec.placements)
+    )
+    if placements == spec.placements:
+        return tensor
+    joined = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+    summable = local.int() if local.dtype == torch.bool else local  # gloo's sum of two truths is a byte of 2
+    return dtensor(redistribute_local_tensor(summable, spec, joined).to(local.dtype), joined)
+
+
+def parts_of(tensor: Any) -> set[str]:
+    """Of what each rank holds a part, in place of elements, if it is a DTensor: "sum", "avg", "max", ..., or "norm"."""
+    placements: Sequence[Any] = spec_of(tensor).placements if isinstance(tensor, DTensor) else ()
+    return {_part_of(each) for each in placements if each.is_partial()}
+
+
+def _part_of(placement: Any) -> str:
+    return "norm" if hasattr(placement, "norm_type") else str(placement.reduce_op)
+
+
+def set_parts(tensor: DTensor, value: Tensor | float) -> None:
+    """Write to each rank's part, in its memory, so that together they come to `value`, which no norm below 0 can."""
+    local = local_of(tensor)
+    local.copy_(value) if isinstance(value, Tensor) else local.fill_(value)
+    for axis, placement in enumerate(tensor.placements):
+        neutral = _NEUTRAL.get(_part_of(placement)) if placement.is_partial() else None
+        if neutral is not None and tensor.device_mesh.get_local_rank(axis):
+            local.fill_(neutral)
+
+
+# What changes nothing. The largest of equal parts, or their mean, is each.
+_NEUTRAL = {"sum": 0, "norm": 0, "product": 1}
+
+
 def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """This rank's part of what all ranks have, without communication."""
     strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}

@@ -768,6 +768,61 @@ def not_a_number(side: Side) -> None:
     side.value("not a number", found)
 
 
+@ends(EXACT)
+def flags_counted(side: Side) -> None:
+    """`p.grad.isnan().any().float()`, added up, or a factor of the gradient"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward()
+    flags = [(param.grad.abs() > 1e-9).any() for param in model.parameters()]
+    side.value("sum", sum(flag.double() for flag in flags))
+    side.value("stacked", torch.stack(flags).sum())
+    with torch.no_grad():
+        for param, flag in zip(model.parameters(), flags, strict=True):
+            param.grad.mul_(flag.double())
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def norms_of_columns_added(side: Side) -> None:
+    """`p.norm(dim=0).sum()` (group lasso), as a value and as a penalty"""
+    model = shard(side, Net())
+    penalty = sum(block.up.weight.norm(dim=0).sum() for block in model.blocks)
+    side.value("value", penalty.detach())
+    (loss_of(model(side.batch(0))) + 0.1 * penalty).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def statistics_stacked(side: Side) -> None:
+    """`torch.stack([p.mean(), p.norm(), p.max(), p.sum()])`"""
+    model = shard(side, Net())
+    for name, param in model.named_parameters():
+        side.value(name, torch.stack([param.mean(), param.norm(), param.max(), param.sum()]).detach())
+
+
+@ends(EXACT)
+def norms_clamped_in_place(side: Side) -> None:
+    """`p.norm().clamp_(min=...)` (adaptive clipping), and numbers filled"""
+    model = shard(side, Net())
+    for name, param in model.named_parameters():
+        side.value(f"{name}: norm", param.detach().norm().clamp_(min=0.5))
+        side.value(f"{name}: filled", param.detach().sum().fill_(2.0))
+
+
+@ends(EXACT)
+def item_of_one_element(side: Side) -> None:
+    """`log_alpha.exp().item()` of a sharded parameter of one element (SAC)"""
+    model = side.fully_shard(nn.Linear(5, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for step in range(2):
+        temperature = model.bias.exp().item()
+        (temperature * loss_of(model(side.batch(step)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        side.value(f"{step}", [temperature, bool(model.bias > 0)])
+    side.weights("trained", model)
+
+
 @ends(LOUD, "each rank holds another part of it")
 def broadcast_by_hand(side: Side) -> None:
     """`dist.broadcast` of parameters, as before DDP"""

@@ -28,6 +28,7 @@ from ..dtensor_compat import (
 )
 from ..tree import map_tensors, tensors_in
 from .foreach_operations import operate_on_lists, specs_of
+from .partial_results import use_whole_results, write_alike, write_in_place
 
 _aten = torch.ops.aten
 # Steps of which torch has no rule for DTensors.
@@ -39,6 +40,10 @@ _FUSED = (
 )
 _NEW = (_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default)
 _IN_PLACE = (_aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
+_ACCUMULATE = (
+    *(_aten.add_.Tensor, _aten.copy_.default, _aten.lerp_.Scalar),
+    *(_aten.addcmul_.default, _aten.addcdiv_.default),
+)
 _COLLECTIVES = (
     *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
     *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
@@ -71,7 +76,8 @@ def compute_like_plain_tensors() -> None:
     - Extremes, and norms that are such, of parameters of which some ranks hold nothing are those of all elements. Torch
       raises on these ranks, and the others wait. Their places are those in the whole; torch 2.11's in a rank's part.
     - `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
-      p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole.
+      p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole. Of a
+      sharded parameter of one element, all ranks read it, as all must. Torch raises on those that don't hold it.
     - `torch.distributed`'s collectives raise an error that says what to do.
     - foreach operations are possible where plain tensors are among DTensors, and count: see `operate_on_lists`. So are
       norms.
@@ -80,9 +86,10 @@ def compute_like_plain_tensors() -> None:
     - SGD and Adagrad with `fused=True`, Rprop, Muon on fewer rows than ranks, and `p[mask] = number` work.
     """
     operate_on_lists()
+    use_whole_results()
     handle_operations([_aten.index_put_.default], _put)
     handle_operations(_IN_PLACE, _write)
-    handle_operations([_aten.add_.Tensor, _aten.copy_.default], _add)
+    handle_operations(_ACCUMULATE, _accumulate)
     handle_operations(_NEW, _new)
     handle_operations([_aten.eye.m_out], _eye)
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
@@ -156,7 +163,8 @@ def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"item() of a DTensor of placement {parts[0]}: this rank holds a part of the number only. Call "
             "full_tensor().item() instead, on every rank."
         )
-    return op(whole_of(target)) if parts else call_unhandled(op, args, kwargs)
+    is_everywhere = all(each.is_replicate() for each in target.placements)
+    return call_unhandled(op, args, kwargs) if is_everywhere else op(whole_of(target))
 
 
 def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,20 +179,28 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     refuse_plain_target(op, args[0])
-    return call_unhandled(op, args, kwargs)
+    return args[0] if write_alike(op, args, kwargs) else write_in_place(op, args, kwargs)
 
 
-def _add(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _accumulate(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is distributed in another way is brought to the target's, if torch may not: some ranks hold nothing, or two
     axes cut the same dim.
     """
-    target, other, *rest = args
+    target, *rest = args
     refuse_plain_target(op, target)
-    is_otherwise = isinstance(other, DTensor) and target.placements != other.placements
-    if not is_otherwise or target.shape != other.shape or not (_may_be_empty(target) or is_strided(target)):
-        return call_unhandled(op, args, kwargs)
-    op(local_of(target), local_of(cut(whole_of(other), target.device_mesh, target.placements)), *rest, **kwargs)
+    if write_alike(op, args, kwargs):
+        return target
+    others = [each for each in rest if isinstance(each, DTensor)]
+    is_alike = all(each.placements == target.placements for each in others)
+    may_torch = not (_may_be_empty(target) or is_strided(target))
+    if is_alike or may_torch or any(each.shape != target.shape for each in others):
+        return write_in_place(op, args, kwargs)
+    op(local_of(target), *(_local_like(target, each) if isinstance(each, DTensor) else each for each in rest), **kwargs)
     return target
+
+
+def _local_like(target: DTensor, tensor: DTensor) -> Tensor:
+    return local_of(cut(whole_of(tensor), target.device_mesh, target.placements))
 
 
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -37,11 +37,11 @@ def operate_on_lists() -> None:
     """
     names = [name for name in dir(torch) if name.startswith("_foreach_") and name not in _OTHERS]
     written = [*_FUSED, *(name for name in names if name.endswith("_"))]
-    handle_operations(_overloads(written), _in_place)
-    handle_operations(_overloads(name for name in names if name not in written), _out_of_place)
+    handle_operations(overloads(written), _in_place)
+    handle_operations(overloads(name for name in names if name not in written), _out_of_place)
 
 
-def _overloads(names: Iterable[str]) -> list[Any]:
+def overloads(names: Iterable[str]) -> list[Any]:
     packets = [getattr(_aten, name) for name in names]
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 

@@ -18,7 +18,7 @@ from .full_tensor import owner_of
 _OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "pow")
 _METHODS = (
     *(f"__{name}__" for name in (*_OPERATORS, "getitem", "setitem", "eq", "ne", "lt", "le", "gt", "ge")),
-    *(f"__r{name}__" for name in _OPERATORS),
+    *("__rmatmul__", "__rpow__"),
     *("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "lerp", "addcmul_", "addcdiv_", "where"),
     *("masked_fill_", "masked_fill", "index_fill_", "index_copy_", "index_add_", "index_select"),
 )

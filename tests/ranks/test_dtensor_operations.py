@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2.corrections.dtensor_operations import compute_like_plain_tensors
 from fsdp2.corrections.parts import write_through_parts
@@ -232,9 +233,91 @@ def test_extremes_where_some_ranks_hold_nothing(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
+SIGNED = torch.tensor([[3.0, -4.0], [0.5, 2.0], [-6.0, 1.0]], dtype=torch.float64)
+# Where torch takes what each rank has a part of for the whole.
+OF_PARTS: dict[str, Callable[[Any], Tensor]] = {
+    "ranks that have one are counted": lambda t: (t.abs() > 0.1).any().double(),
+    "in columns": lambda t: (t.abs() > 0.1).any(0).int().sum(),
+    "over dims": lambda t: (t.abs() > 0.1).any((0, 1)) * 3,
+    "flags, stacked": lambda t: torch.stack([(t > 0).any(), t.isfinite().all()]).sum(),
+    "any of sums": lambda t: (t / t * torch.tensor([[1.0]])).sub(t.sign()).sum(0).any(),
+    "all, stacked with numbers": lambda t: torch.stack([(t > -9).all().double(), t.prod()]),
+    "sum of norms": lambda t: t.norm(dim=0).sum(),
+    "and of some": lambda t: t.norm(dim=0, keepdim=True)[:, :1].sum(),
+    "sum of stacked norms": lambda t: torch.stack([t.norm(), t.square().norm()]).sum(),
+    "stacked with norms": lambda t: torch.stack([t.mean(), t.norm(), t.max(), t.sum()]),
+    "joined with norms": lambda t: torch.cat([t.mean().view(1), t.norm(dim=1), t.norm(3, dim=0)]),
+    "sum filled": lambda t: t.sum().fill_(2.0),
+    "norm filled": lambda t: t.norm().fill_(2.0),
+    "filled through a view": lambda t: (sums := t.sum(0, keepdim=True))[0].fill_(2.0) + sums,
+    "clamped": lambda t: t.norm().clamp_(min=1e-3),
+    "sum, more added": lambda t: t.sum().add_(1.0).sub_(t.max()),
+    "largest, negated": lambda t: t.max().neg_(),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_parts_of_numbers(world_size: int) -> None:
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        meshes = [(init_device_mesh("cpu", (world_size,)), [Shard(0)])]
+        if world_size == 4:
+            grid = init_device_mesh("cpu", (2, 2))
+            meshes += [(grid, [Replicate(), Shard(0)]), (grid, [Shard(0), Shard(1)])]
+        for mesh, placements in meshes:
+            for name, compute in OF_PARTS.items():
+                own = distribute_tensor(SIGNED, mesh, placements, src_data_rank=None)
+                assert_same(compute(own).full_tensor(), compute(SIGNED.clone()), 1e-12, 1e-12, f"{name}, {placements}")
+
+    run_ranks(world_size, body)
+
+
+def test_gradients_through_parts_of_numbers() -> None:
+    def gradient(weight: Any) -> Any:
+        weight.requires_grad_()
+        penalty = weight.norm(dim=0).sum() + torch.stack([weight.mean(), weight.norm()]).square().sum()
+        penalty.backward()
+        return weight.grad
+
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        got = gradient(distributed([SIGNED], Shard(0))[0])
+        assert_same(got.full_tensor(), gradient(SIGNED.clone()), 1e-12, 1e-12, "gradient")
+
+    run_ranks(2, body)
+
+
+def test_norms_are_not_made_negative_in_place() -> None:
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        (own,) = distributed([SIGNED], Shard(0))
+        for write in (Tensor.neg_, lambda norm: norm.fill_(-1.0), lambda norm: norm.sub_(100.0)):
+            with pytest.raises(RuntimeError, match=r"_ on a norm of a DTensor.*a negative number.*full_tensor"):
+                write(own.norm())
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("order", [2.0, 3.0, float("inf")])
+def test_norms_are_joined_by_one_collective_per_axis(order: float) -> None:
+    """As torch's `clip_grad_norm_` stacks them, where a mesh axis shards some parameters only."""
+
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        mesh = init_device_mesh("cpu", (2, 2))
+        kinds = [[Shard(0), Replicate()], [Shard(0), Shard(1)], [Shard(0), Replicate()]]
+        norms = [distribute_tensor(torch.ones(4, 4), mesh, kind, src_data_rank=None).norm(order) for kind in kinds]
+        with CommDebugMode() as counted:
+            total = torch.stack(norms).norm(order).full_tensor()
+        assert_same(total, torch.ones(12, 4).norm(order), 0, 1e-6, f"order {order}")
+        assert counted.get_total_counts() == 2
+
+    run_ranks(4, body)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_all_have_is_added_where_some_ranks_hold_nothing(world_size: int) -> None:
-    """As Muon does."""
+    """As Muon does; and Adam, of a gradient that is the same in all places."""
 
     def body(rank: int, _: int) -> None:
         compute_like_plain_tensors()
@@ -242,12 +325,15 @@ def test_what_all_have_is_added_where_some_ranks_hold_nothing(world_size: int) -
             own, other = (distributed([plain], kind)[0] for kind in (Shard(0), Replicate()))
             own.add_(other, alpha=2)
             assert_same(own.full_tensor(), 3 * plain, 1e-12, 1e-12, f"{tuple(plain.shape)}")
+            own.lerp_(other, 0.5).addcmul_(other, other, value=-1)
+            expected = 2 * plain - plain.square()
+            assert_same(own.full_tensor(), expected, 1e-12, 1e-12, f"{tuple(plain.shape)}, averaged")
 
     run_ranks(world_size, body)
 
 
 def test_items() -> None:
-    """What all ranks hold is read; parts of a number are refused; of a truth, taken together."""
+    """What all ranks hold is read, and what one does; parts of a number are refused; of a truth, taken together."""
 
     def body(rank: int, _: int) -> None:
         compute_like_plain_tensors()
@@ -259,6 +345,9 @@ def test_items() -> None:
         (numbers,) = distributed([torch.tensor([1.0, 2.0, 3.0, 0.0])], Shard(0))
         assert numbers.sum().full_tensor().item() == 6
         assert float(distributed([torch.tensor(2.0)], Replicate())[0]) == 2
+        (one,) = distributed([torch.tensor([2.0])], Shard(0))
+        assert one.square().item() == 4
+        assert bool(one > 1)
         for number in (numbers.sum(), tensor.isnan().sum(), numbers.max(), numbers.norm()):
             with pytest.raises(RuntimeError, match=r"a part of the number only\. Call full_tensor\(\)\.item\(\)"):
                 number.item()

@@ -17,7 +17,6 @@ USES: dict[str, Callable[[Any, Tensor], Any]] = {
     "in place": lambda p, plain: p.mul_(plain),
     "copied": lambda p, plain: p.data.copy_(plain),
     "operator": lambda p, plain: p.data + 0.2 * plain,
-    "the other way": lambda p, plain: plain - p,
     "rows read": lambda p, plain: p[torch.tensor([0, 1])],
     "rows filled": lambda p, plain: p.index_fill_(0, torch.tensor([0, 1]), 0.0),
     "rows copied": lambda p, plain: p.index_copy_(0, torch.tensor([0]), plain[:1]),

@@ -94,6 +94,7 @@ ORDER = (
     "checked_comm",
     "corrections.draws",
     "corrections.dtensor_operations",
+    "corrections.partial_results",
     "corrections.foreach_operations",
     "comm",
     "headers",
