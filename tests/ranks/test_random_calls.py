@@ -5,7 +5,7 @@ After each call, what it returned, parameters and gradients are compared with th
 
 A failing seed is made minimal: what it takes to fail is printed as a recipe, which may be pasted into FOUND.
 
-    FSDP2_NIGHTLY=1 python -m pytest tests/ranks/test_random_calls.py                   # fourteen times as many seeds
+    FSDP2_NIGHTLY=1 python -m pytest tests/ranks/test_random_calls.py                   # eighteen times as many seeds
     FSDP2_RECIPE="(2, 17, {'call 3': 'step'})" python -m pytest tests/ranks/test_random_calls.py   # one, on two ranks
 
 In place of the choices None: all that the seed draws.
