@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from inspect import signature
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -40,7 +40,8 @@ class Runtime(Protocol):
     in_backward: bool
 
 
-_runtimes: WeakSet[Runtime] = WeakSet()
+# In the order in which they came, which is the same on all ranks.
+_runtimes: WeakKeyDictionary[Runtime, None] = WeakKeyDictionary()
 
 
 def meet_before_collectives(runtime: Runtime) -> None:
@@ -49,7 +50,7 @@ def meet_before_collectives(runtime: Runtime) -> None:
     """
     if runtime.agreement is not None:
         _wrap_collectives()
-        _runtimes.add(runtime)
+        _runtimes.setdefault(runtime, None)
 
 
 @cache
@@ -71,8 +72,8 @@ def _behind_a_meeting(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meet(group: dist.ProcessGroup | None) -> None:
-    running = [each for each in _runtimes if each.agreement is not None and (each.running or each.in_backward)]
-    ranks = set(dist.get_process_group_ranks(group)) if running else set()
-    for runtime in running:
-        if runtime.agreement is not None and runtime.agreement.ranks.issubset(ranks):
-            runtime.agreement.meet_at_collective()
+    agreements = [each.agreement for each in _runtimes if each.running or each.in_backward]
+    ranks = set(dist.get_process_group_ranks(group)) if agreements else set()
+    for agreement in agreements:
+        if agreement is not None and agreement.ranks.issubset(ranks):
+            agreement.meet_at_collective()
