@@ -24,11 +24,12 @@ from ..dtensor_compat import (
     local_if_any,
     local_of,
     refuse_plain_target,
+    spec_of,
     whole_of,
 )
 from ..tree import map_tensors, tensors_in
 from .foreach_operations import operate_on_lists, specs_of
-from .partial_results import use_whole_results, write_alike, write_in_place
+from .partial_results import use_whole_results, write_in_place
 
 _aten = torch.ops.aten
 # Steps of which torch has no rule for DTensors.
@@ -179,7 +180,21 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     refuse_plain_target(op, args[0])
-    return args[0] if write_alike(op, args, kwargs) else write_in_place(op, args, kwargs)
+    return args[0] if _write_alike(op, args, kwargs) else write_in_place(op, args, kwargs)
+
+
+def _write_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Do `op` on local tensors, if all operands are distributed alike, and whole: what happens to an element happens to
+    it there. To plan that takes DTensor longer than to compute. Return whether it was done.
+    """
+    spec = spec_of(args[0])
+    for each in args:
+        if isinstance(each, Tensor) and not (isinstance(each, DTensor) and spec_of(each) == spec):
+            return False
+    if any(each.is_partial() for each in spec.placements):
+        return False
+    op(*map(local_if_any, args), **kwargs)
+    return True
 
 
 def _accumulate(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,7 +203,7 @@ def _accumulate(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     target, *rest = args
     refuse_plain_target(op, target)
-    if write_alike(op, args, kwargs):
+    if _write_alike(op, args, kwargs):
         return target
     others = [each for each in rest if isinstance(each, DTensor)]
     is_alike = all(each.placements == target.placements for each in others)

@@ -9,17 +9,14 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..dtensor_compat import (
     call_unhandled,
     handle_operations,
-    local_if_any,
     local_of,
     parts_of,
     set_parts,
-    spec_of,
     whole_of,
     without_parts,
 )
@@ -104,20 +101,6 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _negative_norm(op)
     set_parts(target, value)
     return target
-
-
-def write_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Do `op` on local tensors, if all operands are distributed alike, and whole: what happens to an element happens to
-    it there. To plan that takes DTensor longer than to compute. Return whether it was done.
-    """
-    spec = spec_of(args[0])
-    for each in args:
-        if isinstance(each, Tensor) and not (isinstance(each, DTensor) and spec_of(each) == spec):
-            return False
-    if any(each.is_partial() for each in spec.placements):
-        return False
-    op(*map(local_if_any, args), **kwargs)
-    return True
 
 
 def write_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -294,6 +295,20 @@ def test_norms_are_not_made_negative_in_place() -> None:
         for write in (Tensor.neg_, lambda norm: norm.fill_(-1.0), lambda norm: norm.sub_(100.0)):
             with pytest.raises(RuntimeError, match=r"_ on a norm of a DTensor.*a negative number.*full_tensor"):
                 write(own.norm())
+
+    run_ranks(2, body)
+
+
+def test_what_is_distributed_alike_is_not_planned() -> None:
+    """As a step of Adam that takes parameters one by one."""
+
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        own, other = distributed([SIGNED, SIGNED], Shard(0))
+        with mock.patch("fsdp2.corrections.dtensor_operations.write_in_place", side_effect=AssertionError):
+            own.mul_(0.5).lerp_(other, 0.1).addcmul_(other, other, value=0.2).addcdiv_(other, other).add_(other).div_(2)
+        expected = SIGNED.mul(0.5).lerp(SIGNED, 0.1).addcmul(SIGNED, SIGNED, value=0.2).addcdiv(SIGNED, SIGNED)
+        assert_same(own.full_tensor(), (expected + SIGNED) / 2, 0, 1e-6, "written")
 
     run_ranks(2, body)
 
