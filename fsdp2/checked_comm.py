@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -63,12 +63,9 @@ class Rollcall:
         Raises:
             RuntimeError: on all ranks, if their headers differ; or one does not come in time.
         """
-        try:
+        with _telling_where():
             _note(without_sizes(header.text))
             self._compare(header)
-        except RuntimeError as error:
-            _add_table(error)
-            raise
 
     def _compare(self, header: Header) -> None:
         of_all = all_gather_now(bytes(header.data.tolist()), self.aside, self._device)
@@ -108,11 +105,8 @@ class CheckedComm:
 
     def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work]) -> Work:
         self._rollcall.answer(self.label.placed_header(kind, tensors))
-        try:
+        with _telling_where():
             return _NotedWork(start())
-        except RuntimeError as error:
-            _add_table(error)
-            raise
 
 
 class _NotedWork:
@@ -122,11 +116,8 @@ class _NotedWork:
         self._work = work
 
     def wait(self) -> None:
-        try:
+        with _telling_where():
             self._work.wait()
-        except RuntimeError as error:
-            _add_table(error)
-            raise
 
 
 # ---- notes in the store
@@ -139,6 +130,16 @@ def _key(rank: int) -> str:
 def _note(text: str) -> None:
     with suppress(RuntimeError):  # whoever held the store is gone, or it is a simulated one: there are no notes then
         torch_compat.default_store().set(_key(dist.get_rank()), f"{time.time()} {text}")
+
+
+@contextmanager
+def _telling_where() -> Iterator[None]:
+    """Have errors say where all ranks have noted that they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        _add_table(error)
+        raise
 
 
 def _add_table(error: RuntimeError) -> None:

@@ -48,7 +48,7 @@ def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
             bound = parameters.bind(*args, **kwargs)
             bound.arguments["inputs"] = _add_full(_listed(bound.arguments["inputs"]))
             args, kwargs = bound.args, bound.kwargs
-        _refuse_own_numbers(args[0] if args else kwargs.get("tensors"))
+        _refuse_own_numbers(args[0] if args else kwargs.get("tensors", ()))
         try:
             return backward(*args, **kwargs)
         except RuntimeError as error:
@@ -75,7 +75,7 @@ def _without_full_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_own_numbers(outputs: Any) -> None:
     """Losses that are plain have come by `full_tensor`, which does so itself."""
-    for output in (outputs,) if isinstance(outputs, Tensor) else outputs or ():
+    for output in _listed(outputs):
         if isinstance(output, DTensor) and not torch.compiler.is_compiling():
             owner = owner_of(output)
             if owner is not None:

@@ -79,10 +79,11 @@ def _stepped_on(optimizer: Optimizer) -> list[FSDPState]:
     """Those whose parameters it steps on. If it is new, have ranks look after trainable plain parameters that it has
     beside them, and that each rank steps on as it likes.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _params_of(optimizer)
     count, known = _seen.get(optimizer, (None, []))
     if count != len(params):
-        states = [*dict.fromkeys(_states_of(optimizer))]
+        owners = (sharded_owner(param) for param in params if isinstance(param, DTensor))
+        states = [*dict.fromkeys(owner.state for owner in owners if owner is not None)]
         plain = {i: each for i, each in enumerate(params) if not isinstance(each, DTensor) and each.grad is not None}
         if states and plain:
             kind, guard = type(optimizer).__name__, states[0].context.rank_guard
@@ -97,10 +98,8 @@ def _may_use_loss(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _states_of(optimizer: Optimizer) -> list[FSDPState]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    owners = (sharded_owner(param) for param in params if isinstance(param, DTensor))
-    return [owner.state for owner in owners if owner is not None]
+def _params_of(optimizer: Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
@@ -128,7 +127,7 @@ def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
 
 @torch_compat.untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _params_of(optimizer)
     increment_version([param for param in params if isinstance(param, DTensor) and param.grad is not None])
     for state in _stepped_on(optimizer):
         if state.group.faces.installed and not state.running and not state.context.in_backward:

@@ -135,8 +135,8 @@ class RankGuard:
     def _compare_steps(self, mesh: DataMesh) -> None:
         divisors = [state.group.gradients.reduction.divisor for state in self._states]
         steps, self.steps = self.steps, StepHistory()
-        numbers = [_number(zlib.crc32(repr(divisors).encode())), *steps.numbers()]
-        (least, most), *bounds = _bounds(mesh, numbers, f"optimizer steps of {self._root}")
+        numbers = (zlib.crc32(repr(divisors).encode()), steps.count, steps.settings)
+        (least, most), *bounds = _bounds(mesh, [*map(_number, numbers)], f"optimizer steps of {self._root}")
         if least != most:
             raise RuntimeError(
                 f"{self._root}: gradients are divided by other numbers on some rank than on others. Call "

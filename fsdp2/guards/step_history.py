@@ -10,7 +10,6 @@ import zlib
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,10 +24,6 @@ class StepHistory:
         """A step is about to be taken."""
         self.count += 1
         self.settings = zlib.crc32(repr(_settings_of(optimizer)).encode(), self.settings)
-
-    def numbers(self) -> list[Tensor]:
-        """What all ranks have in common."""
-        return [torch.tensor(each, device="cpu") for each in (self.count, self.settings)]
 
 
 def _settings_of(optimizer: Optimizer) -> list[list[tuple[str, Any]]]:
