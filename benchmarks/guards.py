@@ -28,7 +28,7 @@ def drop_saved(model: nn.Module) -> None:
     """When backward uses a saved tensor: was it, or the parameter that it is of, changed since?"""
     for state in _states(model):
         state.note_versions = _nothing
-        saved_tensors = state.context._saved_tensors
+        saved_tensors = state.context.saved_tensors
         saved_tensors._pack = _Unchecked(saved_tensors).pack
         saved_tensors._unpack = _Unchecked(saved_tensors).unpack
 

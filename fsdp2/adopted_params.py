@@ -84,11 +84,9 @@ class AdoptedParams:
         """Names of the parameters, of one of which `weight` is a view, that have other versions `now` than `before`; of
         all there are, if some were replaced.
         """
-        count = len(self.params)
-        if before[2 * count :] != now[2 * count :]:  # or nothing is known of before
+        if before[-1:] != now[-1:]:  # or nothing is known of before
             return [param.name for param in self.params]
-        places = self._places_of(weight)
-        return [self.params[i].name for i in places if before[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]]
+        return [self.params[i].name for i in self._places_of(weight) if before[i] != now[i]]
 
     def _places_of(self, weight: Tensor) -> range:
         """Of the parameters, among which is that of which `weight` is a view."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def dtensor_spec(
@@ -66,6 +67,27 @@ def set_local(tensor: Tensor, local: Tensor, like: DTensor | None = None) -> Non
     tensor._local_tensor = local  # type: ignore[attr-defined]
     if like is not None:
         tensor._spec = like._spec  # type: ignore[attr-defined]
+
+
+class _Returns(TorchDispatchMode):
+    """Whatever operation runs, `value` is what it returns."""
+
+    value: Tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        return self.value
+
+
+def count_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """From now on an in-place operation on either tensor of a pair counts for both, unless one was made in inference
+    mode: such have no count. A DTensor and its local tensor have two. But autograd has what `detach` returns share the
+    counter of what it detaches, and a dispatch mode says what it returns.
+    """
+    with torch.inference_mode(False), torch.no_grad(), _Returns() as returns:
+        for tensor, other in pairs:
+            if not (tensor.is_inference() or other.is_inference()):
+                returns.value = other
+                Tensor.detach(tensor)
 
 
 def whole_of(tensor: DTensor) -> Tensor:

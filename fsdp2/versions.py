@@ -34,16 +34,13 @@ def sharded_in(local: Tensor) -> FSDPParam | None:
 
 
 def share_count(view: DTensor) -> None:
-    """Operations on the local tensor of `view`, if it is one of a sharded parameter, count as those on the parameter's
-    own: DTensor makes it below autograd, and so with a count that starts anew.
+    """Operations on the local tensor of `view`, if it is one of a sharded parameter, count as those on the parameter:
+    DTensor makes it below autograd, and so with a count that starts anew.
     """
     local = dtensor_compat.local_of(view)
     param = sharded_in(local) if type(local) is Tensor else None
-    if param is None or param.local is local:
-        return
-    with torch.inference_mode(False):
-        memory = param.local.view(-1).view(local.dtype)
-        dtensor_compat.set_local(view, memory.as_strided(local.shape, local.stride(), local.storage_offset()))
+    if param is not None and param.local is not local:
+        dtensor_compat.count_together([(param.sharded, local)])
 
 
 def refuse_written(names: Sequence[str]) -> None:
@@ -69,6 +66,8 @@ class GroupVersions:
         self.guards = self.is_expired = False
         self._params: Sequence[FSDPParam] = ()
         self._sharded: list[Tensor] = []
+        # What tells how many operations on each of them there were, the faster: local tensors.
+        self._counting: list[Tensor] = []
         # Counts how often parameters were replaced.
         self._replacements = torch.empty(0, device="cpu")
         self._full: tuple[Tensor, ...] = ()
@@ -80,15 +79,16 @@ class GroupVersions:
         # The counts of the sharded ones when the full ones were last made of them.
         self._made_of: tuple[int, ...] = ()
         # Parameters that were given memory with nothing in it: their local tensors of then, and the counts.
-        self._unwritten: list[tuple[FSDPParam, weakref.ref[Tensor], tuple[int, ...]]] = []
+        self._unwritten: list[tuple[FSDPParam, weakref.ref[Tensor], int]] = []
 
     def watch(self, params: Sequence[FSDPParam]) -> None:
         """Follow the faces that these have now."""
         self._params = params
         _lying_in.update((torch_compat.storage_id(param.local), param) for param in params)
-        # Operations on a DTensor count there, operations on what to_local() returns count at the local tensor.
-        self._sharded = [tensor for param in params for tensor in (param.sharded, param.local)]
-        self._sharded.append(self._replacements)
+        self._sharded = [param.sharded for param in params]
+        dtensor_compat.count_together((param.sharded, param.local) for param in params)
+        counting = (param.sharded if param.sharded.is_inference() else param.local for param in params)
+        self._counting = [*counting, self._replacements]
         faces = [(face, i) for i, param in enumerate(params) for face in _with_local(param.full)]
         self._full, self._places = tuple(face for face, _ in faces), [i for _, i in faces]
         self._made_of = self.sharded()
@@ -109,27 +109,26 @@ class GroupVersions:
         self._set_valid(tuple(map(_version_of, self._full)))
 
     def sharded(self) -> tuple[int, ...]:
-        """Two per sharded parameter, one of which grows with each in-place operation on it, or an optimizer's step; and
-        then one that grows with replacements.
+        """One per sharded parameter, which grows with each in-place operation on it, or an optimizer's step; and then
+        one that grows with replacements.
         """
-        with torch_compat.no_torch_function():
-            return _counts(self._sharded)
+        return _counts(self._counting)
 
     def sharded_and_trainable(self) -> tuple[tuple[int, ...], list[bool]]:
         """The same, and which of the sharded parameters are trainable."""
         with torch_compat.no_torch_function():
-            return _counts(self._sharded), list(map(requires_grad_of, self._sharded[:-1:2]))
+            return _counts(self._counting), list(map(requires_grad_of, self._sharded))
 
     def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
         """What was done to these, which were on the meta device, has left them without values."""
-        self._unwritten += [(param, weakref.ref(param.local), counts_of(param)) for param in params]
+        self._unwritten += [(param, weakref.ref(param.local), count_of(param)) for param in params]
 
     def unwritten(self) -> list[FSDPParam]:
         """Those of them that no in-place operation has written to since, and nobody has replaced, as far as counts
         tell: collectives don't count.
         """
         with torch_compat.no_torch_function():
-            left = [each for each in self._unwritten if each[1]() is each[0].local and counts_of(each[0]) == each[2]]
+            left = [each for each in self._unwritten if each[1]() is each[0].local and count_of(each[0]) == each[2]]
         self._unwritten = left
         return [param for param, *_ in left]
 
@@ -158,10 +157,8 @@ class GroupVersions:
         """
         before, self._made_of = self._made_of, sharded
         if before != self._made_of:
-            changed = {
-                i // 2 for i, old, new in zip(range(len(self._sharded)), before, sharded, strict=False) if old != new
-            }
-            if len(self._sharded) // 2 in changed:  # some were replaced
+            changed = {i for i, (old, new) in enumerate(zip(before, sharded, strict=False)) if old != new}
+            if len(self._params) in changed:  # some were replaced
                 changed.update(self._places)
             self._set_valid(
                 tuple(valid + 2 * (i in changed) for i, valid in zip(self._places, self._valid, strict=True))
@@ -183,9 +180,9 @@ def _counts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(next(_uncounted) if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-def counts_of(param: FSDPParam) -> tuple[int, ...]:
-    """Of its sharded face and the local tensor of that."""
-    return _counts((param.sharded, param.local))
+def count_of(param: FSDPParam) -> int:
+    """Of its sharded face."""
+    return _counts((param.sharded,))[0]
 
 
 def _with_local(full: Tensor) -> tuple[Tensor, ...]:

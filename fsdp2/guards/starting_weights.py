@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..param import FSDPParam
-from ..versions import counts_of
+from ..versions import count_of
 from .checksum import bits_of, checksum
 
 _NUM_SAMPLES = 16
@@ -25,7 +25,7 @@ class StartingWeights:
         self._places = range(0, gathered.numel(), step)
         self.values = gathered.contiguous().as_strided((len(self._places),), (step,)).clone()
         self._local: weakref.ref[Tensor] | None = None
-        self._counts: tuple[int, ...] = ()
+        self._count = -1
 
     @classmethod
     def of(cls, param: FSDPParam, whole: Tensor, origin: int) -> StartingWeights | None:
@@ -37,7 +37,7 @@ class StartingWeights:
     def note_place(self) -> None:
         """The shard is where it will be."""
         local = self._param.local
-        self._local, self._counts = weakref.ref(local), counts_of(self._param)
+        self._local, self._count = weakref.ref(local), count_of(self._param)
 
     def origin(self) -> int:
         """Where the parameter's values come from, if they are what they were."""
@@ -46,7 +46,7 @@ class StartingWeights:
     def _is_written(self) -> bool:
         """Whether somebody has written to the shard, as far as version counters tell."""
         is_there = self._local is not None and self._local() is self._param.local
-        return is_there and counts_of(self._param) != self._counts
+        return is_there and count_of(self._param) != self._count
 
     def _has_other_values(self) -> bool:
         local = self._param.local

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .. import dtensor_compat
@@ -138,7 +137,6 @@ class _Copy:
     @torch.no_grad()
     def write_back(self) -> None:
         self.param.local.copy_(self.param.own_rows(self._value()))
-        increment_version(self.param.sharded)  # the DTensor counts by itself
 
 
 def _placements_of(tensor: Tensor) -> object:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.guards import GUARDS
 from benchmarks.libraries import PEERS, load_library
 from benchmarks.models import PRECISIONS, Shape, able, build_plain, build_sharded, compute_loss, make_batch
 from benchmarks.peers import full_gradients
@@ -21,7 +22,7 @@ TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 1e-7}, "bf16/fp32": {"rtol": 2e-2, "
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_are_the_mean_of_what_each_rank_alone_computes(world_size: int) -> None:
-    cases = itertools.product(("fsdp2", "torch", *PEERS), SHAPES, PRECISIONS)
+    cases = itertools.product(("fsdp2", "torch", *PEERS, *GUARDS), SHAPES, PRECISIONS)
     run_checks(world_size, [(" ".join(case), functools.partial(check_library, *case)) for case in cases])
 
 

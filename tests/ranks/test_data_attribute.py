@@ -1,16 +1,20 @@
 """`.data` of DTensors that fully_shard has no part in; of sharded parameters: test_settings, test_replaced_parameters,
-test_changes_in_a_pass.
+test_changes_in_a_pass. And a sharded parameter that was saved for a gradient, and is written to by its local tensor.
 """
+
+import itertools
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp2 import fully_shard
 from fsdp2.corrections.data_attribute import follow_data
-from helpers import assert_same, run_ranks
+from helpers import assert_same, run_checks, run_ranks
 
 
 def test_data_of_any_dtensor() -> None:
@@ -55,3 +59,33 @@ def test_the_local_tensor_in_a_graph() -> None:
         assert_same(param.grad.to_local(), torch.full_like(param.to_local(), 2.0), 0, 0, "gradient")
 
     run_ranks(2, body)
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "the parameter": lambda param: param.mul_(2),
+    "its local tensor": lambda param: param.to_local().mul_(2),
+    "that of its data": lambda param: param.data.to_local().mul_(2),
+    "that of a view": lambda param: param.view(6, 1).to_local().mul_(2),
+}
+SAVES: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "the parameter": lambda param: (param * param).sum(),
+    "its local tensor": lambda param: (param.to_local() * param.to_local()).sum(),
+}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_autograd_has_saved_is_refused_when_any_way_to_it_was_written_to(replaced: bool) -> None:
+    def check(write: Callable[[nn.Parameter], object], save: Callable[[nn.Parameter], Tensor]) -> None:
+        model = fully_shard(nn.Linear(2, 3, bias=False))
+        if replaced:
+            model.load_state_dict({"weight": distribute_tensor(torch.ones(3, 2), init_device_mesh("cpu", (2,)))})
+            model.weight.data = model.weight.data.clone()
+            model(torch.ones(2))
+        loss = save(model.weight)
+        with torch.no_grad():
+            write(model.weight)
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+            loss.backward()
+
+    cases = itertools.product(WRITES.items(), SAVES.items())
+    run_checks(2, [(f"{w} written, {s} saved", partial(check, write, save)) for (w, write), (s, save) in cases])
