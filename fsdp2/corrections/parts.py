@@ -276,9 +276,10 @@ def _write_own(part: Part) -> None:
     own, new, is_new = local_of(root), _cut(whole, root), _cut(is_written, root)
     own.copy_(torch.where(is_new.to(own.device), new.to(own.device), own))
     increment_version([root])
-    part._version_of = version_of(root)
     for each in others:
         _write_beside(part, each)
+    for each in (part, *others):  # whose memory may be that of the root, where ranks have all
+        each._version_of = version_of(root)
 
 
 def _is_beside(other: Part, part: Part) -> bool:
@@ -294,7 +295,6 @@ def _write_beside(part: Part, other: Part) -> None:
     _view_in(other, whole).copy_(local_of(other))
     _view_in(part, whole).copy_(local_of(part))
     local_of(other).copy_(_view_in(other, whole))
-    other._version_of = part._version_of
 
 
 def _refuse_strided(root: DTensor) -> None:
