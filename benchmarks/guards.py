@@ -56,7 +56,7 @@ def add_meetings(model: nn.Module) -> None:
     """The last block may be left out: before each gather and reduction of any, ranks meet."""
     (state,) = _states(model.blocks[-1])
     state.conditional = True
-    state.context._take_over()
+    state.context._take_over({module: name for name, module in model.named_modules()})
 
 
 GUARDS: dict[str, tuple[Callable[[nn.Module], None], ...]] = {

@@ -132,10 +132,11 @@ class AdoptedParams:
 
     def note_starts(self, starts: dict[FSDPParam, StartingWeights | None]) -> None:
         """Have ranks compare these when they look next."""
-        for param, start in starts.items():
-            if start is not None:
-                start.note_place()
-                self.starts[param] = start
+        with dtensor_compat.no_torch_function():
+            for param, start in starts.items():
+                if start is not None:
+                    start.note_place()
+                    self.starts[param] = start
 
     def adopt(self, direct_min_bytes: int) -> None:
         """Build everything, in other memory than before."""
@@ -149,8 +150,7 @@ class AdoptedParams:
             self.buffers = None
             self._watch()
             return
-        self._find_extensions()
-        self._specs = specs = tuple(param.spec(self._policy) for param in self.params)
+        self._specs = specs = self._find_specs()
         plain = tuple(spec for spec in specs if not spec.extended)
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
@@ -169,17 +169,21 @@ class AdoptedParams:
         for param, local in zip(shared, self.buffers.move_into_shards(locals_), strict=True):
             param.local = local
 
-    def _find_extensions(self) -> None:
-        ordered = sorted(self.params, key=lambda param: param.is_extended)
+    def _find_specs(self) -> tuple[ParamSpec, ...]:
+        """Of the parameters, in the order in which they are from now on."""
+        spec_of = {param: param.spec(self._policy) for param in self.params}
+        ordered = sorted(self.params, key=lambda param: spec_of[param].extended)
         if ordered != self.params and self._gradients.is_pending():
             raise RuntimeError(
                 f"{ordered[-1].name}: how it is gathered (fsdp_pre_all_gather) can't change while gradients of its "
                 "group wait to be synchronised, or are on their way. Do that between steps."
             )
         self.params[:] = ordered
-        self.extensions, self._looked = GroupExtensions(self.params, self._mesh, self._policy), False
+        members = [param for param in ordered if spec_of[param].extended]
+        self.extensions, self._looked = GroupExtensions(members, self._mesh, self._policy), False
         if self.extensions.members and self.few is not None:
             refuse_part(self.params[-1].name)
+        return tuple(spec_of[param] for param in ordered)
 
     def _allocate(self, layout: GatherLayout) -> GroupBuffers:
         buffers = GroupBuffers(layout, self._mesh.rank, self._mesh.device, self._transfers, self.few)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -187,11 +188,13 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
 
 def _attribute(module: nn.Module, name: str) -> Any:
     """`module.name`, or None: nn.Module takes 5 us to find that it has none, for each parameter of a model."""
-    cls, own = type(module), vars(module)
-    is_there = name in own or name in own["_buffers"] or name in own["_parameters"] or name in own["_modules"]
-    if not is_there and cls.__getattr__ is nn.Module.__getattr__ and not hasattr(cls, name):
-        return None
-    return getattr(module, name, None)
+    return getattr(module, name, None) if name in vars(module) or _may_have(type(module), name) else None  # type: ignore[arg-type]
+
+
+@lru_cache
+def _may_have(cls: type[nn.Module], name: str) -> bool:
+    """Whether its instances may have an attribute `name` besides what is in their dict."""
+    return cls.__getattr__ is not nn.Module.__getattr__ or hasattr(cls, name)
 
 
 def _describe(name: str, parameter: nn.Parameter) -> str:
@@ -230,8 +233,9 @@ def choose_placement(
     name: str, parameter: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None
 ) -> tuple[int, DataMesh | None]:
     """Along which dim to shard, and over which mesh if not over that of the others, as the user's function says."""
-    result: Any = None if choose is None else choose(parameter)
-    mesh = None
+    if choose is None:
+        return 0, None
+    result, mesh = choose(parameter), None
     if hasattr(result, "mesh_info"):
         try:
             mesh = described_data_mesh(result.mesh_info)
@@ -311,8 +315,8 @@ def _fqn_below(roots: Sequence[nn.Module], slot: Slot) -> str:
 
 def check_names(root: nn.Module) -> None:
     """What the class gains must not hide what the module has."""
-    own = {*root._modules, *root._parameters, *root._buffers, *vars(root)}
-    clash = sorted(name for name in public_methods() if name in own or hasattr(type(root), name))
+    places: list[Any] = [root._modules, root._parameters, root._buffers, vars(root), *map(vars, type(root).__mro__)]
+    clash = sorted(set().union(*(place.keys() & public_methods() for place in places)))
     if clash:
         raise TypeError(
             f"{type(root).__name__} has {', '.join(clash)} of its own, which are methods of FSDPModule. Rename them."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 from . import torch_compat
 from .agreement import make_agreement
@@ -18,7 +19,7 @@ from .guards.rank_guard import RankGuard
 from .prefetch import Prefetcher
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
-from .state import FSDPState, modules_below
+from .state import FSDPState
 
 # What looks at a root before its next pass, once it is at the debug level. It needs to know all that stands above
 # this file.
@@ -31,11 +32,16 @@ class Context:
     A *pass* is one call of the outermost sharded module outside backward. The context follows the order in which
     groups run, and gathers the next ones early: in forward in the order of the pass before, in backward in reverse.
 
-    `use_in_backward(state)`: gathers and registers the state's parameters for backward.
+    `names`: FQNs of all modules at and below the root's; `use_in_backward(state)`: gathers and registers the state's
+    parameters for backward.
     """
 
     def __init__(
-        self, root: FSDPState, states: Iterable[FSDPState], use_in_backward: Callable[[FSDPState], None]
+        self,
+        root: FSDPState,
+        states: Iterable[FSDPState],
+        names: Mapping[nn.Module, str],
+        use_in_backward: Callable[[FSDPState], None],
     ) -> None:
         self.root, self.states = root, list(dict.fromkeys(states))
         # Whether the pass began with grad enabled, so that a backward may follow.
@@ -67,11 +73,10 @@ class Context:
         self._backwards = 0
         self._is_out_of_step = False
         self.audits_next_pass = level_from_environment() > 0
-        self._take_over()
+        self._take_over(names)
 
-    def _take_over(self) -> None:
+    def _take_over(self, names: Mapping[nn.Module, str]) -> None:
         """Bring all states under this context, and name groups and parameters after their place below the root."""
-        names = {module: name for outer in self.root.modules for module, name in modules_below(outer).items()}
         for state in self.states:
             state.context = self
             state.group.gradients.queue = self._reductions

@@ -42,6 +42,8 @@ dtensor: Callable[[Tensor, DTensorSpec], DTensor] = partial(new_dtensor, DTensor
 
 # The very local tensor of a DTensor: `to_local()` returns a new view on each call, which has no identity.
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+# Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
+no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 # How it is distributed, its shape and dtype.
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 
@@ -74,20 +76,30 @@ class _Returns(TorchDispatchMode):
 
     value: Tensor
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be skipped, dynamo would be imported: seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         return self.value
 
 
-def count_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """From now on an in-place operation on either tensor of a pair counts for both, unless one was made in inference
-    mode: such have no count. A DTensor and its local tensor have two. But autograd has what `detach` returns share the
-    counter of what it detaches, and a dispatch mode says what it returns.
+def count_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """From now on an in-place operation on either tensor of a pair, a DTensor and a local one, counts for both; they
+    have two counters by themselves. But autograd has what `detach` returns share the counter of what it detaches, and a
+    dispatch mode says what it returns. Those made in inference mode have no count.
+
+    Returns of each pair the one of which to read it: the local one, which is faster, or what has none.
     """
-    with torch.inference_mode(False), torch.no_grad(), _Returns() as returns:
+    counting = []
+    with torch.inference_mode(False), torch.no_grad(), no_torch_function(), _Returns() as returns:
         for tensor, other in pairs:
-            if not (tensor.is_inference() or other.is_inference()):
+            has_count = not tensor.is_inference()
+            counting.append(other if has_count else tensor)
+            if has_count and not other.is_inference():
                 returns.value = other
                 Tensor.detach(tensor)
+    return counting
 
 
 def whole_of(tensor: DTensor) -> Tensor:

@@ -113,11 +113,11 @@ class AllGatherExtension:
 
 
 class GroupExtensions:
-    """The extended ones among one group's parameters, which are gathered together with the others."""
+    """The extended ones among one group's parameters (`params`), which are gathered together with the others."""
 
     def __init__(self, params: Sequence[FSDPParam], mesh: DataMesh, policy: MixedPrecisionPolicy) -> None:
-        self._params, self._mesh = [param for param in params if param.is_extended], mesh
-        self.members = [AllGatherExtension(param, mesh, policy) for param in self._params]
+        self._params, self._mesh = params, mesh
+        self.members = [AllGatherExtension(param, mesh, policy) for param in params]
         # Whether all ranks are known to gather the same.
         self._agreed = mesh.size == 1
 

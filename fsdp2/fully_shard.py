@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .sharded_class import sharded_class
 from .sharding_plan import Arguments, Plan, Share, plan_parameter, share_out
-from .state import FSDPState, state_of, states_below
+from .state import FSDPState, modules_below, state_of, states_among
 from .torch_compat import Memory
 from .units import attach, find_units
 
@@ -133,7 +133,7 @@ def _apply(module: Modules, given: Arguments, choose_axes: Callable[[DeviceMesh]
     # From here on nothing is refused.
     _move_buffers(found.managed, shared.device)
     states = _make_states(found, plans, shared, given)
-    hooks.install(states)
+    hooks.install(states, found.inside, found.below)
     attach(states[0])
     log_waste(states)
     for root, cls in zip(roots, classes, strict=True):
@@ -151,11 +151,12 @@ fully_shard.state = replicate.state = state_of  # type: ignore[attr-defined]
 class _Found(NamedTuple):
     """What there is in the modules of one call: `roots`.
 
-    `managed`: those at and below them that no inner call manages, with their FQNs; `inside`: the states of inner calls.
-    `slots`, `memory_of`: of each parameter, by its FQN.
+    `below`: all modules at and below them, with their FQNs; `managed`: those that no inner call manages; `inside`: the
+    states of inner calls. `slots`, `memory_of`: of each parameter, by its FQN.
     """
 
     roots: list[nn.Module]
+    below: dict[nn.Module, str]
     managed: dict[nn.Module, str]
     slots: dict[str, list[Slot]]
     memory_of: dict[str, Memory | None]
@@ -175,31 +176,25 @@ def _check(given: Arguments) -> Arguments:
 
 
 def _collect(roots: list[nn.Module], ignored: Collection[nn.Parameter]) -> _Found:
-    managed = dict(_managed_modules(roots))
+    below = {module: name for root in roots for module, name in modules_below(root).items()}
+    inside = list(states_among(below))
+    managed = _managed_modules(roots) if inside or len(roots) > 1 else below
     slots = _collect_slots(managed, ignored)
     for name, parameter_slots in slots.items():
         checks.check_parameter(name, parameter_slots)
-    inside = [state for root in roots for state in states_below(root)]
     memory_of = checks.check_memory(slots, managed, roots, inside)
     for root in roots:
         checks.check_names(root)
-    return _Found(roots, managed, slots, memory_of, inside)
+    return _Found(roots, below, managed, slots, memory_of, inside)
 
 
-def _managed_modules(roots: list[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+def _managed_modules(roots: list[nn.Module]) -> dict[nn.Module, str]:
     """The modules at and below `roots` that no inner call manages, with their FQNs (in a list: after its index)."""
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-        if module in seen or state_of(module) is not None:
-            return
-        seen.add(module)
-        yield module, name
-        for child_name, child in module.named_children():
-            yield from walk(child, fqn(name, child_name))
-
+    managed: dict[nn.Module, str] = {}
     for i, root in enumerate(roots):
-        yield from walk(root, "" if len(roots) == 1 else f"[{i}]")
+        here = modules_below(root, "" if len(roots) == 1 else f"[{i}]", and_sharded=False)
+        managed.update((module, name) for module, name in here.items() if module not in managed)
+    return managed
 
 
 def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> dict[str, list[Slot]]:
@@ -207,7 +202,7 @@ def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Paramet
     slots: dict[nn.Parameter, list[Slot]] = {}
     for module in managed:
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in ignored:
+            if parameter is not None and not (ignored and parameter in ignored):
                 slots.setdefault(parameter, []).append(Slot(module, name))
     return {fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
 

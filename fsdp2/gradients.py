@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reduce, torch_compat
+from . import dtensor_compat, reduce, torch_compat
 from .agreement import Turn
 from .bucket import Bucket, find_buckets, noting
 from .headers import DIVIDED, Label
@@ -59,6 +59,7 @@ class GroupGradients:
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
         self._wire_dtypes: tuple[torch.dtype, ...] = ()
         self._buckets: list[Bucket] = []
+        self._plan, self._names = cache(self._make_plan), cache(self._make_names)
         # Full parameters that tell a bucket of their gradients.
         self._followed: list[Tensor] = []
         self.waiting = WaitingGradients(params)
@@ -102,7 +103,8 @@ class GroupGradients:
             arrive = bucket.arrive if self._streams is None else noting(self._streams, bucket)
             for i in bucket.indices:
                 torch_compat.on_accumulated(self._params[i].full, _KEY, arrive)
-        self._plan, self._names = cache(self._make_plan), cache(self._make_names)
+        self._plan.cache_clear()
+        self._names.cache_clear()
 
     def _make_plan(self, indices: tuple[int, ...]) -> ReducePlan:
         shards, first = self.reduction.shards, indices[0]
@@ -119,7 +121,7 @@ class GroupGradients:
     def divide_by(self, divisor: float) -> None:
         """Have the sum over all ranks divided by that from now on."""
         self.reduction.divisor = divisor
-        self._names = cache(self._make_names)
+        self._names.cache_clear()
 
     def _progress(self, bucket: Bucket) -> None:
         if bucket.missing == bucket.size - 1:
@@ -251,7 +253,7 @@ class GroupGradients:
                 self.waiting.keep_partial(i, flat.as_strided((self._specs[i].shard_numel,), (1,), offset))
             return
         with torch.no_grad():
-            with torch_compat.no_torch_function():
+            with dtensor_compat.no_torch_function():
                 is_hooked = torch_compat.have_gradient_hooks([self._params[i].sharded for i in shards])
                 if not is_hooked:
                     self._accumulate(shards, False)
@@ -271,7 +273,7 @@ class GroupGradients:
     def _take(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """The full gradients of those that have one, with what waited for them; nobody else holds them then."""
         taken, indices = {}, tuple(indices)
-        with torch_compat.no_torch_function():
+        with dtensor_compat.no_torch_function():
             frozen = [i for i in indices if not self._params[i].sharded.requires_grad]
         for i in indices:
             param = self._params[i]

@@ -12,7 +12,7 @@ happens when.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,15 @@ from .context import Context
 from .corrections.all_of_them import correct_torch
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .saved_tensors import make_way_where_disabled
-from .state import STATE, FSDPState, hide_full, show_full, states_below, states_of
+from .state import STATE, FSDPState, hide_full, modules_below, show_full, states_among, states_of
 from .transforms import outside_transforms, run_outside
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 
 
-def install(states: list[FSDPState]) -> None:
-    """Attach the states of one call to its modules; the first becomes the root of all states below it."""
+def install(states: list[FSDPState], inside: list[FSDPState], names: dict[nn.Module, str]) -> None:
+    """Attach the states of one call to its modules; the first becomes the root of all others, and of those `inside`.
+    `names`: FQNs of all modules at and below its own.
+    """
     outer = states[0]
     for module in outer.modules:
         module.__dict__[STATE] = outer
@@ -42,10 +44,10 @@ def install(states: list[FSDPState]) -> None:
     for state, inner in zip(states, [*states[1:], None], strict=True):
         state.inner = inner
     outer.units = [state for state in states if state.outer is not None]
-    _start(states)
+    _start(states, [*states, *inside], names)
 
 
-def _start(states: list[FSDPState]) -> Context:
+def _start(states: list[FSDPState], below: Iterable[FSDPState], names: dict[nn.Module, str]) -> Context:
     correct_torch()
     make_way_where_disabled()
     for state in states:
@@ -53,8 +55,7 @@ def _start(states: list[FSDPState]) -> Context:
         state.group.gradients.on_last = partial(on_last_gradient, state)
     for module in states[0].modules:
         torch_compat.register_composable(module, states[0], "fully_shard")
-    below = (state for module in states[0].modules for state in states_below(module))
-    return Context(states[0], below, use_in_backward)
+    return Context(states[0], below, names, use_in_backward)
 
 
 def before_copy(module: nn.Module) -> None:
@@ -72,7 +73,8 @@ def after_copy(module: nn.Module) -> FSDPState | None:
         return None  # a list of modules shares the state, which comes with the first of them
     states = list(states_of(module))
     settings, *_ = [state.wake() for state in states]
-    context = _start(states)
+    names = {each: name for outer in states[0].modules for each, name in modules_below(outer).items()}
+    context = _start(states, states_among(names), names)
     if settings is not None:
         context.take_settings(**settings)
     return states[0]

@@ -55,11 +55,11 @@ class ParamSpec:
         if not self.shape:
             raise ValueError("expected a parameter of at least one dim, got a scalar")
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return self.shape[self.dim]
 
-    @property
+    @cached_property
     def chunk_rows(self) -> int:
         return -(-self.num_rows // self.world_size)
 
@@ -335,12 +335,13 @@ def split_buckets(
         sizes = {i: specs[i].shard_numel * specs[i].world_size * reduce_dtype.itemsize for i in members}
         target = max(sum(sizes.values()) / max_buckets, min_bytes)
         bucket: list[int] = []
+        filled = 0
         for i in members:
             # The largest bucket is what the peak of a step depends on.
-            filled = sum(sizes[j] for j in bucket)
             if filled >= max(min_bytes, 1) and filled + sizes[i] > target:
                 buckets.append(tuple(bucket))
-                bucket = []
+                bucket, filled = [], 0
             bucket.append(i)
+            filled += sizes[i]
         buckets.append(tuple(bucket))
     return buckets

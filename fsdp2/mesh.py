@@ -69,9 +69,10 @@ class DataMesh:
         """Of a contiguous parameter on `mesh`. Equal ones share it: to build it takes a seventh of `fully_shard`."""
         # By identity: meshes of another default process group would be equal. The spec keeps its mesh alive.
         key = (id(mesh), placements, shape, dtype)
-        if key not in self._specs:
-            self._specs[key] = dtensor_compat.dtensor_spec(mesh, placements, shape, dtype)
-        return self._specs[key]
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = dtensor_compat.dtensor_spec(mesh, placements, shape, dtype)
+        return spec
 
     def plain_distribution(self, dim: int, is_scalar: bool) -> Distribution:
         """Of what is no DTensor; all such parameters share it."""

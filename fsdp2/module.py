@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -270,9 +271,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         state.context.share_reductions(first.context)
 
 
-def public_methods() -> list[str]:
+@cache
+def public_methods() -> frozenset[str]:
     """Names that fully_shard adds to a module."""
-    return [name for part in (FSDPModule, RootMethods) for name in vars(part) if not name.startswith("_")]
+    return frozenset(name for part in (FSDPModule, RootMethods) for name in vars(part) if not name.startswith("_"))
 
 
 def _states_of(name: str, modules: Any) -> list[FSDPState]:

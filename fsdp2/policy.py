@@ -77,7 +77,9 @@ class MixedPrecisionPolicy:
         Raises:
             ValueError: the user's function returned another dtype than the two possible ones.
         """
-        dtype = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(parameter)
+        if self.param_dtype_override_fn is None:
+            return False
+        dtype = self.param_dtype_override_fn(parameter)
         if dtype not in (None, self.param_dtype, parameter.dtype):
             raise ValueError(
                 f"expected param_dtype_override_fn to return {parameter.dtype}, {self.param_dtype} or None, got "

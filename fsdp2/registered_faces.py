@@ -77,14 +77,15 @@ class RegisteredFaces:
         """The faces are those that `params` have now."""
         self.forget()
         for param in params:
-            faces = param.sharded, param.full
+            sharded, full = param.sharded, param.full
             for slot in param.slots:
-                for face in (_SHARDED, _FULL):
-                    if slot.is_plain:
-                        place = (slot.module._parameters, slot.name, faces[face], faces[1 - face])
-                        self._dict_slots[face].append(place)
-                    else:
-                        self._setattr_slots[face].append((slot.module, slot.name, faces[face]))
+                module, name = slot.module, slot.name
+                if slot.is_plain:
+                    self._dict_slots[_SHARDED].append((module._parameters, name, sharded, full))
+                    self._dict_slots[_FULL].append((module._parameters, name, full, sharded))
+                else:
+                    self._setattr_slots[_SHARDED].append((module, name, sharded))
+                    self._setattr_slots[_FULL].append((module, name, full))
 
     def watch(self, params: Sequence[FSDPParam]) -> None:
         """Remember what is registered where, to notice what is put there instead."""

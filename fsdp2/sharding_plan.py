@@ -43,11 +43,11 @@ class Plan(NamedTuple):
     memory: Memory | None
 
     def shard(self, rest: torch.device, root: str) -> FSDPParam:
-        original = self.slots[0].get()
+        original, name = self.slots[0].get(), f"{root}'s {self.name}"
         param = FSDPParam(self.slots, self.name, self.mesh, self.distribution, rest, self.keeps_dtype, self.memory)
-        setattr(original, SHARDED_AS, f"{root}'s {self.name}")
+        setattr(original, SHARDED_AS, name)
         if original.requires_grad:
-            torch_compat.replace_hooks(original, partial(_refuse_gradient, f"{root}'s {self.name}"))
+            torch_compat.replace_hooks(original, partial(_refuse_gradient, name))
         return param
 
 
@@ -64,8 +64,9 @@ def plan_parameter(name: str, slots: list[Slot], memory: Memory | None, shared: 
     parameter, reshard, policy = slots[0].get(), given.reshard_after_forward, given.mp_policy
     dim, own = checks.choose_placement(name, parameter, given.shard_placement_fn)
     mesh = own or shared
-    checks.check_device_type(name, mesh, shared)
-    checks.check_reshard(reshard, mesh)
+    if own is not None:
+        checks.check_device_type(name, own, shared)
+        checks.check_reshard(reshard, own)
     checks.check_wire(name, policy, mesh)
     checks.check_frequencies(name, slots, mesh)
     checks.check_extension(name, parameter, reshard, mesh)
@@ -82,9 +83,10 @@ class Share(NamedTuple):
 
 def share_out(plans: list[Plan], units: dict[str, nn.Module], shared: DataMesh) -> dict[Share, list[Plan]]:
     """The plans of each group: of that of the call's own modules first, though there may be none; of units' last."""
-    shares: dict[Share, list[Plan]] = {}
+    found: dict[tuple[DataMesh, nn.Module | None], list[Plan]] = {}
     for plan in plans:
-        shares.setdefault(Share(plan.mesh, units.get(plan.name)), []).append(plan)
+        found.setdefault((plan.mesh, units.get(plan.name)), []).append(plan)
+    shares = {Share(*key): members for key, members in found.items()}
     if all(share.unit is not None for share in shares):
         shares[Share(shared, None)] = []
     return dict(sorted(shares.items(), key=lambda item: item[0].unit is not None))

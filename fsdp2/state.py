@@ -249,17 +249,20 @@ def states_of(module: Any) -> Iterator[FSDPState]:
         state = state.inner
 
 
-def modules_below(root: nn.Module) -> dict[nn.Module, str]:
-    """`root` and all modules in it, outermost first, with their FQNs: `named_modules`, in a third of the time."""
+def modules_below(root: nn.Module, name: str = "", and_sharded: bool = True) -> dict[nn.Module, str]:
+    """`root`, which is called `name`, and all modules in it, outermost first, with their FQNs: `named_modules`, in a
+    third of the time. `and_sharded`: also those that a `fully_shard` call was applied to, and what is in them.
+    """
     names: dict[nn.Module, str] = {}
-    waiting = [(root, "")]
+    waiting = [(root, name)]
     while waiting:
         module, name = waiting.pop()
-        if module not in names:
+        if module not in names and (and_sharded or state_of(module) is None):
             names[module] = name
             prefix = f"{name}." if name else ""
-            children = [(child, prefix + own) for own, child in module._modules.items() if child is not None]
-            waiting += reversed(children)
+            for own, child in reversed(module._modules.items()):
+                if child is not None:
+                    waiting.append((child, prefix + own))
     return names
 
 
@@ -286,9 +289,14 @@ def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]
 
 def states_below(module: nn.Module) -> Iterator[FSDPState]:
     """The states of every sharded module in `module`, itself included, outermost first."""
-    for submodule in modules_below(module):
-        if state_of(submodule) is not None:
-            yield from states_of(submodule)
+    return states_among(modules_below(module))
+
+
+def states_among(modules: Iterable[nn.Module]) -> Iterator[FSDPState]:
+    """The states of those of `modules` that are sharded."""
+    for module in modules:
+        if state_of(module) is not None:
+            yield from states_of(module)
 
 
 def hide_full(states: Iterable[FSDPState]) -> list[FSDPState]:

@@ -156,8 +156,8 @@ Memory = tuple[StorageWeakRef, int]
 
 def memory_of(tensor: Tensor) -> Memory | None:
     """Equal for tensors that begin at the same place of one storage, also when it is gone; None: there is nothing."""
-    data = inner_tensors(tensor)[0]
-    if data.numel() == 0 or data.device.type == "meta" or data.layout != torch.strided:
+    data = tensor if type(tensor) in _PLAIN else inner_tensors(tensor)[0]
+    if data.numel() == 0 or data.is_meta or data.layout != torch.strided:
         return None
     return StorageWeakRef(data.untyped_storage()), data.data_ptr()
 
@@ -226,10 +226,6 @@ def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
     from torch._functorch import pyfunctorch  # some 100 ms, where nobody has used torch.func
 
     return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
-
-
-# Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
-no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -35,7 +35,7 @@ class UnsyncedGrad(DTensor):
             return _set_to_zero(args[0])
         if not torch_compat.reads_metadata(func):
             cls._refuse(torch.overrides.resolve_name(func) or str(func))
-        with torch_compat.no_torch_function():
+        with dtensor_compat.no_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod

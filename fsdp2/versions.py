@@ -66,7 +66,7 @@ class GroupVersions:
         self.guards = self.is_expired = False
         self._params: Sequence[FSDPParam] = ()
         self._sharded: list[Tensor] = []
-        # What tells how many operations on each of them there were, the faster: local tensors.
+        # What tells how many operations on each of them there were, and, as the last, replacements.
         self._counting: list[Tensor] = []
         # Counts how often parameters were replaced.
         self._replacements = torch.empty(0, device="cpu")
@@ -84,11 +84,10 @@ class GroupVersions:
     def watch(self, params: Sequence[FSDPParam]) -> None:
         """Follow the faces that these have now."""
         self._params = params
-        _lying_in.update((torch_compat.storage_id(param.local), param) for param in params)
-        self._sharded = [param.sharded for param in params]
-        dtensor_compat.count_together((param.sharded, param.local) for param in params)
-        counting = (param.sharded if param.sharded.is_inference() else param.local for param in params)
-        self._counting = [*counting, self._replacements]
+        self._sharded, locals_ = [param.sharded for param in params], [param.local for param in params]
+        _lying_in.update(zip(map(torch_compat.storage_id, locals_), params, strict=True))
+        self._counting = dtensor_compat.count_together(zip(self._sharded, locals_, strict=True))
+        self._counting.append(self._replacements)
         faces = [(face, i) for i, param in enumerate(params) for face in _with_local(param.full)]
         self._full, self._places = tuple(face for face, _ in faces), [i for _, i in faces]
         self._made_of = self.sharded()
@@ -116,7 +115,7 @@ class GroupVersions:
 
     def sharded_and_trainable(self) -> tuple[tuple[int, ...], list[bool]]:
         """The same, and which of the sharded parameters are trainable."""
-        with torch_compat.no_torch_function():
+        with dtensor_compat.no_torch_function():
             return _counts(self._counting), list(map(requires_grad_of, self._sharded))
 
     def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
@@ -127,7 +126,7 @@ class GroupVersions:
         """Those of them that no in-place operation has written to since, and nobody has replaced, as far as counts
         tell: collectives don't count.
         """
-        with torch_compat.no_torch_function():
+        with dtensor_compat.no_torch_function():
             left = [each for each in self._unwritten if each[1]() is each[0].local and count_of(each[0]) == each[2]]
         self._unwritten = left
         return [param for param, *_ in left]

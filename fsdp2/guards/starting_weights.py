@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,14 +17,19 @@ _NUM_SAMPLES = 16
 UNKNOWN, BUILT, LOADED = range(3)
 
 
+@lru_cache
+def _places_among(numel: int) -> range:
+    """Of so many elements, those that are looked at."""
+    return range(0, numel, max(1, numel // _NUM_SAMPLES))
+
+
 class StartingWeights:
     """Some values of one parameter that this rank has had whole."""
 
     def __init__(self, param: FSDPParam, gathered: Tensor, origin: int) -> None:
         self._param, self._shape, self._origin = param, gathered.shape, origin
-        step = max(1, gathered.numel() // _NUM_SAMPLES)
-        self._places = range(0, gathered.numel(), step)
-        self.values = gathered.contiguous().as_strided((len(self._places),), (step,)).clone()
+        self._places = _places_among(gathered.numel())
+        self.values = torch.as_strided_copy(gathered.contiguous(), (len(self._places),), (self._places.step,))
         self._local: weakref.ref[Tensor] | None = None
         self._count = -1
 
