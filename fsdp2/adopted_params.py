@@ -242,12 +242,12 @@ class AdoptedParams:
     def follow_again(self) -> None:
         """A backward begins: the forward that froze or unfroze parameters last need not be the one that it is of."""
         self.trained_others = False
-        if self.buffers is not None and self.versions.sharded_and_trainable()[1] != self.trainable:
+        if self.buffers is not None and self.versions.trainable() != self.trainable:
             self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
         """Have the gradients of those reduced that are trainable now."""
-        before, (_, self.trainable) = self.trainable, self.versions.sharded_and_trainable()
+        before, self.trainable = self.trainable, self.versions.trainable()
         self.trained_others = bool(before) and before != self.trainable
         for param, trainable in zip(self.params, self.trainable, strict=True):
             param.full.requires_grad_(trainable)

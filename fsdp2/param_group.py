@@ -274,12 +274,6 @@ class FSDPParamGroup:
             gathered_at = self.gathered_at if self.is_unsharded else None
             self.versions.guard(gathered_at or self.shard_versions())
 
-    def _look(self) -> tuple[tuple[int, ...], list[bool]]:
-        """`shard_versions`, and which parameters are trainable."""
-        if self.gradients.steps.under_way:
-            self.gradients.steps.wait()
-        return self.versions.sharded_and_trainable()
-
     def copy_full(self, params: Sequence[FSDPParam], dtype: torch.dtype | None) -> list[Tensor]:
         """What the ranks share of `params`, of this group, in other memory than the full parameters have, in the dtypes
         in which they are stored, or, of floating-point ones, in `dtype`. Every rank must call it.
@@ -317,8 +311,7 @@ class FSDPParamGroup:
         """Follow what a user did to the parameters, and let go of what was gathered ahead of that. Return whether some
         were replaced.
         """
-        versions, trainable = self._look()
-        if versions != self.gathered_at:
+        if self.shard_versions() != self.gathered_at:
             self.reshard()  # also what is kept for few ranks to restore
         adopted = self.adopted
         are_replaced = adopted.are_replaced()
@@ -330,7 +323,7 @@ class FSDPParamGroup:
                     "runs. Leave that block first."
                 )
             adopted.take_replacements(accept_whole)
-        elif adopted.trainable != trainable:
+        elif adopted.trainable != self.versions.trainable():
             adopted.follow_requires_grad()
         if adopted.buffers is None and not may_be_meta:
             rest = adopted.rest
@@ -348,4 +341,5 @@ class FSDPParamGroup:
     def is_up_to_date(self) -> bool:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""
         is_replaced = not self.faces.installed and self.faces.is_replaced()
-        return not is_replaced and self._look() == (self.gathered_at, self.adopted.trainable)
+        is_changed = self.shard_versions() != self.gathered_at or self.versions.trainable() != self.adopted.trainable
+        return not (is_replaced or is_changed)

@@ -142,16 +142,17 @@ class FSDPState(TorchState):
         """A forward begins, with full parameters: in the 1st, 2nd, 4th, ... note what they hold; at the debug level in
         each. In the 1st, look whether buffers have memory, too.
         """
-        if self.running == 1:
-            if not self.forwards:
-                self._refuse_buffers_on_meta()
-            self.forwards += 1
+        if self.running > 1:
+            return
+        if not self.forwards:
+            self._refuse_buffers_on_meta()
+        self.forwards += 1
+        checks_all = self.group.is_checked
+        if is_time_to_look(self.forwards, checks_all):
             # What writes in the first, to initialise, writes to all; and programs shall start quickly.
-            checks_all = self.group.is_checked
             every = _EVERY_AT_FIRST if self.forwards == 1 and not checks_all else 1
-            is_time = is_time_to_look(self.forwards, checks_all)
-            self.content = self.group.adopted.note_content(every) if is_time else None
-            if self.content is not None and self.held:
+            self.content = self.group.adopted.note_content(every)
+            if self.held:
                 self.content.refuse_differing()
 
     def _refuse_buffers_on_meta(self) -> None:

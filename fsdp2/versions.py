@@ -111,12 +111,15 @@ class GroupVersions:
         """One per sharded parameter, which grows with each in-place operation on it, or an optimizer's step; and then
         one that grows with replacements.
         """
-        return _counts(self._counting)
+        try:
+            return tuple(map(_version_of, self._counting))
+        except RuntimeError:  # some were made in inference mode
+            return tuple(map(_count, self._counting))
 
-    def sharded_and_trainable(self) -> tuple[tuple[int, ...], list[bool]]:
-        """The same, and which of the sharded parameters are trainable."""
+    def trainable(self) -> list[bool]:
+        """Which of the sharded parameters are."""
         with dtensor_compat.no_torch_function():
-            return _counts(self._counting), list(map(requires_grad_of, self._sharded))
+            return list(map(requires_grad_of, self._sharded))
 
     def note_unwritten(self, params: Sequence[FSDPParam]) -> None:
         """What was done to these, which were on the meta device, has left them without values."""
@@ -142,7 +145,9 @@ class GroupVersions:
 
     def check_written(self) -> None:
         """Raise RuntimeError if a full parameter was written to since the last call."""
-        refuse_written(self.take_written())
+        expected = self._expired if self.is_expired else self._valid
+        if tuple(map(_version_of, self._full)) != expected:
+            refuse_written(self.take_written())
 
     def expire(self) -> None:
         """The full parameters' data is given up: what autograd has saved of it is not valid, until `renew`."""
@@ -171,17 +176,14 @@ class GroupVersions:
         self._valid, self._expired = counts, tuple(each + 1 for each in counts)
 
 
-def _counts(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Their versions; those made in inference mode have none, and are taken for changed whenever anybody looks."""
-    try:
-        return tuple(map(_version_of, tensors))
-    except RuntimeError:
-        return tuple(next(_uncounted) if tensor.is_inference() else tensor._version for tensor in tensors)
+def _count(tensor: Tensor) -> int:
+    """Its version; one made in inference mode has none, and is taken for changed whenever anybody looks."""
+    return next(_uncounted) if tensor.is_inference() else tensor._version
 
 
 def count_of(param: FSDPParam) -> int:
     """Of its sharded face."""
-    return _counts((param.sharded,))[0]
+    return _count(param.sharded)
 
 
 def _with_local(full: Tensor) -> tuple[Tensor, ...]:
