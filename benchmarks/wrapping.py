@@ -20,10 +20,10 @@ BLOCKS, LAYERS = 48, 8
 DIMS = {"narrow, dim 16": 16, "wide, dim 256": 256}
 
 
-class _Chain(nn.Module):
-    def __init__(self, dim: int) -> None:
+class Chain(nn.Module):
+    def __init__(self, dim: int, blocks: int = BLOCKS) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(dim, dim) for _ in range(LAYERS))) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(dim, dim) for _ in range(LAYERS))) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -55,7 +55,7 @@ def _measure_world(world_size: int, label: str, dim: int, libraries: Sequence[Li
 
 
 def _milliseconds(library: Library, dim: int, batch: Tensor, mesh: dist.DeviceMesh) -> float:
-    model = _Chain(dim)
+    model = Chain(dim)
     gc.collect()
     gc.freeze()  # what the others have left behind is not looked through in this one's time
     start = time.process_time()

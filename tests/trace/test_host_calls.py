@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.host import HOST_SHAPES, build_steady_step, count_step_calls
+from benchmarks.host import HOST_SHAPES, build_steady_step, count_calls, count_step_calls
 from benchmarks.libraries import Library, load_library
-from benchmarks.models import PRECISIONS, Shape
+from benchmarks.models import PRECISIONS, Shape, make_vectors
+from benchmarks.wrapping import LAYERS, Chain
 from helpers import fake_world
 
 # (parameters of a block, precision) -> most per group. Counted in November 2026, with every release of torch, plus a
@@ -30,6 +32,8 @@ OPS_PER_GROUP = {
     ("1 parameter", "fp32"): 14,
     ("1 parameter", "bf16/fp32"): 18,
 }
+# The same, of each parameter until the first forward is over.
+START_UP_CALLS = 182
 Count = Callable[[Library | None, Shape, str], int]
 
 
@@ -77,3 +81,20 @@ def test_calls_do_not_depend_on_the_number_of_ranks(precision: str) -> None:
         with fake_world(world_size):
             counts.append(above_plain(count_step_calls, 4, "9 parameters", precision))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("world_size", [8, 512])
+def test_start_up_costs_a_bounded_number_for_each_parameter(world_size: int) -> None:
+    """Of `fully_shard` on blocks of 16 parameters and on what holds them, and of the first forward."""
+    library, dim = load_library("fsdp2"), 16
+    with fake_world(world_size):
+        mesh, batch = init_device_mesh("cpu", (world_size,)), make_vectors(dim)
+
+        def count(blocks: int) -> int:
+            model = Chain(dim, blocks)
+            return count_calls(lambda: library.shard(model, mesh)(batch))
+
+        count(1)  # what is done once in a process
+        few, more, many = count(2), count(4), count(6)
+    assert many - more == more - few, "each block costs the same"
+    assert (more - few) / (2 * 2 * LAYERS) <= START_UP_CALLS
