@@ -1,10 +1,12 @@
-"""Counts the machine instructions of one training step: what times on a shared machine can't tell apart.
+"""Counts the machine instructions of one training step, and of the start: what times on a shared machine can't tell
+apart.
 
-    python -m benchmarks.instructions              needs valgrind; about 4 minutes on two cores
+    python -m benchmarks.instructions              needs valgrind; about 5 minutes on two cores
 
 Steps run under valgrind's callgrind, with ATen's generic kernels (valgrind knows no AVX-512). What is counted, above
 the plain model, repeats to about 1 %, however busy the machine is. Instructions are not time: waiting for memory does
-not count. `bare` is the plain model, `limit` that of the host suite.
+not count. `bare` is the plain model, `limit` that of the host suite. The start is `fully_shard` on 16 blocks of 16
+parameters and on the root, and the first forward; per parameter, N=8: torch's grows with N.
 """
 
 import argparse
@@ -23,16 +25,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .host import HOST_SHAPES, build_steps
-from .libraries import NAMES, load_library
-from .models import PRECISIONS, able
+from .libraries import NAMES, Library, load_library
+from .models import PRECISIONS, able, make_vectors
 from .quiet_group import start_quiet_group
 from .report import Row, describe_machine, format_table
 from .timing import repeat
+from .wrapping import LAYERS, Chain
 
 HERE = Path(__file__).resolve().parent
 WARMUP, STEPS = 4, 3  # at steps 1, 2, 4, 8, ... guards look at more
+START, START_WORLD, START_BLOCKS, START_DIM = "at the start", 8, 16, 16
 # Callgrind counts while this function of the interpreter runs: the operator `@=`, which nothing else uses.
 WATCHED = "PyNumber_InPlaceMatrixMultiply"
 
@@ -60,7 +65,32 @@ def train(precision: str, worlds: Sequence[int], names: Sequence[str]) -> None:
                 watched @= partial(repeat, STEPS, step)
                 print(json.dumps([f"N={world_size} {precision}, {label}", name, STEPS * shape.groups]), flush=True)
         dist.destroy_process_group()
+    if precision == "fp32":
+        watch_starts(watched, libraries)
     os._exit(0)  # taking everything down would take minutes
+
+
+def watch_starts(watched: Watched, libraries: Sequence[Library]) -> None:
+    start_quiet_group(START_WORLD)
+    for name, start in build_starts(libraries).items():
+        for _ in range(WARMUP):
+            start()()
+        call = start()
+        gc.collect()
+        watched @= call
+        print(json.dumps([f"N={START_WORLD} {START}", name, 2 * LAYERS * START_BLOCKS]), flush=True)
+
+
+def build_starts(libraries: Sequence[Library]) -> dict[str, Callable[[], Callable[[], object]]]:
+    """For each library, and the "plain" model: () -> what shards a new model and runs it for the first time."""
+    mesh, batch = dist.init_device_mesh("cpu", (dist.get_world_size(),)), make_vectors(START_DIM)
+
+    def start(shard: Callable[..., nn.Module] | None) -> Callable[[], object]:
+        model = Chain(START_DIM, START_BLOCKS)
+        return lambda: (model if shard is None else shard(model, mesh))(batch)
+
+    shards = {library.name: library.shard for library in libraries}
+    return {name: partial(start, shard) for name, shard in {**shards, "plain": None}.items()}
 
 
 def count(precision: str, worlds: Sequence[int], names: Sequence[str]) -> Iterator[Row]:
@@ -88,8 +118,8 @@ def total(dump: Path) -> int:
 
 def make_row(setting: str, values: Mapping[str, float]) -> Row:
     above = {name: value - values["plain"] for name, value in values.items() if name not in ("plain", "floor")}
-    what = "thousand instructions per group and step"
-    return Row("instructions", what, setting, above, bare=values["plain"], limit=values["floor"])
+    what = "thousand instructions per " + ("parameter" if setting.endswith(START) else "group and step")
+    return Row("instructions", what, setting, above, bare=values["plain"], limit=values.get("floor"))
 
 
 def main() -> None:

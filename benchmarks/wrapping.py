@@ -35,13 +35,18 @@ def measure_init(job: Job, libraries: Sequence[Library]) -> list[Row]:
     """CPU time of `fully_shard` on every block and the root, and of the first forward; the model is there before."""
     rows = []
     for label, dim in list(DIMS.items())[: 1 if job.quick else None]:
-        of_width = [_measure_world(world, label, dim, libraries, 2 if job.quick else 3) for world in job.worlds]
+        of_width = [_measure_world(world, label, dim, libraries, _rounds(world, job.quick)) for world in job.worlds]
         rows += of_width
         if len(of_width) > 1:
             small, large = of_width[0].values, of_width[-1].values
             setting = f"N={job.worlds[-1]} over N={job.worlds[0]}, {label}"
             rows.append(Row("init", "growth", setting, {name: large[name] / small[name] for name in small}, limit=1.0))
     return rows
+
+
+def _rounds(world_size: int, quick: bool) -> int:
+    """Torch takes ten seconds a round among thousands of ranks."""
+    return 2 if quick else 11 if world_size <= 64 else 3
 
 
 def _measure_world(world_size: int, label: str, dim: int, libraries: Sequence[Library], rounds: int) -> Row:

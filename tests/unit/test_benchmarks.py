@@ -22,7 +22,7 @@ from benchmarks.cuda_group import start_wire_group
 from benchmarks.cuda_models import GPTShape, LlamaShape
 from benchmarks.gloo_group import largest_difference
 from benchmarks.host import build_step
-from benchmarks.libraries import PEERS
+from benchmarks.libraries import PEERS, load_library
 from benchmarks.models import Shape, build_sharded
 from benchmarks.overlap import floor_seconds
 from benchmarks.places import UnavailableError, open_throttled_link
@@ -236,6 +236,14 @@ def test_callgrind_counts_what_is_watched(tmp_path: Path) -> None:
     assert calls == [1]
     row = instructions.make_row("N=8", {"fsdp2": 5.0, "torch": 9.0, "plain": 1.0, "floor": 2.0})
     assert (row.values, row.bare, row.limit) == ({"fsdp2": 4.0, "torch": 8.0}, 1.0, 2.0)
+
+
+def test_the_start_is_counted_with_each_library_and_without() -> None:
+    with fake_world(8):
+        starts = instructions.build_starts([load_library("fsdp2")])
+        assert [*starts] == ["fsdp2", "plain"]
+        sharded, plain = (start()() for start in starts.values())
+    assert sharded.shape == plain.shape
 
 
 def test_it_runs_and_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
