@@ -42,10 +42,10 @@ dtensor: Callable[[Tensor, DTensorSpec], DTensor] = partial(new_dtensor, DTensor
 
 # The very local tensor of a DTensor: `to_local()` returns a new view on each call, which has no identity.
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
-# Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
-no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 # How it is distributed, its shape and dtype.
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
+# Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
+no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
 
 def local_if_any(tensor: Tensor) -> Tensor:

@@ -63,3 +63,20 @@ assert not torch.distributed.is_initialized()
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_training_loads_no_compiler() -> None:
+    """To import dynamo takes seconds, and dispatch modes and `torch.compiler.disable` do. So do torch's optimizers."""
+    script = """
+import sys
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+import fsdp2
+model = fsdp2.fully_shard(torch.nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+assert model.weight.grad is not None
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
