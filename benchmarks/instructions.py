@@ -52,7 +52,6 @@ class Watched:
 
 def train(precision: str, worlds: Sequence[int], names: Sequence[str]) -> None:
     """What valgrind watches. Prints a label for each count, in order."""
-    watched = Watched()
     torch.set_num_threads(1)
     gc.disable()
     libraries = able([load_library(name) for name in names], precision)
@@ -61,24 +60,28 @@ def train(precision: str, worlds: Sequence[int], names: Sequence[str]) -> None:
         for label, shape in HOST_SHAPES.items():
             for name, step in build_steps(shape, precision, libraries).items():
                 repeat(WARMUP, step)
-                gc.collect()
-                watched @= partial(repeat, STEPS, step)
-                print(json.dumps([f"N={world_size} {precision}, {label}", name, STEPS * shape.groups]), flush=True)
+                setting = f"N={world_size} {precision}, {label}"
+                watch(partial(repeat, STEPS, step), setting, name, STEPS * shape.groups)
         dist.destroy_process_group()
     if precision == "fp32":
-        watch_starts(watched, libraries)
+        watch_starts(libraries)
     os._exit(0)  # taking everything down would take minutes
 
 
-def watch_starts(watched: Watched, libraries: Sequence[Library]) -> None:
+def watch(call: Callable[[], object], setting: str, name: str, per: int) -> None:
+    """Count `call`, which `name` does in `setting`, `per` so many times."""
+    watched = Watched()
+    gc.collect()
+    watched @= call
+    print(json.dumps([setting, name, per]), flush=True)
+
+
+def watch_starts(libraries: Sequence[Library]) -> None:
     start_quiet_group(START_WORLD)
     for name, start in build_starts(libraries).items():
         for _ in range(WARMUP):
             start()()
-        call = start()
-        gc.collect()
-        watched @= call
-        print(json.dumps([f"N={START_WORLD} {START}", name, 2 * LAYERS * START_BLOCKS]), flush=True)
+        watch(start(), f"N={START_WORLD} {START}", name, 2 * LAYERS * START_BLOCKS)
 
 
 def build_starts(libraries: Sequence[Library]) -> dict[str, Callable[[], Callable[[], object]]]:

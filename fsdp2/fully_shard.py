@@ -19,7 +19,7 @@ from .param_group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .sharded_class import sharded_class
 from .sharding_plan import Arguments, Plan, Share, plan_parameter, share_out
-from .state import FSDPState, modules_below, state_of, states_among
+from .state import FSDPState, modules_below, names_below, state_of, states_among
 from .torch_compat import Memory
 from .units import attach, find_units
 
@@ -176,7 +176,7 @@ def _check(given: Arguments) -> Arguments:
 
 
 def _collect(roots: list[nn.Module], ignored: Collection[nn.Parameter]) -> _Found:
-    below = {module: name for root in roots for module, name in modules_below(root).items()}
+    below = names_below(roots)
     inside = list(states_among(below))
     managed = _managed_modules(roots) if inside or len(roots) > 1 else below
     slots = _collect_slots(managed, ignored)

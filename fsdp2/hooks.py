@@ -24,7 +24,7 @@ from .context import Context
 from .corrections.all_of_them import correct_torch
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .saved_tensors import make_way_where_disabled
-from .state import STATE, FSDPState, hide_full, modules_below, show_full, states_among, states_of
+from .state import STATE, FSDPState, hide_full, names_below, show_full, states_among, states_of
 from .transforms import outside_transforms, run_outside
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 
@@ -73,7 +73,7 @@ def after_copy(module: nn.Module) -> FSDPState | None:
         return None  # a list of modules shares the state, which comes with the first of them
     states = list(states_of(module))
     settings, *_ = [state.wake() for state in states]
-    names = {each: name for outer in states[0].modules for each, name in modules_below(outer).items()}
+    names = names_below(states[0].modules)
     context = _start(states, states_among(names), names)
     if settings is not None:
         context.take_settings(**settings)

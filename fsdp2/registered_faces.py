@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from . import dtensor_compat, torch_compat
 from .param import FSDPParam
@@ -25,9 +25,8 @@ class RegisteredFaces:
         # What to write where, to register the sharded parameters and the full ones.
         self._dict_slots: tuple[list[Any], list[Any]] = ([], [])
         self._setattr_slots: tuple[list[Any], list[Any]] = ([], [])
-        # Where the sharded ones were registered, and over which local tensors.
-        self._watched: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
-        self._columns: tuple[tuple[Any, ...], ...] = ((),) * 4
+        # In which dicts of modules, under which names, the sharded ones were registered, and over which local tensors.
+        self._watched: tuple[tuple[Any, ...], ...] = ((),) * 4
         # Forward pre-hooks of the modules that others gather for, and the one that is among them while these don't.
         self._call_hooks: list[dict[Any, Any]] = []
         self._on_sharded_call: Callable[..., None] | None = None
@@ -89,15 +88,15 @@ class RegisteredFaces:
 
     def watch(self, params: Sequence[FSDPParam]) -> None:
         """Remember what is registered where, to notice what is put there instead."""
-        self._watched = [
+        rows = [
             (slot.module._parameters, slot.name, param.sharded, param.local) for param in params for slot in param.slots
         ]
-        self._columns = tuple(zip(*self._watched, strict=True)) or ((),) * 4
+        self._watched = tuple(zip(*rows, strict=True)) or ((),) * 4
 
     def is_replaced(self) -> bool:
         """Whether a sharded parameter that should be registered is not, or has another local tensor."""
         # No loop: it takes twice as long, in every gather.
-        slots, names, sharded, locals_ = self._columns
+        slots, names, sharded, locals_ = self._watched
         are_registered = all(map(is_, map(dict.get, slots, names), sharded))
         return not (are_registered and all(map(is_, map(dtensor_compat.local_of, sharded), locals_)))
 
@@ -106,7 +105,7 @@ class RegisteredFaces:
         local_of = dtensor_compat.local_of
         gone = {
             id(sharded)
-            for slots, name, sharded, local in self._watched
+            for slots, name, sharded, local in zip(*self._watched, strict=True)
             if slots.get(name) is not sharded or local_of(sharded) is not local
         }
         return [param for param in params if id(param.sharded) in gone]

@@ -160,7 +160,7 @@ class FSDPState(TorchState):
         device = self.group.mesh.device
         found = buffers_on_meta(_own_modules(self.modules))
         if found and device.type != "meta":
-            below = {module: name for root in self.context.root.modules for module, name in modules_below(root).items()}
+            below = names_below(self.context.root.modules)
             names = [f"{fqn(below[module], name)} on meta" for module, name in found]
             raise RuntimeError(
                 f"expected buffers on {device}, got {', '.join(names)}. Materialise the model before its first "
@@ -265,6 +265,11 @@ def modules_below(root: nn.Module, name: str = "", and_sharded: bool = True) -> 
                 if child is not None:
                     waiting.append((child, prefix + own))
     return names
+
+
+def names_below(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """`modules_below` each of `roots`, whose own names are empty."""
+    return {module: name for root in roots for module, name in modules_below(root).items()}
 
 
 def _own_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, None]:

@@ -18,7 +18,7 @@ from ..dtensor_compat import local_if_any
 from ..headers import Label
 from ..mesh import DataMesh
 from ..small_collectives import all_reduce_over
-from ..state import modules_below, some_of
+from ..state import names_below, some_of
 
 _NAMES = ("running_mean", "running_var")
 
@@ -57,7 +57,7 @@ class RunningStats:
     @cached_property
     def _found(self) -> dict[nn.Module, str]:
         """With their names."""
-        return {each: name for outer in self._modules for each, name in modules_below(outer).items() if _has_own(each)}
+        return {each: name for each, name in names_below(self._modules).items() if _has_own(each)}
 
     def _find_training(self) -> list[nn.Module]:
         return [module for module in self._found if module.training]
