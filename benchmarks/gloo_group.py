@@ -4,12 +4,14 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .gloo_threads import DEFAULT, read_policies, set_policies
 from .jobs import Job
 from .libraries import Library
 from .meters import WireMeter
@@ -42,16 +44,16 @@ def measure_gloo(job: Job, libraries: Sequence[Library]) -> list[Row]:
 def _measure_workload(
     job: Job, setting: str, shape: Shape, precision: str, libraries: Sequence[Library]
 ) -> Iterator[Row]:
-    mesh = dist.init_device_mesh("cpu", (2,))
     batch = make_batch(shape, precision, seed=1 + dist.get_rank())
-    models = {library.name: build_sharded(shape, precision, library, mesh) for library in libraries}
+    built = {library.name: _build(shape, precision, library, batch) for library in libraries}
+    models = {name: model for name, (model, _) in built.items()}
     differences = _compare_gradients(models, batch, precision)
     count_bytes = _count_interface if job.megabits else _count_wire
     model_bytes = shape.numel * PRECISIONS[precision][0].itemsize
     wire = {name: count_bytes(model, batch) / model_bytes for name, model in models.items()}
-    models["plain"] = build_plain(shape, precision)
-    calls = {name: partial(run_step, model, batch) for name, model in models.items()}
-    times = interleave(calls, rounds=3 if job.quick else 10, warmup=1, measure=_time_step)
+    turns = {name: _Turn(partial(run_step, model, batch), policies) for name, (model, policies) in built.items()}
+    turns["plain"] = _Turn(partial(run_step, build_plain(shape, precision), batch), {})
+    times = interleave(turns, rounds=3 if job.quick else 10, warmup=1, measure=_time_step)
     bare = statistics.median(times.pop("plain"))
     wire_limit = _wire_limit(shape, precision)
     on_link = wire_limit * model_bytes * 8 / (job.megabits * 1e3) if job.megabits else 0.0
@@ -59,6 +61,15 @@ def _measure_workload(
     yield Row(job.suite, "wire, in units of P", setting, wire, limit=wire_limit)
     quantity = f"largest gradient difference to {libraries[0].name}, relative"
     yield Row(job.suite, quantity, setting, differences, limit=0.0)
+
+
+def _build(shape: Shape, precision: str, library: Library, batch: Tensor) -> tuple[nn.Module, dict[int, int]]:
+    """A model that has taken a step, on a process group of its own; and how gloo's threads are scheduled since."""
+    mesh = dist.DeviceMesh.from_group(dist.new_group(), "cpu")
+    set_policies(dict.fromkeys(read_policies(), DEFAULT))
+    model = build_sharded(shape, precision, library, mesh)
+    run_step(model, batch)
+    return model, read_policies()
 
 
 def _wire_limit(shape: Shape, precision: str) -> float:
@@ -111,11 +122,23 @@ def _sent_by_all() -> int:
     return sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])
 
 
-def _time_step(call: Call) -> float:
+@dataclass(frozen=True)
+class _Turn:
+    """A step of one library, which finds gloo's threads as that library alone would have them."""
+
+    step: Call
+    policies: Mapping[int, int]
+
+    def __call__(self) -> None:
+        self.step()
+
+
+def _time_step(turn: _Turn) -> float:
     """Milliseconds of wall time of the slower rank. Every rank must call this."""
+    set_policies(turn.policies)
     dist.barrier()
     start = time.perf_counter()
-    call()
+    turn()
     elapsed = torch.tensor((time.perf_counter() - start) * 1e3)
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
     return float(elapsed)

@@ -2,7 +2,7 @@
 same.
 
     python -m benchmarks host --libraries fsdp2 unguarded
-    python -m benchmarks gloo --libraries fsdp2 no-headers meeting
+    python -m benchmarks gloo --libraries fsdp2 no-headers interrupted meeting
     python -m benchmarks.instructions --libraries fsdp2 unguarded no-written no-replaced no-saved no-calls
 """
 
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+
+from .gloo_threads import DEFAULT, read_policies, set_policies
 
 
 def drop_written(model: nn.Module) -> None:
@@ -52,6 +54,11 @@ def drop_headers(model: nn.Module) -> None:
         group._comm = reduction.shards = group._plain_comm = _headerless(group._plain_comm)
 
 
+def interrupt_senders(model: nn.Module) -> None:
+    """On gloo: its threads take the core of whoever sends, as they do by default."""
+    set_policies(dict.fromkeys(read_policies(), DEFAULT))
+
+
 def add_meetings(model: nn.Module) -> None:
     """The last block may be left out: before each gather and reduction of any, ranks meet."""
     (state,) = _states(model.blocks[-1])
@@ -66,6 +73,7 @@ GUARDS: dict[str, tuple[Callable[[nn.Module], None], ...]] = {
     "no-saved": (drop_saved,),
     "no-calls": (drop_calls,),
     "no-headers": (drop_headers,),
+    "interrupted": (interrupt_senders,),
     "meeting": (add_meetings,),
 }
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import torch_compat
+from .gloo_threads import let_callers_finish
 from .headers import GOODBYE, HEADER_NBYTES, REDUCING, SUMMING, Conversation, Exchange, Label, differ
 from .work import AllWork, DividedWork, SumWork, Work
 
@@ -134,7 +135,10 @@ class PairwiseComm:
 
     def __init__(self, group: dist.ProcessGroup, label: Label | None = None) -> None:
         self.group, self.rank, self.size, self.label = group, group.rank(), group.size(), label or Label()
-        self._conversation = _conversations.setdefault(group, Conversation(group))
+        if group not in _conversations:
+            _conversations[group] = Conversation(group)
+            let_callers_finish()
+        self._conversation = _conversations[group]
         self.label.comms.add(self)
         self._conversation.labels.add(self.label)
         # Of a message whose sender may be out of step: one that is longer than expected would end the process.

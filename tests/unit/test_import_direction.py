@@ -97,6 +97,7 @@ ORDER = (
     "corrections.partial_results",
     "corrections.foreach_operations",
     "comm",
+    "gloo_threads",
     "headers",
     "work",
     "streams",
