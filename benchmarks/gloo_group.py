@@ -25,6 +25,8 @@ WORKLOADS = {
     # Six blocks of 8 MiB (fp32) and next to no compute, as at a small batch on a slow link.
     "communication-heavy": Shape(blocks=6, dim=512, hidden=704, tokens=8),
     "compute-heavy": Shape(blocks=4, dim=256, hidden=512, tokens=256),
+    # What a library is tried on first: all is latency.
+    "small": Shape(blocks=6, dim=64, hidden=88, tokens=8),
 }
 # All libraries run the same arithmetic; only the order of a sum of two ranks' gradients may differ.
 TOLERANCE = {"fp32": 1e-6, "bf16/fp32": 1e-2}
