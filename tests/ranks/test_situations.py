@@ -1,12 +1,13 @@
 """Each situation of situations.py ends as its line says: EXACT, or LOUD with the right message."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
 from outcomes import CRYPTIC, EXACT, HANG, LOUD, SILENT, Options, Program, Side, Situation, merged, outcome_of, run_on
@@ -34,8 +35,14 @@ def test_each_ends_well(ranks: int) -> None:
     assert not found, "\n".join(found)
 
 
+@functools.cache
+def mesh_of_replicas() -> DeviceMesh:
+    """One of each rank: every process group has a thread, which wakes a hundred times a second."""
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+
 def replicas() -> dict[str, Any]:
-    return {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))}
+    return {"mesh": mesh_of_replicas()}
 
 
 VARIANTS: dict[str, Options] = {
