@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -27,6 +28,7 @@ from .streams import GroupStreams
 from .waiting_gradients import WaitingGradients
 
 _KEY = "fsdp2"
+_NOTHING = nullcontext()
 
 
 def _do_nothing() -> None:
@@ -252,7 +254,7 @@ class GroupGradients:
             for i, (flat, offset) in shards.items():
                 self.waiting.keep_partial(i, flat.as_strided((self._specs[i].shard_numel,), (1,), offset))
             return
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # to disable it takes as long as two operations
             with dtensor_compat.no_torch_function():
                 is_hooked = torch_compat.have_gradient_hooks([self._params[i].sharded for i in shards])
                 if not is_hooked:
@@ -272,7 +274,7 @@ class GroupGradients:
 
     def _take(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """The full gradients of those that have one, with what waited for them; nobody else holds them then."""
-        taken, indices = {}, tuple(indices)
+        taken, indices, may_have_graph = {}, tuple(indices), torch.is_grad_enabled()
         with dtensor_compat.no_torch_function():
             frozen = [i for i in indices if not self._params[i].sharded.requires_grad]
         for i in indices:
@@ -282,7 +284,7 @@ class GroupGradients:
                 param.full.grad = None
                 if i in frozen:
                     continue  # since the forward
-                if gradient.requires_grad:
+                if may_have_graph and gradient.requires_grad:
                     gradient = _without_graph(gradient)
                 if gradient.layout is not torch.strided:
                     raise NotImplementedError(f"{param.name}: sparse gradients are not supported. Use sparse=False.")

@@ -139,7 +139,8 @@ class PendingReduce:
             return self._output
         if self._reduction.hook is not None:
             self._reduction.hook(self._output)
-        return self._output.to(self._layout.storage_dtype)
+        output, dtype = self._output, self._layout.storage_dtype
+        return output if output.dtype == dtype else output.to(dtype)
 
     def abandon(self) -> None:
         """Wait until the buffers are no longer in use, and give them up."""
