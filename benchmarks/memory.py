@@ -15,6 +15,7 @@ from .models import (
     PRECISIONS,
     Shape,
     able,
+    build_plain,
     build_sharded,
     compute_loss,
     make_batch,
@@ -23,6 +24,8 @@ from .models import (
 from .pictures import draw_curves
 from .quiet_group import start_fake_group
 from .report import Row
+
+FORWARD_PEAK = "forward peak, groups"  # of the plain model: its activations
 
 
 def measure_memory(job: Job, libraries: Sequence[Library]) -> list[Row]:
@@ -47,21 +50,24 @@ def _peak_rows(precision: str, world_size: int, libraries: Sequence[Library], me
     for label, shape in (("equal blocks", BYTES_SHAPE), ("heavy root", HEAVY_ROOT_SHAPE)):
         peaks = {each.name: _measure_peaks(shape, precision, each, mesh) for each in able(libraries, precision)}
         limits = _peak_limits(precision, world_size) if shape is BYTES_SHAPE else {}
+        activations = {FORWARD_PEAK: _measure_peaks(shape, precision, None, mesh)[FORWARD_PEAK]}
         for what in next(iter(peaks.values()), {}):
             values = {name: peak[what] for name, peak in peaks.items()}
             setting = f"N={world_size} {precision}, {label}"
-            rows.append(Row("memory", what, setting, values, limit=limits.get(what)))
+            rows.append(Row("memory", what, setting, values, bare=activations.get(what), limit=limits.get(what)))
     return rows
 
 
-def _measure_peaks(shape: Shape, precision: str, library: Library, mesh: DeviceMesh) -> dict[str, float]:
-    """Peaks above resting in unsharded blocks; resting bytes (no gradients) in fp32 parameter shards."""
+def _measure_peaks(shape: Shape, precision: str, library: Library | None, mesh: DeviceMesh) -> dict[str, float]:
+    """Peaks above resting in unsharded blocks; resting bytes (no gradients) in fp32 parameter shards. No library: those
+    of the plain model.
+    """
     meter = record_step(shape, precision, library, mesh)
     group_bytes = shape.block_numel * PRECISIONS[precision][0].itemsize
     shard_bytes = shape.numel * 4 / dist.get_world_size()
     resting = meter.allocated_before("step")
     return {
-        "forward peak, groups": (meter.peak_during("forward") - resting) / group_bytes,
+        FORWARD_PEAK: (meter.peak_during("forward") - resting) / group_bytes,
         "step peak, groups": (meter.peak_during("step") - resting) / group_bytes,
         "after fully_shard, parameter shards": meter.allocated_before("first step") / shard_bytes,
         "resting, parameter shards": resting / shard_bytes,
@@ -69,10 +75,13 @@ def _measure_peaks(shape: Shape, precision: str, library: Library, mesh: DeviceM
     }
 
 
-def record_step(shape: Shape, precision: str, library: Library, mesh: DeviceMesh) -> AllocationMeter:
-    """Regions "first step", and of a step in steady state, "step" and, in it, "forward"."""
+def record_step(shape: Shape, precision: str, library: Library | None, mesh: DeviceMesh) -> AllocationMeter:
+    """Regions "first step", and of a step in steady state, "step" and, in it, "forward"; without a library, of the
+    plain model.
+    """
     with AllocationMeter() as meter:
-        model, batch = build_sharded(shape, precision, library, mesh), make_batch(shape, precision)
+        model = build_sharded(shape, precision, library, mesh) if library else build_plain(shape, precision)
+        batch = make_batch(shape, precision)
         with meter.region("first step"):
             run_step(model, batch)
         run_step(model, batch)
@@ -96,7 +105,7 @@ def _peak_limits(precision: str, world_size: int) -> dict[str, float]:
     compute, reduce = (dtype.itemsize for dtype in PRECISIONS[precision])
     in_flight = 2 / 4 if compute == reduce else (compute / 4 + reduce * 3 / 8) / compute
     return {
-        "forward peak, groups": 2.0,
+        FORWARD_PEAK: 2.0,
         "step peak, groups": 2.0 + in_flight + (BYTES_SHAPE.blocks - 2) * 4 / compute / world_size,
         "after fully_shard, parameter shards": 1.0,
         "resting, parameter shards": 1.0,
