@@ -9,10 +9,12 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..dtensor_compat import (
     call_unhandled,
+    dtensor,
+    dtensor_spec,
     handle_operations,
     local_of,
     parts_of,
@@ -84,11 +86,14 @@ def _join_parts(tensors: Sequence[DTensor], axis: int) -> Sequence[DTensor]:
     if len({placements[axis] for placements, *_ in alike}) == 1:
         return tensors
     joined = list(tensors)
-    for (placements, *_), places in alike.items():
+    for (placements, shape, dtype), places in alike.items():
         if placements[axis].is_partial():
             wholes = without_parts(cast(DTensor, torch.stack([tensors[i] for i in places])), axis)
-            for i, whole in zip(places, wholes, strict=True):
-                joined[i] = cast(DTensor, whole)
+            replicated = (*placements[:axis], Replicate(), *placements[axis + 1 :])
+            spec = dtensor_spec(wholes.device_mesh, replicated, tuple(shape), dtype)
+            # Not `wholes.unbind()`: torch 2.15 has no rule for what is still parts of a norm along another axis.
+            for i, local in zip(places, local_of(wholes).unbind(), strict=True):
+                joined[i] = dtensor(local, spec)
     return joined
 
 
