@@ -44,6 +44,7 @@ _IN_PLACE = (_aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
 _ACCUMULATE = (
     *(_aten.add_.Tensor, _aten.copy_.default, _aten.lerp_.Scalar),
     *(_aten.addcmul_.default, _aten.addcdiv_.default),
+    *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
 )
 _COLLECTIVES = (
     *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
@@ -89,6 +90,7 @@ def compute_like_plain_tensors() -> None:
     operate_on_lists()
     use_whole_results()
     handle_operations([_aten.index_put_.default], _put)
+    handle_operations([_aten.index_fill_.int_Scalar], _fill_places)
     handle_operations(_IN_PLACE, _write)
     handle_operations(_ACCUMULATE, _accumulate)
     handle_operations(_NEW, _new)
@@ -173,8 +175,17 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, indices, value, *_ = args
     is_number = len(indices) == 1 and not isinstance(value, DTensor) and not value.dim()
     if not is_number or not (_is_mask_of(target, indices[0]) or _is_mask_of_scalar(target, indices[0])):
-        return call_unhandled(op, args, kwargs)
-    op(local_of(target), [local_if_any(indices[0])], *args[2:], **kwargs)
+        return write_in_place(op, args, kwargs)
+    op(local_of(target), [_local_like(target, indices[0])], *args[2:], **kwargs)
+    return target
+
+
+def _fill_places(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`target[mask] = number` of a target without dims, in torch 2.15; there that of any other is `masked_fill_`."""
+    target, dim, places, number = args
+    if not _is_mask_of_scalar(target, places):
+        return write_in_place(op, args, kwargs)
+    op(local_of(target), dim, places, number)
     return target
 
 
@@ -210,11 +221,14 @@ def _accumulate(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     may_torch = not (_may_be_empty(target) or is_strided(target))
     if is_alike or may_torch or any(each.shape != target.shape for each in others):
         return write_in_place(op, args, kwargs)
-    op(local_of(target), *(_local_like(target, each) if isinstance(each, DTensor) else each for each in rest), **kwargs)
+    op(local_of(target), *(_local_like(target, each) for each in rest), **kwargs)
     return target
 
 
-def _local_like(target: DTensor, tensor: DTensor) -> Tensor:
+def _local_like(target: DTensor, tensor: Any) -> Any:
+    """What this rank has of `tensor` if that is distributed as `target` is; what is no DTensor is the same on all."""
+    if not isinstance(tensor, DTensor) or tensor.placements == target.placements:
+        return local_if_any(tensor)
     return local_of(cut(whole_of(tensor), target.device_mesh, target.placements))
 
 
@@ -237,11 +251,11 @@ def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_mask_of(target: Any, mask: Any) -> bool:
-    """Whether both are distributed alike, and hold elements, not parts of sums."""
+    """Whether it has a truth for each element of `target`, of which ranks hold elements, not parts of sums."""
     if not (isinstance(target, DTensor) and isinstance(mask, DTensor)) or mask.dtype != torch.bool:
         return False
-    is_alike = (target.shape, target.placements, target.device_mesh) == (mask.shape, mask.placements, mask.device_mesh)
-    return is_alike and not any(each.is_partial() for each in target.placements)
+    is_like = (target.shape, target.device_mesh) == (mask.shape, mask.device_mesh)
+    return is_like and not any(each.is_partial() for each in target.placements)
 
 
 def _is_mask_of_scalar(target: Any, places: Any) -> bool:
