@@ -53,6 +53,23 @@ def local_if_any(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def is_masked(tensor: DTensor) -> bool:
+    """Whether ranks have parts of rows that an embedding has looked up: torch counts those who will add them."""
+    return any(hasattr(each, "mask_buffer") for each in spec_of(tensor).placements)
+
+
+def has_numbers_for_all(tensor: DTensor) -> bool:
+    """Whether each rank has a number for each element: it, or a part of it."""
+    placements = spec_of(tensor).placements
+    return all(each.is_replicate() or each.is_partial() for each in placements) and not is_masked(tensor)
+
+
+def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
+    """`local`, of any shape and strides, distributed as `like`, of which each rank has numbers for all."""
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    return dtensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta))
+
+
 def distributed_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Parameter:
     """A parameter whose local tensor is `local` itself. `nn.Parameter` detaches, which a DTensor dispatches as an
     operation: half the time of a `fully_shard` call.

@@ -23,13 +23,17 @@ from ..tree import map_tensors, tensors_in
 from .local_copies import LocalCopy, memory_of, version_of
 
 _aten = torch.ops.aten
-# Views that torch gathers for. All others are in the memory of what they are views of.
+# Views that torch gathers for: the last, from 2.15 on, of fewer rows than ranks. All others are in the memory of what
+# they are views of.
 _VIEWS = (
     _aten.select.int,
     _aten.slice.Tensor,
     _aten.split.Tensor,
     _aten.split_with_sizes.default,
     _aten.diagonal.default,
+    _aten.as_strided.default,
+    _aten.unbind.int,
+    _aten.t.default,
 )
 View = Callable[[Tensor], Tensor]
 
@@ -41,6 +45,7 @@ def write_through_parts() -> None:
     """
     dtensor_compat.handle_operations(_VIEWS, _take_part)
     dtensor_compat.handle_operations([_aten.view.default], _reshape)
+    dtensor_compat.handle_operations([_aten.detach.default, _aten.alias.default], _share)
     dtensor_compat.handle_operations([_aten.fill_.Tensor], _fill)
 
 
@@ -116,15 +121,34 @@ class Part(DTensor):
 
 
 def _take_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result, base = dtensor_compat.call_unhandled(op, args, kwargs), args[0]
+    base = args[0]
+    if dtensor_compat.has_numbers_for_all(base):
+        return _take_alike(op, args, kwargs)
+    result = dtensor_compat.call_unhandled(op, args, kwargs)
     return _as_parts(result, base, op, args, kwargs) if _has_parts(base) else result
 
 
+def _take_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views of each rank's memory, where ranks have all elements, or parts of each. From 2.15 on torch would bring
+    parts of norms and products together, in other memory.
+    """
+    views = op(local_of(args[0]), *args[1:], **kwargs)
+    return map_tensors(views, partial(dtensor_compat.dtensor_like, args[0]))
+
+
+def _share(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same for `detach()`, of any DTensor, for torch takes longer."""
+    if dtensor_compat.is_masked(args[0]):
+        return dtensor_compat.call_unhandled(op, args, kwargs)
+    return dtensor_compat.dtensor(op(local_of(args[0])), spec_of(args[0]))
+
+
 def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`p.view(-1)`: the rows of all ranks are no shards of it, unless each has as many. Torch refuses to."""
+    """`p.view(-1)`: the rows of all ranks are no shards of it, unless each has as many. Torch refuses to, or copies."""
     base = args[0]
     try:
-        return dtensor_compat.call_unhandled(op, args, kwargs)
+        result = dtensor_compat.call_unhandled(op, args, kwargs)
+        return _as_parts(result, base, op, args, kwargs) if _has_parts(base) else result
     except RuntimeError:  # of planning: on every rank
         if not _has_parts(base) or any(each.is_partial() for each in base.placements):
             raise
@@ -162,11 +186,11 @@ def _item(view: Callable[[Tensor], Sequence[Tensor]], i: int, whole: Tensor) -> 
 
 def _is_copied(base: DTensor, result: DTensor) -> bool:
     """Of the specs alone, which all ranks have in common: memory may be the same on one that holds nothing of it."""
-    return isinstance(base, Part) or _count_shards(result) < _count_shards(base)
+    return isinstance(base, Part) or _count_distributed(result) < _count_distributed(base)
 
 
-def _count_shards(tensor: DTensor) -> int:
-    return sum(not (each.is_replicate() or each.is_partial()) for each in spec_of(tensor).placements)
+def _count_distributed(tensor: DTensor) -> int:
+    return sum(not each.is_replicate() for each in spec_of(tensor).placements)
 
 
 @cache

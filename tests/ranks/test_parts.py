@@ -1,6 +1,7 @@
 """Parts of DTensors, read and written to, beside the same of plain tensors; of sharded parameters: test_situations."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import dtensor_compat, fully_shard
+from fsdp2.corrections.dtensor_operations import compute_like_plain_tensors
 from fsdp2.corrections.parts import Part, write_through_parts
 from helpers import assert_same, run_ranks
 
@@ -106,6 +108,64 @@ def test_what_is_written_to_a_part_is_written(world_size: int) -> None:
             assert own.to_local().data_ptr() == local
             counts = name != "of .data" and (name != "lists" or placement == Shard(0))
             assert own._version > version or not counts, name
+
+    run_ranks(world_size, body)
+
+
+# Views of what ranks have parts of: norms of columns, sums of them.
+VIEWS_OF_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "detach": lambda numbers: numbers.detach(),
+    "the first": lambda numbers: numbers[..., 0],
+    "the others": lambda numbers: numbers[..., 1:],
+    "split": lambda numbers: numbers.split(2, -1)[1],
+    "unbound": lambda numbers: numbers.unbind(-1)[2],
+    "t": lambda numbers: numbers.t(),
+    "a column": lambda numbers: numbers.unsqueeze(-1)[1:],
+    "diagonal": lambda numbers: numbers.expand(1, -1).diagonal(),
+}
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "norms": lambda t: t.norm(dim=0),
+    "sums": lambda t: t.sum(0),
+    "largest": lambda t: t.amax(0),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_is_written_to_a_view_of_parts_of_numbers_is_written(world_size: int) -> None:
+    """As torch writes it up to 2.13; then it has copies of parts of norms."""
+
+    def body(rank: int, _: int) -> None:
+        write_through_parts()
+        compute_like_plain_tensors()
+        meshes = [(init_device_mesh("cpu", (world_size,)), [Shard(0)])]
+        if world_size == 4:
+            meshes.append((init_device_mesh("cpu", (2, 2)), [Shard(0), Replicate()]))
+        for mesh, placements in meshes:
+            for (name, compute), (kind, view) in itertools.product(NUMBERS.items(), VIEWS_OF_NUMBERS.items()):
+                own = compute(distribute_tensor(PLAIN, mesh, placements, src_data_rank=None))
+                plain = compute(PLAIN)
+                for numbers in (own, plain):
+                    view(numbers).mul_(2)
+                    view(numbers)[...] = view(numbers) + 7.0
+                assert_same(own.full_tensor(), plain, 1e-12, 1e-12, f"{kind} of {name}, {placements}")
+
+    run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_written_to_a_view_of_few_rows_is_written(world_size: int) -> None:
+    """Torch 2.15 gathers to transpose what some ranks hold nothing of; any does for a view that rows don't fit."""
+
+    def body(rank: int, _: int) -> None:
+        write_through_parts()
+        mesh = init_device_mesh("cpu", (world_size,))
+        for view in (torch.t, lambda t: t.view(t.shape[1], t.shape[0]), lambda t: t.view(-1)):
+            for dim, shape in enumerate([(2, 3), (3, 2)]):
+                plain = torch.arange(6.0).reshape(shape)
+                own = distribute_tensor(plain.clone(), mesh, [Shard(dim)], src_data_rank=None)
+                for tensor in (own, plain):
+                    view(tensor).mul_(2).add_(1)
+                assert_same(own.full_tensor(), plain, 0, 0, f"dim {dim}")
 
     run_ranks(world_size, body)
 
