@@ -23,9 +23,11 @@ from ..dtensor_compat import (
     is_strided,
     local_if_any,
     local_of,
+    parts_of,
     refuse_plain_target,
     spec_of,
     whole_of,
+    without_parts,
 )
 from ..tree import map_tensors, tensors_in
 from .foreach_operations import operate_on_lists, specs_of
@@ -136,6 +138,9 @@ def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _extreme_of_one(op: Any, target: Any, given: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
     """`given`: the target, or a list of it."""
+    if op in _NORMS and parts_of(target):  # torch would take those of the ranks' largest, without their signs
+        target = without_parts(target)
+        given = [target] if isinstance(given, list) else target
     needs_all = isinstance(target, DTensor) and (_may_be_empty(target) or (op in _PLACES and not FINDS_PLACES))
     if not needs_all:
         return call_unhandled(op, (given, *rest), kwargs)

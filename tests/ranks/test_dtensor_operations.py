@@ -252,6 +252,8 @@ OF_PARTS: dict[str, Callable[[Any], Tensor]] = {
     "sum of norms": lambda t: t.norm(dim=0).sum(),
     "and of some": lambda t: t.norm(dim=0, keepdim=True)[:, :1].sum(),
     "sum of stacked norms": lambda t: torch.stack([t.norm(), t.square().norm()]).sum(),
+    "largest of maxima, without signs": lambda t: torch.linalg.vector_norm(t.amax(0), float("inf")),
+    "and in lists": lambda t: torch._foreach_norm([t.amax(0), t.amin(0)], float("inf"))[0],
     "stacked with norms": lambda t: torch.stack([t.mean(), t.norm(), t.max(), t.sum()]),
     "joined with norms": lambda t: torch.cat([t.mean().view(1), t.norm(dim=1), t.norm(3, dim=0)]),
     "sum filled": lambda t: t.sum().fill_(2.0),
