@@ -232,8 +232,10 @@ def _accumulate(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _local_like(target: DTensor, tensor: Any) -> Any:
     """What this rank has of `tensor` if that is distributed as `target` is; what is no DTensor is the same on all."""
-    if not isinstance(tensor, DTensor) or tensor.placements == target.placements:
-        return local_if_any(tensor)
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if (tensor.placements, tensor.device_mesh) == (target.placements, target.device_mesh):
+        return local_of(tensor)
     return local_of(cut(whole_of(tensor), target.device_mesh, target.placements))
 
 
