@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -233,6 +233,23 @@ def test_extremes_where_some_ranks_hold_nothing(world_size: int) -> None:
         assert_same(weight.grad.full_tensor(), torch.tensor([[0.0, -1.0]]), 0, 0, "gradient of a maximum")
 
     run_ranks(world_size, body)
+
+
+def test_an_operand_on_another_mesh_is_brought_to_the_targets() -> None:
+    """Though its placements are the same: ranks 1 and 2 have changed places, and hold other rows of it."""
+
+    def body(rank: int, _: int) -> None:
+        compute_like_plain_tensors()
+        mesh, other = (DeviceMesh("cpu", ranks) for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+        plain = torch.tensor([[2.0, 3.0, 5.0]])
+        own, replicated = (
+            distribute_tensor(plain, mesh, [kind, Replicate()], src_data_rank=None) for kind in (Shard(0), Replicate())
+        )
+        elsewhere = distribute_tensor(plain * 7, other, [Shard(0), Replicate()], src_data_rank=None)
+        own.addcmul_(elsewhere, replicated)
+        assert_same(own.full_tensor(), plain + plain * 7 * plain, 0, 0, "what was written")
+
+    run_ranks(4, body)
 
 
 def put_where(numbers: Any, mask: Callable[[Any], Any]) -> Any:
