@@ -37,24 +37,18 @@ def measure_gloo(job: Job, libraries: Sequence[Library]) -> list[Row]:
     dist.init_process_group("gloo", store=dist.FileStore(job.store, 2), rank=job.rank, world_size=2)
     rows = []
     for workload, shape in WORKLOADS.items():
-        for precision, wire_dtype in [*((name, None) for name in PRECISIONS), ("bf16/fp32", torch.bfloat16)]:
-            setting = f"{workload} {precision}" + (", bf16 wire" if wire_dtype else "")
-            rows += _measure_workload(job, setting, shape, precision, wire_dtype, able(libraries, precision))
+        for precision in PRECISIONS:
+            setting = f"{workload} {precision}"
+            rows += _measure_workload(job, setting, shape, precision, able(libraries, precision))
     dist.destroy_process_group()
     return rows
 
 
 def _measure_workload(
-    job: Job,
-    setting: str,
-    shape: Shape,
-    precision: str,
-    wire_dtype: torch.dtype | None,
-    libraries: Sequence[Library],
+    job: Job, setting: str, shape: Shape, precision: str, libraries: Sequence[Library]
 ) -> Iterator[Row]:
-    """`wire_dtype`: gradients travel in it, where the library can send them so."""
     batch = make_batch(shape, precision, seed=1 + dist.get_rank())
-    built = {library.name: _build(shape, precision, wire_dtype, library, batch) for library in libraries}
+    built = {library.name: _build(shape, precision, library, batch) for library in libraries}
     models = {name: model for name, (model, _) in built.items()}
     differences = _compare_gradients(models, batch, precision)
     count_bytes = _count_interface if job.megabits else _count_wire
@@ -64,7 +58,7 @@ def _measure_workload(
     turns["plain"] = _Turn(partial(run_step, build_plain(shape, precision), batch), {})
     times = interleave(turns, rounds=3 if job.quick else 20, warmup=1, measure=_time_step)
     bare = statistics.median(times.pop("plain"))
-    wire_limit = _wire_limit(shape, precision, wire_dtype)
+    wire_limit = _wire_limit(shape)
     on_link = wire_limit * model_bytes * 8 / (job.megabits * 1e3) if job.megabits else 0.0
     yield timed_row(job.suite, "step ms", setting, times, bare, limit=max(bare, on_link))
     yield Row(job.suite, "wire, in units of P", setting, wire, limit=wire_limit)
@@ -72,21 +66,18 @@ def _measure_workload(
     yield Row(job.suite, quantity, setting, differences, limit=0.0)
 
 
-def _build(
-    shape: Shape, precision: str, wire_dtype: torch.dtype | None, library: Library, batch: Tensor
-) -> tuple[nn.Module, dict[int, int]]:
+def _build(shape: Shape, precision: str, library: Library, batch: Tensor) -> tuple[nn.Module, dict[int, int]]:
     """A model that has taken a step, on a process group of its own; and how gloo's threads are scheduled since."""
     mesh = dist.DeviceMesh.from_group(dist.new_group(), "cpu")
     set_policies(dict.fromkeys(read_policies(), DEFAULT))
-    wire = {"wire_dtype": wire_dtype} if wire_dtype and library.has_more else {}
-    model = build_sharded(shape, precision, library, mesh, **wire)
+    model = build_sharded(shape, precision, library, mesh)
     run_step(model, batch)
     return model, read_policies()
 
 
-def _wire_limit(shape: Shape, precision: str, wire_dtype: torch.dtype | None) -> float:
-    compute, reduce = PRECISIONS[precision]
-    return (1 + shape.gathered_twice + (wire_dtype or reduce).itemsize / compute.itemsize) / 2
+def _wire_limit(shape: Shape) -> float:
+    """Gradients in the dtype in which autograd yields them are enough for ranks to sum them in any other."""
+    return (1 + shape.gathered_twice + 1) / 2
 
 
 def _compare_gradients(models: Mapping[str, nn.Module], batch: Tensor, precision: str) -> dict[str, float]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .layout import ParamSpec, split_buckets
+from .policy import MixedPrecisionPolicy
 from .streams import GroupStreams
 
 # A group's gradients are reduced in about four parts, so that what has arrived can be sent and freed while the rest is
@@ -17,6 +18,18 @@ from .streams import GroupStreams
 MAX_BUCKETS = 4
 MAX_BUCKETS_OF_COPIES = 8
 MIN_BUCKET_BYTES = 1024 * 1024
+
+
+def wire_dtypes(
+    specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_they_come: bool
+) -> tuple[torch.dtype, ...]:
+    """In which dtypes gradients travel. `as_they_come`: those that come in a narrower dtype than they are summed in do
+    so in that one, unless the policy chooses another.
+    """
+    return tuple(
+        policy.sent_dtype(spec.storage_dtype, spec.compute_dtype if as_they_come and not spec.extended else None)
+        for spec in specs
+    )
 
 
 def find_buckets(
@@ -29,7 +42,7 @@ def find_buckets(
     expected = sorted(trainable, reverse=True)
     are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
     count = MAX_BUCKETS if are_sent else MAX_BUCKETS_OF_COPIES
-    return split_buckets(specs, reduce_dtypes, expected, count, MIN_BUCKET_BYTES)
+    return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, MIN_BUCKET_BYTES)
 
 
 class Bucket:

@@ -85,6 +85,7 @@ class CheckedComm:
         self.unchecked = self._comm = unchecked
         self.rank, self.size, self.label = unchecked.rank, unchecked.size, unchecked.label
         self.direct_min_bytes, self.force_sum = unchecked.direct_min_bytes, unchecked.force_sum
+        self.sums_on_arrival = unchecked.sums_on_arrival
         assert unchecked.group is not None, "there are other ranks"
         self._rollcall = Rollcall(unchecked.group, device)
         _labels.setdefault(unchecked.group, WeakSet()).add(self.label)

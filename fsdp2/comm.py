@@ -35,6 +35,8 @@ class Comm(Protocol):
     direct_min_bytes: int
     # Sum, and divide afterwards, even where the backend can average.
     force_sum: bool
+    # Whether each rank itself sums what others send it: in a dtype that is as wide as it likes.
+    sums_on_arrival: bool
     # What the collectives are called among ranks.
     label: Label
 
@@ -80,6 +82,7 @@ class CoalescedComm:
 
     # Not measured on several GPUs; small enough that a transformer block's matrices go direct at any usual width.
     direct_min_bytes = 128 * 1024
+    sums_on_arrival = False  # unless the dtypes differ: it takes another collective
 
     def __init__(self, group: dist.ProcessGroup, label: Label | None = None) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -131,7 +134,7 @@ class PairwiseComm:
     """
 
     direct_min_bytes = 1024 * 1024
-    force_sum = True  # there is no other way
+    force_sum = sums_on_arrival = True  # there is no other way
 
     def __init__(self, group: dist.ProcessGroup, label: Label | None = None) -> None:
         self.group, self.rank, self.size, self.label = group, group.rank(), group.size(), label or Label()
@@ -259,7 +262,7 @@ _conversations: WeakKeyDictionary[dist.ProcessGroup, Conversation] = WeakKeyDict
 class SoloComm:
     """One rank: nothing to communicate, and nobody calls a collective."""
 
-    group, rank, size, direct_min_bytes, force_sum = None, 0, 1, 0, False
+    group, rank, size, direct_min_bytes, force_sum, sums_on_arrival = None, 0, 1, 0, False, False
     label = Label()
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import dtensor_compat, reduce, torch_compat
 from .agreement import Turn
-from .bucket import Bucket, find_buckets, noting
+from .bucket import Bucket, find_buckets, noting, wire_dtypes
 from .headers import DIVIDED, Label
 from .layout import ParamSpec, bucket_layout
 from .param import FSDPParam
@@ -59,12 +59,16 @@ class GroupGradients:
         self.guard: Callable[[], None] | None = None
         self._specs: tuple[ParamSpec, ...] = ()
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
+        # In which they travel: as they come; and where some may have waited for others.
         self._wire_dtypes: tuple[torch.dtype, ...] = ()
+        self._waited_wire_dtypes: tuple[torch.dtype, ...] = ()
         self._buckets: list[Bucket] = []
         self._plan, self._names = cache(self._make_plan), cache(self._make_names)
         # Full parameters that tell a bucket of their gradients.
         self._followed: list[Tensor] = []
         self.waiting = WaitingGradients(params)
+        # Whether sums of several gradients may be among those of the pass that runs, on whichever rank.
+        self._may_have_waited = False
         # Identity of the backward pass that runs, or ran last.
         self.backward_pass: object = None
         # Whether the last backward pass has left gradients to a later one, on whichever rank.
@@ -95,7 +99,8 @@ class GroupGradients:
         """Plan the buckets of the parameters that are `trainable`."""
         self._specs = specs
         self._reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
-        self._wire_dtypes = tuple(policy.sent_dtype(spec.storage_dtype) for spec in specs)
+        self._wire_dtypes = wire_dtypes(specs, policy, self.reduction.shards.sums_on_arrival)
+        self._waited_wire_dtypes = wire_dtypes(specs, policy, as_they_come=False)
         for full in self._followed:
             torch_compat.on_accumulated(full, _KEY, None)
         buckets = find_buckets(specs, self._reduce_dtypes, self._wire_dtypes, trainable)
@@ -108,11 +113,10 @@ class GroupGradients:
         self._plan.cache_clear()
         self._names.cache_clear()
 
-    def _make_plan(self, indices: tuple[int, ...]) -> ReducePlan:
+    def _make_plan(self, indices: tuple[int, ...], have_waited: bool) -> ReducePlan:
         shards, first = self.reduction.shards, indices[0]
-        layout = bucket_layout(
-            self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, self._wire_dtypes[first]
-        )
+        wire_dtype = (self._waited_wire_dtypes if have_waited else self._wire_dtypes)[first]
+        layout = bucket_layout(self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, wire_dtype)
         return ReducePlan(layout, self._specs, shards.size)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
@@ -195,7 +199,7 @@ class GroupGradients:
 
     def begin_backward(self, backward_pass: object) -> None:
         """Find out which of the waiting gradients the user has cleared or replaced since the last backward."""
-        self.backward_pass = backward_pass
+        self.backward_pass, self._may_have_waited = backward_pass, self.owes
         self.steps.unmark()
         self.waiting.unmark()
 
@@ -227,7 +231,7 @@ class GroupGradients:
         while partial and self.synchronise and self.reduction.all_reduce:
             carried = self.waiting.take_partial([next(iter(partial))])
             indices = tuple(carried)
-            layout, self.label.part = self._plan(indices).layout, self._names(indices)
+            layout, self.label.part = self._plan(indices, True).layout, self._names(indices)
             self.queue.add(self, reduce.resume(carried, layout, self.reduction, self._params[0].full.device))
 
     def mark_waiting(self) -> None:
@@ -303,13 +307,14 @@ class GroupGradients:
                 self.guard()
             self._reduce(gradients)
         else:
+            self._may_have_waited = True
             for i, gradient in gradients.items():  # to which later ones are added
                 self.waiting.full[i] = torch_compat.owned(gradient.to(self._reduce_dtypes[i]))
 
     def _reduce(self, gradients: dict[int, Tensor]) -> None:
         self.queue.make_room()
         indices = tuple(gradients)
-        plan, self.label.part = self._plan(indices), self._names(indices)
+        plan, self.label.part = self._plan(indices, self._may_have_waited), self._names(indices)
         carried, half = self.waiting.take_partial(gradients), None
         if plan.halves:
             half = self._started(reduce.start_half, gradients, plan, self.reduction)

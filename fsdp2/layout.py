@@ -318,20 +318,21 @@ def split_pieces(numel: int, world_size: int, itemsize: int, max_pieces: int, mi
 def split_buckets(
     specs: Sequence[ParamSpec],
     reduce_dtypes: Sequence[torch.dtype],
+    wire_dtypes: Sequence[torch.dtype],
     indices: Iterable[int],
     max_buckets: int,
     min_bytes: int,
 ) -> list[tuple[int, ...]]:
     """Cut the parameters `indices` of a group, in the order their gradients are expected, into buckets.
 
-    A bucket holds one (reduce dtype, storage dtype) and at least `min_bytes`. If its parameters allow that, it holds no
-    more than 1 / max_buckets of the group: there may be up to twice as many buckets.
+    A bucket holds one (reduce dtype, wire dtype, storage dtype) and at least `min_bytes`. If its parameters allow that,
+    it holds no more than 1 / max_buckets of the group: there may be up to twice as many buckets.
     """
-    by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    by_dtype: dict[tuple[torch.dtype, ...], list[int]] = {}
     for i in indices:
-        by_dtype.setdefault((reduce_dtypes[i], specs[i].storage_dtype), []).append(i)
+        by_dtype.setdefault((reduce_dtypes[i], wire_dtypes[i], specs[i].storage_dtype), []).append(i)
     buckets = []
-    for (reduce_dtype, _), members in by_dtype.items():
+    for (reduce_dtype, *_), members in by_dtype.items():
         sizes = {i: specs[i].shard_numel * specs[i].world_size * reduce_dtype.itemsize for i in members}
         target = max(sum(sizes.values()) / max_buckets, min_bytes)
         bucket: list[int] = []

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from . import checks, dtensor_compat
-from .bucket import find_buckets
+from .bucket import find_buckets, wire_dtypes
+from .comm import Comm
 from .layout import ParamSpec, align, bucket_layout, gather_layout
 from .mesh import DataMesh, DataParallelMeshDims, data_mesh, default_mesh, named_data_mesh
 from .policy import MixedPrecisionPolicy
@@ -193,7 +194,7 @@ def padding_report(module: nn.Module) -> list[GroupPadding]:
 
 def _group_padding(state: FSDPState) -> GroupPadding:
     group, policy = state.group, state.policy
-    size, (gather_min_bytes, reduce_min_bytes) = group.mesh.size, group.direct_min_bytes
+    size, (gather_min_bytes, _), reduces = group.mesh.size, group.direct_min_bytes, group.gradients.reduction.shards
     params = sorted(group.params, key=lambda param: param.is_extended)
     specs = [param.spec(policy) for param in params]
     plain = tuple(spec for spec in specs if not spec.extended)
@@ -211,20 +212,20 @@ def _group_padding(state: FSDPState) -> GroupPadding:
         name=group.name,
         num_ranks=size,
         gather=gather,
-        reduce=_reduce_padding(specs, trainable, policy, reduce_min_bytes) if size > 1 else Padded(0, 0),
+        reduce=_reduce_padding(specs, trainable, policy, reduces) if size > 1 else Padded(0, 0),
         parameters=tuple(sorted(uneven, key=lambda each: -each.gather.waste)),
     )
 
 
 def _reduce_padding(
-    specs: Sequence[ParamSpec], trainable: Iterable[int], policy: MixedPrecisionPolicy, direct_min_bytes: int
+    specs: Sequence[ParamSpec], trainable: Iterable[int], policy: MixedPrecisionPolicy, comm: Comm
 ) -> Padded:
     reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
-    wire_dtypes = [policy.sent_dtype(spec.storage_dtype) for spec in specs]
+    dtypes = wire_dtypes(specs, policy, comm.sums_on_arrival)
     nbytes = padded_nbytes = 0
-    for indices in find_buckets(specs, reduce_dtypes, wire_dtypes, trainable):
-        first, wire_dtype = specs[indices[0]], wire_dtypes[indices[0]]
-        layout = bucket_layout(specs, indices, reduce_dtypes[indices[0]], direct_min_bytes, wire_dtype)
+    for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable):
+        first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
+        layout = bucket_layout(specs, indices, reduce_dtypes[indices[0]], comm.direct_min_bytes, wire_dtype)
         nbytes += sum(specs[i].numel for i in indices) * wire_dtype.itemsize
         padded_nbytes += layout.payload_nbytes * first.world_size
     return Padded(nbytes, padded_nbytes)

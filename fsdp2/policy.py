@@ -24,7 +24,9 @@ class MixedPrecisionPolicy:
         param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, that is
             gathered and used as it is stored; None or `param_dtype`: as the others. Alike on all ranks.
         wire_dtype: dtype in which gradients travel between the ranks that share the parameters, where it is narrower
-            than the one in which they are summed. None: they are cast to that one, and travel in it.
+            than the one in which they are summed. None: they are cast to that one, and travel in it; but on gloo, where
+            ranks sum what they receive, those that have not waited for others travel as autograd yields them, which
+            changes no bit of the sums.
             Each rank's gradient is rounded to the wire dtype once (what stays on the rank, too, and all of it on one
             rank; beyond 65504 float16 is infinite). Ranks exchange the parts all to all, and sum and divide in the
             reduce dtype. With `param_dtype` bfloat16, gradients are bfloat16 already, so nothing is rounded: they go
@@ -95,10 +97,14 @@ class MixedPrecisionPolicy:
         """The dtype in which the gradient of a parameter stored as `stored` is reduced."""
         return self.reduce_dtype or stored
 
-    def sent_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype in which that gradient travels: never one that is no narrower than the one it is summed in."""
+    def sent_dtype(self, stored: torch.dtype, comes_in: torch.dtype | None = None) -> torch.dtype:
+        """The dtype in which that gradient travels: never one that is no narrower than the one it is summed in.
+
+        `comes_in`: the one in which it is computed, where it may travel as it comes: no bit of it is lost.
+        """
         summed = self.gradient_dtype(stored)
-        return self.wire_dtype if self.wire_dtype and self.wire_dtype.itemsize < summed.itemsize else summed
+        wanted = self.wire_dtype or comes_in
+        return wanted if wanted is not None and wanted.itemsize < summed.itemsize else summed
 
 
 @dataclass(frozen=True)

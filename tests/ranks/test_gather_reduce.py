@@ -140,7 +140,8 @@ def check_reduce(case: Case, rank: int, world_size: int) -> None:
     """All buckets of the group are in flight at the same time, and finished out of order."""
     specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
     trainable = [i for i, spec in enumerate(specs) if spec.compute_dtype.is_floating_point]
-    buckets = split_buckets(specs, [case.reduce_dtype] * len(specs), reversed(trainable), 4, 64)
+    dtypes = [case.reduce_dtype] * len(specs)
+    buckets = split_buckets(specs, dtypes, dtypes, reversed(trainable), 4, 64)
     pending = []
     for bucket in buckets:
         gradients = {i: case.whole(i, specs[i].compute_dtype, rank) for i in bucket}

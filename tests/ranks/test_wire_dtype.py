@@ -51,6 +51,9 @@ POLICIES = {
     "fp32": MixedPrecisionPolicy(wire_dtype=BF16),
     "fp16 wire, fp64 sums": MixedPrecisionPolicy(BF16, F64, wire_dtype=F16),
     "bf16, fp32 vectors": MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16, param_dtype_override_fn=keep_vectors),
+    # Where ranks sum what they receive, these travel as they come.
+    "bf16 as it comes": MixedPrecisionPolicy(BF16, F32),
+    "fp16 as it comes, fp32 vectors": MixedPrecisionPolicy(F16, F32, param_dtype_override_fn=keep_vectors),
 }
 
 
@@ -85,10 +88,16 @@ def batch(rank: int, number: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A backward: which parts the forward used, and how far its gradients go ("wait", "scatter" or "reduce")."""
+    """A backward: which parts the forward used, by rank if ranks differ ("l,r"), and how far its gradients go ("wait",
+    "scatter" or "reduce").
+    """
 
     use: str = "lr"
     mode: str = "reduce"
+
+    def used_by(self, rank: int) -> str:
+        parts = self.use.split(",")
+        return parts[rank % len(parts)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +144,13 @@ def expected_gradients(case: Case, replicas: list[list[int]]) -> dict[str, Tenso
     reduced: dict[str, Tensor] = {}
     for number, each in enumerate(case.passes):
         for rank, waits in waiting.items():
-            for name, grad in gradients_of_a_rank(model, policy, batch(rank, number), each.use).items():
+            for name, grad in gradients_of_a_rank(model, policy, batch(rank, number), each.used_by(rank)).items():
                 waits[name] = waits.get(name, 0) + grad.to(summed)
         if each.mode == "wait":
             continue
         for row, kept in zip(replicas, partial, strict=True):
             for name in list(waiting[row[0]]):
-                sent = [waiting[rank].pop(name).to(policy.wire_dtype).to(summed) for rank in row]  # type: ignore[arg-type]
+                sent = [waiting[rank].pop(name).to(policy.wire_dtype or summed).to(summed) for rank in row]
                 kept[name] = kept.get(name, 0) + mean(sent)
         if each.mode == "reduce":
             for name in list(partial[0]):
@@ -180,7 +189,8 @@ def run_passes(case: Case, model: Any) -> None:
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(each.mode != "wait")
         model.set_requires_all_reduce(each.mode == "reduce")
-        loss_of(model(batch(dist.get_rank(), number), each.use)).backward()
+        rank = dist.get_rank()
+        loss_of(model(batch(rank, number), each.used_by(rank))).backward()
 
 
 def check_gradients(case: Case) -> None:
@@ -197,7 +207,11 @@ def check_gradients(case: Case) -> None:
         model = plain_model()
         shard(case, model)
         run_passes(case, model)
-        seen = [grads._plan(bucket.indices).layout for grads in all_gradients(model) for bucket in grads._buckets]
+        seen = [
+            grads._plan(bucket.indices, grads._may_have_waited).layout
+            for grads in all_gradients(model)
+            for bucket in grads._buckets
+        ]
     assert goes_direct(case) in (None, any(layout.direct for layout in seen))
     for name, param in model.named_parameters():
         grad = None if param.grad is None else full(param.grad)
@@ -211,9 +225,11 @@ def all_gradients(model: nn.Module) -> list[gradients.GroupGradients]:
 def goes_direct(case: Case) -> bool | None:
     """Whether autograd gives some gradient of whole rows in the wire dtype; None: it does not matter."""
     shards = case.mesh[1] if case.mesh else dist.get_world_size()
+    if "as it comes" in case.policy and len(case.passes) > 1:
+        return None  # what has waited is cast before it travels
     if shards == 1 or case.last_dim:
         return None
-    return case.direct and case.policy.startswith("bf16")
+    return case.direct and case.policy.startswith(("bf16", "fp16 as it comes"))
 
 
 def run_cases(world_size: int, cases: list[Case]) -> None:
@@ -234,9 +250,10 @@ def test_gradients_are_means_of_what_ranks_send(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_by_all_to_all(world_size: int) -> None:
-    """The collective of NCCL and others, on gloo, which has it as well."""
-    replicas = [Case("bf16", mesh=(2, 2), all_to_all=True)] if world_size == 4 else []
-    run_cases(world_size, [dataclasses.replace(case, all_to_all=True) for case in WAYS + NESTED] + replicas)
+    """The collective of NCCL and others where dtypes differ, on gloo, which has it as well."""
+    replicas = [Case("bf16", mesh=(2, 2))] if world_size == 4 else []
+    cases = [case for case in WAYS + NESTED + replicas if POLICIES[case.policy].wire_dtype is not None]
+    run_cases(world_size, [dataclasses.replace(case, all_to_all=True) for case in cases])
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 2), (2, 1)], ids=str)
@@ -248,13 +265,43 @@ def test_replicas_sum_in_the_reduce_dtype(mesh: tuple[int, int]) -> None:
 
 
 def test_gradients_that_waited_are_rounded_when_they_leave() -> None:
-    """They add up in the reduce dtype; beside fresh ones of the wire dtype, in a bucket or on their own."""
+    """They add up in the reduce dtype; beside fresh ones of the wire dtype, in a bucket or on their own. Ranks know how
+    others' travel, though only on some of them a gradient has waited.
+    """
     passes = [
         (Pass(mode="wait"), Pass(mode="wait"), Pass()),
         (Pass("l", "wait"), Pass("r")),
         (Pass("lr", "wait"), Pass("r"), Pass()),
+        (Pass("l,r", "wait"), Pass("r,l", "wait"), Pass("lr")),
+        (Pass("l,r", "wait"), Pass("lr"), Pass("lr")),
     ]
     run_cases(2, [dataclasses.replace(way, passes=each) for way in WAYS for each in passes])
+
+
+def waits_inside_a_pass() -> None:
+    """An inner backward's gradients wait, and those of the outer one are added, before they leave."""
+    model, rank, ranks = plain_model(), dist.get_rank(), range(dist.get_world_size())
+    shard(Case("bf16 as it comes"), model)
+    inner, output = loss_of(model(batch(rank, 0))), model(batch(rank, 1))
+
+    def run_inner(_: Any) -> None:
+        inner.backward()
+        model.set_requires_gradient_sync(True)
+
+    output.grad_fn.register_prehook(run_inner)  # behind that of the module, which begins the pass
+    model.set_requires_gradient_sync(False)
+    loss_of(output).backward()
+    grads = [
+        [gradients_of_a_rank(plain_model(), POLICIES["bf16"], batch(each, n), "lr") for n in (0, 1)] for each in ranks
+    ]
+    for name, param in model.named_parameters():
+        sums = [first[name].float() + second[name].float() for first, second in grads]
+        assert name != "left.weight" or all((each != each.bfloat16()).any() for each in sums), "nothing to round"
+        assert_same(full(param.grad), mean(sums), 0, 0, f"{name}.grad")
+
+
+def test_gradients_that_waited_inside_a_pass_are_not_rounded() -> None:
+    run_checks(2, [("waits inside a pass", waits_inside_a_pass)])
 
 
 # ---- what is usual between backward and step

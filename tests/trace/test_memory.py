@@ -192,9 +192,9 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
     """A bucket is sent from where autograd put it; what arrives is as large (gloo: without this rank's own slice).
 
     The peak comes when the second block's last gradient is computed, two others travel, and what arrived of the older
-    one is summed, for which the CPU casts one slice at a time. As much as for fp32 reductions by a reduce-scatter; on
-    gloo these receive, too, and hold about a group more; and what first messages of three reductions arrived in, and
-    two that carry a slice (simulated ranks take them at once).
+    one is summed, for which the CPU casts one slice at a time. As much as for fp32 reductions by a reduce-scatter. On
+    gloo all gradients travel so; and there is what first messages of three reductions arrived in, and two that carry a
+    slice (simulated ranks take them at once).
     """
     received, first_messages = 1.0, 0
     if pairwise:
@@ -208,8 +208,8 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
     gradients = (1 + 2 * (1 + received)) * full / 4
     expected = 2 * full + gradients + (BLOCKS - 2 + 3 / 4 + 1 / 4) * GROUP / RANKS + first_messages
     assert 0.98 * expected <= measure(mp_policy=BF16_WIRE)["step"] <= expected + SLACK
-    widened = 2 * (1 + received) * GROUP / 4 if pairwise else 2 * GROUP / 4
-    ordinary = 2 * full + full / 4 + widened + (BLOCKS - 1) * GROUP / RANKS + first_messages
+    widened = 2 * full + full / 4 + 2 * GROUP / 4 + (BLOCKS - 1) * GROUP / RANKS
+    ordinary = expected if pairwise else widened
     assert 0.98 * ordinary <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= ordinary + SLACK
 
 

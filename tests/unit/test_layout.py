@@ -278,38 +278,44 @@ def test_layouts_by_pencil_and_paper() -> None:
 # ---- buckets
 
 
-def random_splits() -> Iterator[tuple[list[ParamSpec], list[torch.dtype], list[int], int, int, list[tuple[int, ...]]]]:
+Kind = tuple[torch.dtype, ...]
+
+
+def random_splits() -> Iterator[tuple[list[ParamSpec], list[Kind], list[int], int, int, list[tuple[int, ...]]]]:
+    """Also of what kind each parameter is: its dtypes of reduction, wire and storage."""
     rng = random.Random(2)
     for specs, _, _ in random_groups():
         reduce_dtypes = [rng.choice((F32, BF16)) for _ in specs]
+        wire_dtypes = [rng.choice((dtype, BF16)) for dtype in reduce_dtypes]
+        kinds = [*zip(reduce_dtypes, wire_dtypes, (spec.storage_dtype for spec in specs), strict=True)]
         indices = rng.sample(range(len(specs)), rng.randint(0, len(specs)))
         max_buckets, min_bytes = rng.choice((1, 2, 4)), rng.choice((0, 100, 4000))
-        buckets = split_buckets(specs, reduce_dtypes, indices, max_buckets, min_bytes)
-        yield specs, reduce_dtypes, indices, max_buckets, min_bytes, buckets
+        buckets = split_buckets(specs, reduce_dtypes, wire_dtypes, indices, max_buckets, min_bytes)
+        yield specs, kinds, indices, max_buckets, min_bytes, buckets
 
 
 def test_buckets_hold_every_gradient_once_in_order() -> None:
     """One in two buckets is reduced twice; one in none never."""
-    for specs, reduce_dtypes, indices, _, _, buckets in random_splits():
+    for _, kinds, indices, _, _, buckets in random_splits():
         assert sorted(chain.from_iterable(buckets)) == sorted(indices)
         assert all(buckets)
-        for kind in {(reduce_dtypes[i], specs[i].storage_dtype) for i in indices}:
-            of_kind = [i for i in indices if (reduce_dtypes[i], specs[i].storage_dtype) == kind]
+        for kind in {kinds[i] for i in indices}:
+            of_kind = [i for i in indices if kinds[i] == kind]
             assert [i for bucket in buckets for i in bucket if i in of_kind] == of_kind
 
 
-def test_a_bucket_holds_one_pair_of_dtypes() -> None:
-    for specs, reduce_dtypes, _, _, _, buckets in random_splits():
+def test_a_bucket_holds_one_kind() -> None:
+    for _, kinds, _, _, _, buckets in random_splits():
         for bucket in buckets:
-            assert len({(reduce_dtypes[i], specs[i].storage_dtype) for i in bucket}) == 1
+            assert len({kinds[i] for i in bucket}) == 1
 
 
 def test_buckets_are_neither_too_many_nor_too_small() -> None:
     """Below `min_bytes` a collective costs more in latency than it saves: only what is left over may be so small."""
-    for specs, reduce_dtypes, _, max_buckets, min_bytes, buckets in random_splits():
+    for specs, kinds, _, max_buckets, min_bytes, buckets in random_splits():
         by_kind: dict[object, list[int]] = {}
         for bucket in buckets:
-            kind = reduce_dtypes[bucket[0]], specs[bucket[0]].storage_dtype
+            kind = kinds[bucket[0]]
             by_kind.setdefault(kind, []).append(
                 sum(specs[i].shard_numel * specs[i].world_size * kind[0].itemsize for i in bucket)
             )
@@ -333,4 +339,5 @@ def test_buckets_by_pencil_and_paper(
     rows: list[int], max_buckets: int, min_bytes: int, expected: list[tuple[int, ...]]
 ) -> None:
     specs = [ParamSpec((r, 8), F32, F32, 2) for r in rows]
-    assert split_buckets(specs, [F32] * len(rows), range(len(rows)), max_buckets, min_bytes) == expected
+    dtypes = [F32] * len(rows)
+    assert split_buckets(specs, dtypes, dtypes, range(len(rows)), max_buckets, min_bytes) == expected
