@@ -7,6 +7,7 @@ different headers at the same place of their sequence of collectives are out of 
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 import weakref
 import zlib
@@ -136,12 +137,18 @@ def without_sizes(text: str) -> str:
     return text.partition("\t")[0]
 
 
+_DTYPE = re.compile(r"\bb?float\d+\b")
+
+
 def _hint(texts: Sequence[str]) -> str:
     """What may be the reason where all reduce."""
     if not all(text.startswith((REDUCING, SUMMING)) for text in texts):
         return ""
     if len({DIVIDED in text for text in texts}) == 2:
         return " Call set_gradient_divide_factor on all of them, with the same factor."
+    if len({_DTYPE.sub("", text) for text in texts}) == 1:
+        what = "give MixedPrecisionPolicy its reduce_dtype as wire_dtype"
+        return f" If they accumulate different numbers of batches, {what}."
     return " If ranks use different parameters of one group, call set_reduce_scatter_unused_params(True)."
 
 

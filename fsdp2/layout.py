@@ -108,6 +108,11 @@ class ParamSpec:
         """How many ranks hold any rows: the first ones."""
         return -(-self.num_rows // self.chunk_rows) if self.chunk_rows else 0
 
+    @cached_property
+    def has_single_rows(self) -> bool:
+        """Whether each rank holds one row along dim 0, or none."""
+        return self.dim == 0 and self.chunk_rows <= 1
+
     def arrives_in(self, dtype: torch.dtype) -> bool:
         """Whether the full gradient is known to come in `dtype`."""
         return self.compute_dtype == dtype and not self.extended

@@ -6,15 +6,12 @@ Shape legend:  W ranks,  S elements of one padded shard,  P elements of one rank
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import torch_compat
-from .layout import BucketLayout, ParamSpec
+from .layout import ParamSpec
 
 
 def view_bytes(buffer: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -57,32 +54,6 @@ def split_chunks(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
     return [chunks] if rows == spec.num_rows else [chunks, whole.narrow(dim, rows, spec.num_rows - rows)]
 
 
-class GradientSlot(NamedTuple):
-    """Where one gradient's whole chunks lie in a (W, P) tensor of segments, and the rows left over."""
-
-    spec: ParamSpec
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    rows: int
-    rest_numel: int
-    rest_offset: int
-
-
-def gradient_slots(layout: BucketLayout, specs: tuple[ParamSpec, ...]) -> list[GradientSlot]:
-    """One per packed parameter of the bucket."""
-    slots = []
-    for i in layout.packed:
-        spec, offset = specs[i], layout.offsets[i] - layout.packed_start
-        rows = spec.whole_chunks * spec.chunk_rows
-        chunk = (spec.shard_numel,) if spec.dim == 0 else spec.local_shape(0)
-        shape, stride = (spec.whole_chunks, *chunk), (layout.packed_numel, *contiguous_stride(chunk))
-        rest = (spec.num_rows - rows) * spec.row_numel
-        rest_offset = offset + spec.whole_chunks * layout.packed_numel
-        slots.append(GradientSlot(spec, shape, stride, offset, rows, rest, rest_offset))
-    return slots
-
-
 def pack_piece(gradient: Tensor, spec: ParamSpec, first: int, last: int, out_WP: Tensor) -> None:
     """Copy elements `first` to `last` of each rank's shard, along dim 0, of one gradient, casting to `out_WP.dtype`.
 
@@ -94,25 +65,3 @@ def pack_piece(gradient: Tensor, spec: ParamSpec, first: int, last: int, out_WP:
     rest = flat[whole:][first:last]
     if rest.numel():
         out_WP[spec.whole_chunks, : rest.numel()] = rest
-
-
-def pack_gradients(gradients: Sequence[Tensor], slots: Sequence[GradientSlot], out_WP: Tensor) -> None:
-    """Copy each gradient into its slot, casting to `out_WP.dtype`.
-
-    Elements that are padding keep whatever they held: the sums made of them are never read.
-    """
-    targets, sources = [], []
-    for gradient, slot in zip(gradients, slots, strict=True):
-        spec, shape, stride, offset, rows, rest_numel, rest_offset = slot
-        targets.append(out_WP.as_strided(shape, stride, offset))
-        if spec.dim == 0:
-            sources.append((gradient[:rows] if rest_numel else gradient).reshape(shape))
-            rest = gradient[rows:].reshape(-1) if rest_numel else None
-        else:
-            chunks, *left = split_chunks(gradient, spec)
-            sources.append(chunks)
-            rest = left[0].reshape(-1) if left else None
-        if rest is not None:
-            targets.append(out_WP.as_strided((rest_numel,), (1,), rest_offset))
-            sources.append(rest)
-    torch_compat.copy_all(targets, sources)

@@ -26,7 +26,8 @@ class MixedPrecisionPolicy:
         wire_dtype: dtype in which gradients travel between the ranks that share the parameters, where it is narrower
             than the one in which they are summed. None: they are cast to that one, and travel in it; but on gloo, where
             ranks sum what they receive, those that have not waited for others travel as autograd yields them, which
-            changes no bit of the sums.
+            changes no bit of the sums. The `reduce_dtype`: they are cast on gloo, too, as ranks must that accumulate
+            different numbers of batches, and keep parameters meanwhile.
             Each rank's gradient is rounded to the wire dtype once (what stays on the rank, too, and all of it on one
             rank; beyond 65504 float16 is infinite). Ranks exchange the parts all to all, and sum and divide in the
             reduce dtype. With `param_dtype` bfloat16, gradients are bfloat16 already, so nothing is rounded: they go
@@ -37,7 +38,8 @@ class MixedPrecisionPolicy:
 
     Raises:
         TypeError: a dtype is not a torch.dtype.
-        ValueError: a dtype is not a (real) floating-point dtype; `wire_dtype` is not narrower than `reduce_dtype`.
+        ValueError: a dtype is not a (real) floating-point dtype; `wire_dtype` is neither narrower than
+            `reduce_dtype` nor that.
     """
 
     param_dtype: torch.dtype | None = None
@@ -67,10 +69,11 @@ class MixedPrecisionPolicy:
                 raise ValueError(
                     f"MixedPrecisionPolicy.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}"
                 )
-        if self.reduce_dtype and self.wire_dtype and self.wire_dtype.itemsize >= self.reduce_dtype.itemsize:
+        wire, summed = self.wire_dtype, self.reduce_dtype
+        if wire and summed and wire != summed and wire.itemsize >= summed.itemsize:
             raise ValueError(
-                f"MixedPrecisionPolicy.wire_dtype: expected a dtype narrower than reduce_dtype, {self.reduce_dtype}, "
-                f"got {self.wire_dtype}. Without it gradients travel in reduce_dtype."
+                f"MixedPrecisionPolicy.wire_dtype: expected a dtype narrower than reduce_dtype, or that, {summed}, got "
+                f"{wire}."
             )
 
     def keeps_dtype(self, parameter: nn.Parameter) -> bool:

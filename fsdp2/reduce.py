@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class PendingReduce:
     """A reduction in flight; holds its buffers, and the gradients it reads, until `finish`.
 
     `carried`: index -> flat padded shard that an earlier reduction has left for this one to include.
-    `num_halves`: 1 if the rest of its bucket is a FirstHalf.
+    `num_halves`: 1 if the rest of its bucket is a FirstHalf. `give_back`: to be called when the inputs have been read.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class PendingReduce:
         inputs: list[Tensor],
         carried: Mapping[int, Tensor],
         num_halves: int = 2,
+        give_back: Callable[[], None] | None = None,
     ) -> None:
-        self.num_halves = num_halves
+        self.num_halves, self._give_back = num_halves, give_back
         self._layout, self._reduction, self._work, self._output = layout, reduction, work, output
         self._inputs_kept_alive, self._carried = inputs, carried
         self._is_scattered = False
@@ -151,6 +153,9 @@ class PendingReduce:
         if self._return is not None:
             self._return.finish()
         self._inputs_kept_alive.clear()
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
 
 class _Local:
@@ -242,13 +247,17 @@ def start(
         return PendingReduce(layout, reduction, work, output, inputs, carried)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
+    give_back = None
     if layout.packed_numel:
-        segments = allocate(plan.segments_shape, dtype=layout.wire_dtype, device=device)
+        segments = plan.take_segments(device)
+        if reduction.hook is not None:
+            segments.flat.zero_()
         plan.pack(gradients, segments)
-        inputs.append(segments.view(-1))
+        inputs.append(segments.flat)
         outputs.append(output[layout.packed_start :] if outputs else output)
+        give_back = partial(plan.give_back, segments)
     work = comm.reduce_scatter(outputs, inputs, reduction.divisors()[0]) if outputs else None
-    return PendingReduce(layout, reduction, work, output, inputs, carried)
+    return PendingReduce(layout, reduction, work, output, inputs, carried, give_back=give_back)
 
 
 def _allocator(reduction: Reduction) -> Callable[..., Tensor]:
@@ -274,7 +283,7 @@ def _start_piece(
     gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int
 ) -> Work:
     """Begin to reduce elements `first` to `last` of each rank's shard of one gradient into its place in `output`."""
-    segments = output.new_empty(plan.segments_shape[0], last - first, dtype=plan.layout.wire_dtype)
+    segments = output.new_empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype)
     pack_piece(gradient, plan.spec, first, last, segments)
     comm = reduction.shards
     work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from . import torch_compat
+from . import streams, torch_compat
 from .layout import BucketLayout, ParamSpec, split_pieces
-from .pack import gradient_slots, pack_gradients
+from .segments import Segments
 
 # The gradient of a group of one parameter, an embedding or a head say, can't be cut into buckets. It is copied and sent
 # piece by piece, so many at a time, lest a copy of all of it, in the reduce dtype, be the peak of the whole step.
@@ -28,11 +28,13 @@ class ReducePlan:
     def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:
         self.layout, self.spec = layout, specs[layout.indices[0]]
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
-        self.slots = gradient_slots(layout, specs)
-        self.segments_shape = (world_size, layout.packed_numel)
+        self._specs, self.world_size = specs, world_size
+        # Those that no reduction uses: CPUs take as long to make views of others as to fill them.
+        self._spare: Segments | None = None
         packed = [specs[i] for i in layout.packed]
         # One operation for all of them. On CPU it pads by a copy, and casts slowly.
         self.is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
+        self.has_single_rows = all(spec.has_single_rows for spec in packed)
         self.is_even = all(spec.is_even for spec in packed)
         self.is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES
         # Elements behind the last of them, of all segments.
@@ -42,17 +44,31 @@ class ReducePlan:
 
     def _split(self, count: int) -> list[tuple[int, int]]:
         """Into at most so many pieces, if it takes memory to reduce this gradient: to copy it to, or to receive in."""
-        layout, (world_size, _) = self.layout, self.segments_shape
+        layout, world_size = self.layout, self.world_size
         if self.spec.dim or not (layout.packed or layout.wire_dtype != layout.reduce_dtype):
             return []
         pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, MIN_PIECE_BYTES)
         return pieces if len(pieces) > 1 else []
 
-    def pack(self, gradients: Mapping[int, Tensor], out_WP: Tensor) -> None:
-        packed = [gradients[i] for i in self.layout.packed]
+    def take_segments(self, device: torch.device) -> Segments:
+        """To pack into. `give_back`, when they have been read."""
+        segments, self._spare = self._spare, None
+        if segments is None:
+            return Segments(self.layout, self._specs, self.world_size, device)
+        segments.allocate()
+        return segments
+
+    def give_back(self, segments: Segments) -> None:
+        """Where there are streams, others may still read them, behind the caller: their memory goes with the object."""
+        if not streams.exist_on(segments.flat.device):
+            segments.free()
+            self._spare = segments
+
+    def pack(self, gradients: Mapping[int, Tensor], segments: Segments) -> None:
+        packed, out_WP = [gradients[i] for i in self.layout.packed], segments.of_ranks
         dtype = packed[0].dtype
         if not self._is_one_operation(packed, out_WP):
-            pack_gradients(packed, self.slots, out_WP)
+            segments.fill(packed)
             return
         tail = [out_WP.new_zeros(self.tail_numel, dtype=dtype)] if self.tail_numel else []
         if dtype == out_WP.dtype or not out_WP.is_cpu:
@@ -63,7 +79,7 @@ class ReducePlan:
             out_WP.copy_(uncast)
 
     def _is_one_operation(self, packed: list[Tensor], out_WP: Tensor) -> bool:
-        if not self.is_one_cat or (out_WP.is_cpu and not (self.is_even or self.is_little)):
+        if not self.is_one_cat or (out_WP.is_cpu and (self.has_single_rows or not (self.is_even or self.is_little))):
             return False
         dtypes = {each.dtype for each in packed}  # those that have waited come in the reduce dtype
         return dtypes == {out_WP.dtype} or (len(dtypes) == 1 and (self.is_little or not out_WP.is_cpu))

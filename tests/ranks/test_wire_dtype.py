@@ -304,6 +304,35 @@ def test_gradients_that_waited_inside_a_pass_are_not_rounded() -> None:
     run_checks(2, [("waits inside a pass", waits_inside_a_pass)])
 
 
+def different_numbers_of_batches(wire_dtype: torch.dtype | None) -> None:
+    """Without gathers in between, ranks may: of three batches on one rank, and one on the other, the sums."""
+    rank, model = dist.get_rank(), plain_model()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, F32, wire_dtype=wire_dtype), reshard_after_forward=False)
+    numbers = (range(3), range(1))
+    for number in numbers[rank]:
+        last = number == numbers[rank][-1]
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        loss_of(model(batch(rank, number))).backward()
+    grads = [
+        [gradients_of_a_rank(plain_model(), POLICIES["bf16"], batch(each, n), "lr") for n in numbers[each]]
+        for each in range(2)
+    ]
+    for name, param in model.named_parameters():
+        sums = [functools.reduce(operator.add, (grad[name].float() for grad in own)) for own in grads]
+        assert_same(full(param.grad), mean(sums), 0, 0, f"{name}.grad")
+
+
+def refused() -> None:
+    with pytest.raises(RuntimeError, match=r"float32.*bfloat16.*give MixedPrecisionPolicy its reduce_dtype as wire"):
+        different_numbers_of_batches(None)
+
+
+def test_ranks_that_accumulate_different_numbers_of_batches() -> None:
+    """They don't know of each other what has waited: refused, unless gradients are cast before they travel."""
+    run_checks(2, [("cast", functools.partial(different_numbers_of_batches, F32)), ("refused", refused)])
+
+
 # ---- what is usual between backward and step
 
 

@@ -88,6 +88,7 @@ ORDER = (
     "reduce",
     "reduce_plan",
     "transfers",
+    "segments",
     "pack",
     "custom_comm",
     "small_collectives",

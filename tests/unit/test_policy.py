@@ -61,8 +61,8 @@ def test_dtypes(
     assert policy.gradient_dtype(stored) == gradient
 
 
-@pytest.mark.parametrize(("wire", "summed"), [(F32, F32), (BF16, BF16), (BF16, F16), (F32, BF16), (F64, F32)])
-def test_a_wire_without_effect_is_refused(wire: torch.dtype, summed: torch.dtype) -> None:
+@pytest.mark.parametrize(("wire", "summed"), [(BF16, F16), (F16, BF16), (F32, BF16), (F64, F32)])
+def test_a_wire_of_more_bits_than_are_summed_is_refused(wire: torch.dtype, summed: torch.dtype) -> None:
     with pytest.raises(ValueError, match=rf"MixedPrecisionPolicy\.wire_dtype: .*narrower.*{summed}, got {wire}"):
         MixedPrecisionPolicy(reduce_dtype=summed, wire_dtype=wire)
 
@@ -80,12 +80,33 @@ def test_a_wire_without_effect_is_refused(wire: torch.dtype, summed: torch.dtype
         (BF16, None, BF16, BF16),
         (BF16, None, F16, F16),
         (F32, None, BF16, BF16),
+        (F32, F32, F32, F32),
     ],
 )
 def test_gradients_never_travel_in_more_bits_than_they_are_summed_in(
     wire: torch.dtype | None, summed: torch.dtype | None, stored: torch.dtype, sent: torch.dtype
 ) -> None:
     assert MixedPrecisionPolicy(reduce_dtype=summed, wire_dtype=wire).sent_dtype(stored) == sent
+
+
+@pytest.mark.parametrize(
+    ("wire", "summed", "comes_in", "sent"),
+    [
+        (None, F32, BF16, BF16),
+        (None, None, BF16, BF16),
+        (None, F32, F32, F32),
+        (None, BF16, F16, BF16),
+        (None, BF16, F32, BF16),
+        (None, F64, F32, F32),
+        (F16, F32, BF16, F16),
+        (F32, F32, BF16, F32),
+    ],
+)
+def test_gradients_may_travel_as_they_come(
+    wire: torch.dtype | None, summed: torch.dtype | None, comes_in: torch.dtype, sent: torch.dtype
+) -> None:
+    """Unless the policy says in what; in another dtype of as many bits they would be rounded."""
+    assert MixedPrecisionPolicy(reduce_dtype=summed, wire_dtype=wire).sent_dtype(F32, comes_in) == sent
 
 
 @pytest.mark.parametrize(
@@ -108,7 +129,7 @@ def test_objects_with_the_same_fields_are_policies() -> None:
     fields |= {"param_dtype_override_fn": print, "wire_dtype": BF16}
     assert check_policy(SimpleNamespace(**fields)) == MixedPrecisionPolicy(**fields)
     with pytest.raises(ValueError, match=r"MixedPrecisionPolicy\.wire_dtype: .*narrower"):
-        check_policy(SimpleNamespace(**fields | {"wire_dtype": F32}))
+        check_policy(SimpleNamespace(**fields | {"wire_dtype": F64}))
     assert check_policy(TorchPolicy(BF16, F32)) == MixedPrecisionPolicy(BF16, F32)
 
 

@@ -19,6 +19,7 @@ from fsdp2.reduce_plan import ReducePlan
 from helpers import own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+CPU = torch.device("cpu")
 
 
 class Exchange:
@@ -28,13 +29,16 @@ class Exchange:
         self.comms = [RankComm(self, rank, size) for rank in range(size)]
 
     def complete(self) -> None:
-        """Every rank's outputs := the mean, in rank order, of its slices of all ranks' inputs."""
+        """Every rank's outputs := the mean, in rank order, of its slices of all ranks' inputs: once, for then these may
+        be freed.
+        """
         for comm in self.comms:
             for call, output in enumerate(comm.outputs):
                 total = torch.zeros_like(output, dtype=F64)
                 for other in self.comms:
                     total += other.inputs[call].view(len(self.comms), -1)[comm.rank]
                 output.copy_(total / len(self.comms))
+            comm.outputs = []
 
 
 class RankComm:
@@ -260,25 +264,28 @@ def test_one_that_has_waited_beside_a_fresh_one() -> None:
     plan = ReducePlan(layout, specs, 2)
     assert plan.is_one_cat
     waited, fresh = torch.rand(4, 2), torch.rand(8).bfloat16()
-    packed = torch.empty(plan.segments_shape, dtype=BF16)
-    plan.pack({0: waited, 1: fresh}, packed)
+    segments = plan.take_segments(CPU)
+    plan.pack({0: waited, 1: fresh}, segments)
     for rank in range(2):
         expected = torch.cat([own_rows(waited, rank, 2).bfloat16().flatten(), own_rows(fresh, rank, 2)])
-        assert torch.equal(packed[rank], expected)
+        assert torch.equal(segments.of_ranks[rank], expected)
 
 
-@pytest.mark.parametrize("rows", [(9, 2, 8, 5), (4, 8, 12)], ids=["uneven", "even"])
+@pytest.mark.parametrize("rows", [(9, 2, 8, 5), (4, 8, 12), (4, 1, 3)], ids=["uneven", "even", "single"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_one_operation_packs_what_many_do(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
     """Also where it casts and pads: rows that don't divide, fewer than ranks, and a tail."""
     specs = tuple(ParamSpec((each, columns), F32, dtype, 4) for columns, each in enumerate(rows, start=1))
     layout = bucket_layout(specs, range(len(rows)), F32, 1 << 40)
     gradients = {i: torch.rand(spec.shape).to(dtype) for i, spec in enumerate(specs)}
-    packed = [torch.zeros(4, layout.packed_numel) for _ in range(2)]
-    for out, is_one in zip(packed, (True, False), strict=True):
+    packed = []
+    for is_one in (True, False):
         plan = ReducePlan(layout, specs, 4)
         plan._is_one_operation = lambda *_, is_one=is_one: is_one  # type: ignore[method-assign]
-        plan.pack(gradients, out)
+        segments = plan.take_segments(CPU)
+        segments.flat.zero_()
+        plan.pack(gradients, segments)
+        packed.append(segments.of_ranks)
     assert torch.equal(*packed)
 
 
@@ -292,14 +299,31 @@ def test_one_operation_packs_what_many_do(dtype: torch.dtype, rows: tuple[int, .
         (8, 4096, F32, True),
         (8, 4096, BF16, False),
         (9, 4096, F32, False),
+        (4, 4, F32, False),
     ],
 )
 def test_what_one_operation_packs_on_cpus(rows: int, columns: int, dtype: torch.dtype, expected: bool) -> None:
-    """Where it pads or casts it copies twice: only what is little."""
+    """Where it pads or casts it copies twice: only what is little. Gradients of a row for each rank need no views."""
     specs = (ParamSpec((rows, columns), F32, dtype, 4),) * 2
     plan = ReducePlan(bucket_layout(specs, range(2), F32, 1 << 40), specs, 4)
     gradients = [torch.empty(rows, columns, dtype=dtype)] * 2
-    assert plan._is_one_operation(gradients, torch.empty(plan.segments_shape)) is expected
+    assert plan._is_one_operation(gradients, plan.take_segments(CPU).of_ranks) is expected
+
+
+def test_segments_are_used_again_when_they_have_been_read() -> None:
+    """Not while they travel; their memory is given up in between; and whoever made the first."""
+    specs = (ParamSpec((3, 5), F32, F32, 4),)
+    plan = ReducePlan(bucket_layout(specs, [0], F32, 1 << 40), specs, 4)
+    with torch.inference_mode():  # a user reduces what waits, say
+        first, second = plan.take_segments(CPU), plan.take_segments(CPU)
+    for segments, value in ((first, 1.0), (second, 2.0)):
+        plan.pack({0: torch.full((3, 5), value)}, segments)
+    assert [segments.of_ranks[:3, :5].unique().item() for segments in (first, second)] == [1, 2]
+    plan.give_back(first)
+    assert first.flat.untyped_storage().nbytes() == 0
+    assert plan.take_segments(CPU) is first
+    plan.pack({0: torch.full((3, 5), 3.0)}, first)
+    assert [segments.of_ranks[:3, :5].unique().item() for segments in (first, second)] == [3, 2]
 
 
 def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
