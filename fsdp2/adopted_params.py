@@ -122,10 +122,11 @@ class AdoptedParams:
         starts = {}
         for param in self.faces.replaced(self.params):
             self.starts.pop(param, None)
-        for param, parameter in zip(self.params, found, strict=True):
-            if not isinstance(parameter, DTensor):
-                starts[param] = StartingWeights.of(param, parameter, LOADED)
-            param.replace(parameter)
+        with torch.no_grad():
+            for param, parameter in zip(self.params, found, strict=True):
+                if not isinstance(parameter, DTensor):
+                    starts[param] = StartingWeights.of(param, parameter, LOADED)
+                param.replace(parameter)
         self.versions.note_replacement()
         self._adopt()
         self.note_starts(starts)

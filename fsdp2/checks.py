@@ -154,9 +154,10 @@ def check_parameter(name: str, slots: list[Slot]) -> None:
         raise NotImplementedError(
             f"{_describe(name, parameter)} has the sparse layout {parameter.layout}; expected a dense tensor."
         )
-    data = dtensor_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
-    if type(data) is not Tensor or type(parameter) not in (nn.Parameter, DTensor):
-        _check_subclass(name, parameter, data)
+    if type(parameter) is not nn.Parameter:
+        data = dtensor_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
+        if type(data) is not Tensor or type(parameter) is not DTensor:
+            _check_subclass(name, parameter, data)
     if parameter.is_complex():
         raise NotImplementedError(
             f"{_describe(name, parameter)} complex parameters are not supported yet. Store torch.view_as_real of it."

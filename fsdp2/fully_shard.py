@@ -253,10 +253,11 @@ def _shard(members: list[Plan], rest: torch.device, root: str) -> tuple[list[FSD
     """The parameters of one group, and what is known of each of them before."""
     params: list[FSDPParam] = []
     starts = {}
-    for plan in members:
-        whole = plan.slots[0].get()
-        params.append(plan.shard(rest, root))
-        starts[params[-1]] = StartingWeights.of(params[-1], whole, BUILT)
+    with torch.no_grad():
+        for plan in members:
+            whole = plan.slots[0].get()
+            params.append(plan.shard(rest, root))
+            starts[params[-1]] = StartingWeights.of(params[-1], whole, BUILT)
     return params, starts
 
 

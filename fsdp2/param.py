@@ -49,6 +49,11 @@ class Slot:
         return type(self.module).__setattr__ is nn.Module.__setattr__
 
 
+def without_graph(parameter: Tensor) -> Tensor:
+    """To read from where grad is off: a plain one as it is, for to detach it takes time."""
+    return parameter if type(parameter) is nn.Parameter else parameter.detach()
+
+
 def fqn(prefix: str, name: str) -> str:
     """Of what a module calls `name`, `prefix` being the module's: "" for a root."""
     return f"{prefix}.{name}" if prefix else name
@@ -123,9 +128,9 @@ class FSDPParam:
         self._prepare_gradients(self.local)
 
     def _shard(self, whole: Tensor) -> None:
-        """Replace the whole parameter, in all its slots, by this rank's rows of it."""
+        """Replace the whole parameter, in all its slots, by this rank's rows of it. Grad is off."""
         kind = self.distribution
-        gathered = self.gathered(whole.detach())
+        gathered = self.gathered(without_graph(whole))
         device = gathered.device if gathered.is_meta else self.rest
         if type(gathered) not in (Tensor, nn.Parameter):
             rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
@@ -140,7 +145,7 @@ class FSDPParam:
         if kind.full_mesh is None:
             return whole
         if not isinstance(whole, DTensor):
-            whole = dtensor_compat.cut(whole, kind.full_mesh, kind.full_placements)
+            whole = dtensor_compat.cut(whole.detach(), kind.full_mesh, kind.full_placements)
         return dtensor_compat.local_of(whole)
 
     def _prepare_gradients(self, local: Tensor) -> None:
@@ -222,7 +227,10 @@ class FSDPParam:
 
     def copy_rows(self, gathered: Tensor, device: torch.device) -> Tensor:
         """The same in memory of their own: the whole is not kept."""
-        return self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
+        if gathered.device != device or self._is_scalar:
+            return self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
+        first, last = self.bounds
+        return torch.narrow_copy(gathered, self.dim, first, last - first)  # in half the time
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """A gradient of the full face as the ranks of the mesh share it: the same, if the parameter `is_usual`."""

@@ -6,9 +6,9 @@ import weakref
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..param import FSDPParam
+from ..param import FSDPParam, without_graph
 from ..versions import count_of
 from .checksum import bits_of, checksum
 
@@ -35,9 +35,12 @@ class StartingWeights:
 
     @classmethod
     def of(cls, param: FSDPParam, whole: Tensor, origin: int) -> StartingWeights | None:
-        """`whole`: the parameter before it was sharded. None: it has no values yet, or is no plain tensor."""
-        gathered = param.gathered(whole.detach())
-        is_plain = type(gathered) is Tensor and gathered.dim() > 0 and not gathered.is_meta
+        """`whole`: the parameter before it was sharded. None: it has no values yet, or is no plain tensor.
+
+        Grad is off.
+        """
+        gathered = param.gathered(without_graph(whole))
+        is_plain = type(gathered) in (Tensor, nn.Parameter) and gathered.dim() > 0 and not gathered.is_meta
         return cls(param, gathered, origin) if is_plain else None
 
     def note_place(self) -> None:
