@@ -29,7 +29,8 @@ class CustomComm:
     def __init__(self, inner: Comm, all_gather: Any, reduce_scatter: Any) -> None:
         self._comm, self._gather, self._scatter = inner, all_gather, reduce_scatter
         self.rank, self.size, self.force_sum = inner.rank, inner.size, inner.force_sum
-        self.sums_on_arrival, self.label = inner.sums_on_arrival and reduce_scatter is None, inner.label
+        self.sums_on_arrival = inner.sums_on_arrival and reduce_scatter is None
+        self.label = inner.label
 
     @property
     def group(self) -> dist.ProcessGroup | None:

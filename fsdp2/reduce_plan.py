@@ -34,7 +34,6 @@ class ReducePlan:
         packed = [specs[i] for i in layout.packed]
         # One operation for all of them. On CPU it pads by a copy, and casts slowly.
         self.is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
-        self.has_single_rows = all(spec.has_single_rows for spec in packed)
         self.is_even = all(spec.is_even for spec in packed)
         self.is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES
         # Elements behind the last of them, of all segments.
@@ -67,7 +66,7 @@ class ReducePlan:
     def pack(self, gradients: Mapping[int, Tensor], segments: Segments) -> None:
         packed, out_WP = [gradients[i] for i in self.layout.packed], segments.of_ranks
         dtype = packed[0].dtype
-        if not self._is_one_operation(packed, out_WP):
+        if not self._is_one_operation(packed, segments):
             segments.fill(packed)
             return
         tail = [out_WP.new_zeros(self.tail_numel, dtype=dtype)] if self.tail_numel else []
@@ -78,8 +77,9 @@ class ReducePlan:
             torch_compat.chunk_cat([*packed, *tail], uncast)
             out_WP.copy_(uncast)
 
-    def _is_one_operation(self, packed: list[Tensor], out_WP: Tensor) -> bool:
-        if not self.is_one_cat or (out_WP.is_cpu and (self.has_single_rows or not (self.is_even or self.is_little))):
+    def _is_one_operation(self, packed: list[Tensor], segments: Segments) -> bool:
+        is_cpu = segments.flat.is_cpu
+        if not self.is_one_cat or (is_cpu and (segments.has_single_rows or not (self.is_even or self.is_little))):
             return False
         dtypes = {each.dtype for each in packed}  # those that have waited come in the reduce dtype
-        return dtypes == {out_WP.dtype} or (len(dtypes) == 1 and (self.is_little or not out_WP.is_cpu))
+        return dtypes == {segments.flat.dtype} or (len(dtypes) == 1 and (self.is_little or not is_cpu))

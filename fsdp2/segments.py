@@ -27,7 +27,8 @@ class Segments:
         with torch.inference_mode(False):  # they outlive it
             self.of_ranks = torch.empty(world_size, layout.packed_numel, dtype=layout.wire_dtype, device=device)
         self.flat = self.of_ranks.view(-1)
-        self._has_single_rows = all(spec.has_single_rows for spec in self._specs)
+        # Whether gradients are copied as they are.
+        self.has_single_rows = all(spec.has_single_rows for spec in self._specs)
         self._storage, self._nbytes = self.flat.untyped_storage(), self.flat.nbytes
 
     def allocate(self) -> None:
@@ -42,7 +43,7 @@ class Segments:
         Elements that are padding keep whatever they held: the sums made of them are never read.
         """
         sources = gradients
-        if not self._has_single_rows:
+        if not self.has_single_rows:
             sources = [part for each, spec in zip(gradients, self._specs, strict=True) for part in _parts(each, spec)]
         torch_compat.copy_all(self._places, sources)
 

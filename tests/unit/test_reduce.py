@@ -307,7 +307,7 @@ def test_what_one_operation_packs_on_cpus(rows: int, columns: int, dtype: torch.
     specs = (ParamSpec((rows, columns), F32, dtype, 4),) * 2
     plan = ReducePlan(bucket_layout(specs, range(2), F32, 1 << 40), specs, 4)
     gradients = [torch.empty(rows, columns, dtype=dtype)] * 2
-    assert plan._is_one_operation(gradients, plan.take_segments(CPU).of_ranks) is expected
+    assert plan._is_one_operation(gradients, plan.take_segments(CPU)) is expected
 
 
 def test_segments_are_used_again_when_they_have_been_read() -> None:
@@ -324,6 +324,40 @@ def test_segments_are_used_again_when_they_have_been_read() -> None:
     assert plan.take_segments(CPU) is first
     plan.pack({0: torch.full((3, 5), 3.0)}, first)
     assert [segments.of_ranks[:3, :5].unique().item() for segments in (first, second)] == [3, 2]
+
+
+def test_segments_are_given_back_once() -> None:
+    """A reduction that is abandoned behind its end does not take them from the next, which travels in them."""
+
+    class Alone(RankComm):
+        def wait(self) -> None:
+            pass
+
+    specs = (ParamSpec((3, 5), F32, F32, 4),)
+    plan = ReducePlan(bucket_layout(specs, [0], F32, 1 << 40), specs, 4)
+    comm = Alone(Exchange(4), 0, 4)
+    first, second = torch.zeros(3, 5), torch.rand(3, 5)
+    ended = reduce.start({0: first}, plan, Reduction(comm), {})  # type: ignore[arg-type]
+    ended.abandon()
+    running = reduce.start({0: second}, plan, Reduction(comm), {})  # type: ignore[arg-type]
+    ended.abandon()
+    (sent,) = comm.inputs
+    assert sent.untyped_storage().nbytes() == sent.nbytes, "it still travels"
+    assert torch.equal(sent.view(4, -1)[:3, :5], second)
+    running.abandon()
+
+
+def test_padding_that_a_hook_sees_is_zero() -> None:
+    """Whatever memory that is used again held before."""
+    specs = (ParamSpec((3, 5), F32, F32, 4),)
+    plan = ReducePlan(bucket_layout(specs, [0], F32, 1 << 40), specs, 4)
+    segments = plan.take_segments(CPU)
+    segments.flat.fill_(7)
+    plan._spare = segments
+    comm = Exchange(4).comms[0]
+    reduce.start({0: torch.ones(3, 5)}, plan, Reduction(comm, hook=lambda _: None), {})  # type: ignore[arg-type]
+    (sent,) = comm.inputs
+    assert torch.equal(sent.view(4, -1), torch.nn.functional.pad(torch.ones(3, 5), (0, 3, 0, 1)))
 
 
 def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
