@@ -41,6 +41,8 @@ def op_name(func: OpOverload) -> str:
 class _StepMeter(TorchDispatchMode):
     """Sees every op below autograd, in forward and in a CPU backward (which runs in the calling thread)."""
 
+    sees_fsdp2 = True
+
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor takes the op apart; its local ops come back to us

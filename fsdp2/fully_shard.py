@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import checks, hooks
 from .guards.starting_weights import BUILT, StartingWeights
 from .mesh import DataMesh, DataParallelMeshDims, data_mesh, default_mesh, named_data_mesh, replicated_data_mesh
+from .modes import hides_modes
 from .padding import log_waste
 from .param import FSDPParam, Slot, fqn
 from .param_group import FSDPParamGroup
@@ -122,6 +123,7 @@ def replicate(
     return _apply(module, given, replicated_data_mesh)
 
 
+@hides_modes
 def _apply(module: Modules, given: Arguments, choose_axes: Callable[[DeviceMesh], DataMesh]) -> Modules:
     roots = checks.check_modules(module)
     given = _check(given)

@@ -18,6 +18,7 @@ from .agreement import Turn
 from .bucket import Bucket, find_buckets, noting, wire_dtypes
 from .headers import DIVIDED, Label
 from .layout import ParamSpec, bucket_layout
+from .modes import are_in_force, hidden, num_dispatch_modes, num_function_modes, run_shown
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .reduce import Reduction
@@ -130,6 +131,9 @@ class GroupGradients:
         self._names.cache_clear()
 
     def _progress(self, bucket: Bucket) -> None:
+        if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+            with hidden():
+                return self._progress(bucket)
         if bucket.missing == bucket.size - 1:
             self.on_first()
         # Other ranks' buckets may be complete at other times: then all reduce at the module's boundary.
@@ -263,10 +267,10 @@ class GroupGradients:
                 is_hooked = torch_compat.have_gradient_hooks([self._params[i].sharded for i in shards])
                 if not is_hooked:
                     self._accumulate(shards, False)
-            if is_hooked:  # users' hooks may need torch functions
-                self._accumulate(shards, True)
+            if is_hooked:  # users' hooks may need torch functions, and their modes
+                run_shown(self._accumulate, shards, True)
         if self.steps.stepper is not None:
-            self.steps.step(map(self._params.__getitem__, shards), of_pass)
+            run_shown(self.steps.step, map(self._params.__getitem__, shards), of_pass)
 
     def start_step(self, pending: reduce.Pending, of_pass: object) -> Future[None] | None:
         """Have `receive` done beside this thread, if that ends in a step."""

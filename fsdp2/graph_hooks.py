@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from . import torch_compat
-from .transforms import outside_transforms
+from .modes import run_hidden
+from .transforms import outside
 
 _HOOKS = "_fsdp2_hooks"
 
@@ -102,12 +103,12 @@ class _BackwardEnd:
     def run(self) -> None:
         self._has_run = True
         try:
-            with outside_transforms():
+            with outside():
                 self._end()
         except BaseException:  # a user's hook on a parameter raised, or a peer is gone
-            self._recover()
+            run_hidden(self._recover)
             raise
 
     def __del__(self) -> None:
         if not self._has_run:
-            self._recover()
+            run_hidden(self._recover)

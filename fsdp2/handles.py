@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import hooks
 from .context import Context
+from .modes import hides_modes
 from .state import FSDPState
 
 
@@ -13,6 +14,7 @@ class UnshardHandle:
     def __init__(self, states: list[FSDPState]) -> None:
         self._states = states
 
+    @hides_modes
     def wait(self) -> None:
         """Finish the gather and register the full parameters. Further calls do nothing. The next forward of the module
         waits by itself.
@@ -32,6 +34,7 @@ class GradientReductionHandle:
         self._context: Context | None = context
         self._resets = context.resets
 
+    @hides_modes
     def wait(self) -> None:
         """Finish them. Further calls do nothing.
 

@@ -23,9 +23,11 @@ from . import torch_compat
 from .context import Context
 from .corrections.all_of_them import correct_torch
 from .graph_hooks import after_leaf, after_tensors, before_nodes
+from .modes import are_in_force, hidden, hides_modes, num_dispatch_modes, num_function_modes, run_shown
 from .saved_tensors import make_way_where_disabled
 from .state import STATE, FSDPState, hide_full, names_below, show_full, states_among, states_of
-from .transforms import outside_transforms, run_outside
+from .torch_compat import innermost_transform
+from .transforms import is_inside, outside, run_outside
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 
 
@@ -58,6 +60,7 @@ def _start(states: list[FSDPState], below: Iterable[FSDPState], names: dict[nn.M
     return Context(states[0], below, names, use_in_backward)
 
 
+@hides_modes
 def before_copy(module: nn.Module) -> None:
     """Have the sharded parameters registered, which a copy starts from."""
     for state in states_of(module):
@@ -65,6 +68,7 @@ def before_copy(module: nn.Module) -> None:
         state.group.adopt_replacements()
 
 
+@hides_modes
 def after_copy(module: nn.Module) -> FSDPState | None:
     """`module` is a copy, of which everything is there: once that is so of all of them, their (outer) state becomes
     usable, and is returned.
@@ -80,6 +84,7 @@ def after_copy(module: nn.Module) -> FSDPState | None:
     return states[0]
 
 
+@hides_modes
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
     """Have the sharded parameters registered. No more: this rank may be alone in asking."""
     module.__dict__[STATE].hidden = hide_full(each for each in states_of(module) if not each.running)
@@ -89,11 +94,13 @@ def _after_state_dict(module: nn.Module, *_: Any) -> None:
     show_full(module.__dict__[STATE].hidden)
 
 
+@hides_modes
 def _before_load(module: nn.Module, *_: Any) -> None:
     for state in states_of(module):
         state.release()
 
 
+@hides_modes
 def _after_load(module: nn.Module, _: Any) -> None:
     for state in states_of(module):
         if state.group.adopt_replacements(accept_whole=True):
@@ -106,8 +113,11 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
 
     It surrounds all hooks of the module: what they do to parameters, they do to the full ones.
     """
-    if torch_compat.innermost_transform() is not None:
+    if innermost_transform() is not None:
         return _run_transformed(state, module, forward, args, kwargs)
+    if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+        with hidden():
+            return run_forward(state, module, partial(run_shown, forward), args, kwargs)
     if state.inner is not None and state.inner.outer is None:
         forward = partial(_run_inner, state.inner, module, forward)
     in_backward = torch_compat.graph_task() != -1
@@ -139,9 +149,10 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
 @torch_compat.untraced
 def _run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The same inside transforms of torch.func, where inputs and outputs are converted, and the forward runs."""
-    args, kwargs = _to_device(state, args, kwargs)
-    if state.input_dtype is not None:
-        args, kwargs = cast_floating((args, kwargs), state.input_dtype)
+    with hidden():
+        args, kwargs = _to_device(state, args, kwargs)
+        if state.input_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), state.input_dtype)
 
     def run(forward: Callable[..., Any]) -> Any:
         return run_forward(state, module, forward, args, kwargs)
@@ -154,7 +165,7 @@ def _run_inner(state: FSDPState, module: nn.Module, forward: Callable[..., Any],
     return run_forward(state, module, forward, args, kwargs)
 
 
-@torch_compat.untraced
+@hides_modes
 def read_parameters(unit: FSDPState) -> None:
     """Somebody reads a parameter of `unit` from its module: register the full ones, if the outer module runs."""
     assert unit.outer is not None, "every unit has one"
@@ -230,7 +241,7 @@ def _apart_from_inputs(inputs: list[Tensor], output: Any) -> Any:
     nodes = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
 
     def view(tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor) if tensor.grad_fn in nodes else tensor
+        return torch_compat.alias(tensor) if tensor.grad_fn in nodes else tensor
 
     return map_tensors(output, view, everywhere=True) if nodes else output
 
@@ -302,8 +313,8 @@ def use_in_backward(state: FSDPState) -> None:
 
 def before_backward(state: FSDPState, recomputes: bool = False) -> None:
     """Backward has reached `state`, or a weight of it is needed, or checkpointing runs its forward again."""
-    if torch_compat.innermost_transform() is not None:
-        with outside_transforms():
+    if (innermost_transform() is not None or num_dispatch_modes() or num_function_modes()) and is_inside():
+        with outside():
             return before_backward(state, recomputes)
     state.context.enter_backward(recomputes)
     if not state.backward_ready:
@@ -330,6 +341,9 @@ def on_last_gradient(state: FSDPState) -> None:
 def after_backward(state: FSDPState) -> None:
     """The gradients of all inputs of one forward are computed."""
     if state.context.in_backward:
+        if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+            with hidden():
+                return after_backward(state)
         state.group.gradients.flush()
         state.release_after_backward()
 

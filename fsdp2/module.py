@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .handles import UnshardHandle
+from .modes import hides_modes
 from .reduce import on_stream
 from .root_methods import RootMethods, check_bool
 from .state import FSDPState, require_state, states_below, states_of
@@ -17,6 +18,7 @@ from .state import FSDPState, require_state, states_below, states_of
 class FSDPModule(RootMethods):
     """Base of every module that `fully_shard` was applied to, besides its own class."""
 
+    @hides_modes
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own group and register the full parameters, in the policy's `param_dtype`.
 
@@ -38,6 +40,7 @@ class FSDPModule(RootMethods):
         handle.wait()
         return None
 
+    @hides_modes
     def reshard(self) -> None:
         """Free the full parameters of this module's own group and register the sharded ones, with the `requires_grad`
         that they have been given.

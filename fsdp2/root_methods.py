@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .handles import GradientReductionHandle
+from .modes import hides_modes
 from .state import FSDPState, require_state
 from .stepper import Stepper
 
@@ -103,6 +104,7 @@ class RootMethods:
         """
         require_state(self).context.post_optim_event = event
 
+    @hides_modes
     def set_optimizer_in_backward(self, optimizer: Optimizer | None) -> None:
         """Have backward passes step `optimizer`, on a few parameters at a time, as soon as their gradients are reduced,
         and clear these: then only few gradients exist at once. On the root only.
@@ -146,6 +148,7 @@ class RootMethods:
             raise RuntimeError("set_manual_backward_finalization: call it between backward passes, not during one")
         context.finalizes_by_itself = not enabled
 
+    @hides_modes
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Finish the reductions of all backward passes since the last call; then `.grad` is there. On the root only.
 
@@ -164,6 +167,7 @@ class RootMethods:
         handle.wait()
         return None
 
+    @hides_modes
     def reset_iter_state(self) -> None:
         """Drop what an exception in forward or backward left half done: gathered parameters, gradients on their way and
         those that wait unsynchronised. On the root only. After a failed backward it is done by itself, except that

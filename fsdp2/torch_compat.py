@@ -110,6 +110,10 @@ def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+# A view of all of a tensor, whose gradient takes no operation: that of `view_as` takes one.
+alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
+
+
 def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
     """out[r] := chunk r along dim 0 of all `tensors`, each flattened, one behind the other."""
     torch._chunk_cat(tensors, 0, out.shape[0], out=out)

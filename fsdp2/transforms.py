@@ -1,18 +1,20 @@
-"""Forwards inside transforms of torch.func: `grad(lambda x: model(x).sum())(x)`, `vmap(jacrev(model))(x)`, `jvp`, ...
+"""Forwards inside transforms of torch.func: `grad(lambda x: model(x).sum())(x)`, `vmap(jacrev(model))(x)`, `jvp`, ...;
+and what runs outside of all that a user has put in force around it: transforms and modes.
 
 What gathers, frees and watches runs outside the transforms, which would wrap its tensors; the user's forward inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from . import torch_compat
+from .modes import are_in_force, hidden
 from .tree import tensors_in
 
 Forward = Callable[..., Any]
@@ -25,6 +27,18 @@ def outside_transforms() -> AbstractContextManager[list[Any]]:
     clear, _ = torch_compat.transform_stacks()
     context: AbstractContextManager[list[Any]] = clear()
     return context
+
+
+def is_inside() -> bool:
+    """Returns True if transforms of torch.func run, or modes of the user's are in force."""
+    return torch_compat.innermost_transform() is not None or are_in_force()
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Context: no transform of torch.func runs, and the user's modes are out of force."""
+    with hidden(), outside_transforms():
+        yield
 
 
 def run_outside(
@@ -40,9 +54,11 @@ def run_outside(
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         with restore(stack):
-            output = give(forward(*args, **kwargs))
-            outputs = tensors_in(output)
-            tangents = [unpack_dual(tensor).tangent for tensor in outputs]  # of jvp; None elsewhere
+            output = forward(*args, **kwargs)
+            with hidden():
+                output = give(output)
+                outputs = tensors_in(output)
+                tangents = [unpack_dual(tensor).tangent for tensor in outputs]  # of jvp; None elsewhere
         outputs += [tangent for tangent in tangents if tangent is not None]
         hint([each for tensor in outputs for each in _levels(tensor)])
         return output

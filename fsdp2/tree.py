@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .modes import run_hidden
+from .torch_compat import innermost_transform
+
 _ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, torch.device, nn.Module)
 
 
@@ -53,8 +56,30 @@ def _attribute_names(value: Any) -> list[str]:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors cast to `dtype`; see `map_tensors`. Those that have it stay the same."""
     return map_tensors(
-        value, lambda tensor: tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
+        value, lambda tensor: cast(tensor, dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
     )
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `tensor.to(dtype)`, whose gradient is cast back where the user's modes don't see it."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or innermost_transform() is not None:
+        return tensor.to(dtype)
+    return _Cast.apply(tensor, dtype)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.before, ctx.after = tensor.dtype, dtype
+        return tensor.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return run_hidden(gradient.to, ctx.before), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return run_hidden(tangent.to, ctx.after)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

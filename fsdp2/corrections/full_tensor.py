@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..graph_hooks import leaf_nodes
 from ..headers import Label
+from ..modes import hides_modes
 from ..owners import Owned, all_states, sharded_owner
 from ..small_collectives import all_reduce_over
 from .own_numbers import refuse_own_numbers
@@ -83,6 +84,7 @@ class _Average:
     def __init__(self, owner: Owned) -> None:
         self._owner = owner
 
+    @hides_modes
     def __call__(self, gradient: Tensor) -> Tensor:
         group, name = self._owner.state.group, self._owner.param.name
         if gradient.requires_grad:

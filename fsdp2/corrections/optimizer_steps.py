@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .. import torch_compat
 from ..comm import moves_data
+from ..modes import hides_modes
 from ..owners import sharded_owner
 from ..param import SHARDED_AS, names_of_full
 from ..small_collectives import all_reduce_over
@@ -40,7 +40,7 @@ def follow_optimizer_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-@torch_compat.untraced
+@hides_modes
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`args` begin with the optimizer.
 
@@ -125,7 +125,7 @@ def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
     return total.to(loss) if isinstance(loss, Tensor) else total.item()
 
 
-@torch_compat.untraced
+@hides_modes
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     params = _params_of(optimizer)
     increment_version([param for param in params if isinstance(param, DTensor) and param.grad is not None])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import hooks, torch_compat
 from ..guards.full_content import FullContent
 from ..guards.looks import is_time_to_look
+from ..modes import hidden
 from ..owners import Owned, owners_by_id
 from ..param import FSDPParam
 from ..state import FSDPState, state_of
@@ -179,27 +180,29 @@ def _in_use(given: _Given) -> Iterator[Any]:
     looks: list[_Look] = []
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for state in states for module in state.modules]
     try:
-        for state in states:
-            was_kept = state.kept
-            if not in_backward and state.context not in inside:
-                state.context.forget_stale([state])
-            state.context.join(state)
-            joined.append((state, was_kept))
-            state.group.start_unshard(for_backward=in_backward)
-        for state in states:
-            hooks.use_in_forward(state, in_backward)
-            if not in_backward and state.context in inside:
-                state.context.prefetcher.in_forward(state)
-        looks = [_Look(state) for state in states if not in_backward]
+        with hidden():
+            for state in states:
+                was_kept = state.kept
+                if not in_backward and state.context not in inside:
+                    state.context.forget_stale([state])
+                state.context.join(state)
+                joined.append((state, was_kept))
+                state.group.start_unshard(for_backward=in_backward)
+            for state in states:
+                hooks.use_in_forward(state, in_backward)
+                if not in_backward and state.context in inside:
+                    state.context.prefetcher.in_forward(state)
+            looks = [_Look(state) for state in states if not in_backward]
         yield given.show(lambda param: param.full)
     finally:
-        for handle in handles:
-            handle.remove()
-        written = [name for look in looks for name in look.written()]
-        for state, was_kept in reversed(joined):
-            if not in_backward:
-                _settle(state, backward_follows=was_kept or torch.is_grad_enabled())
-            state.context.leave()
+        with hidden():
+            for handle in handles:
+                handle.remove()
+            written = [name for look in looks for name in look.written()]
+            for state, was_kept in reversed(joined):
+                if not in_backward:
+                    _settle(state, backward_follows=was_kept or torch.is_grad_enabled())
+                state.context.leave()
     _refuse_written(written)
 
 
@@ -267,22 +270,24 @@ def _lent(
     lent = [FullCopies(state.group, params) for state, params in wanted.items()]
     faces: dict[FSDPParam, Tensor] = {}
     try:
-        for state, copies in zip(wanted, lent, strict=True):
-            state.context.forget_stale([state])
-            state.release()
-            device = torch.device("cpu") if offload_to_cpu else state.group.mesh.device
-            faces.update(copies.lend(dtype, device, has_data=state.group.mesh.is_first or not rank0_only))
+        with hidden():
+            for state, copies in zip(wanted, lent, strict=True):
+                state.context.forget_stale([state])
+                state.release()
+                device = torch.device("cpu") if offload_to_cpu else state.group.mesh.device
+                faces.update(copies.lend(dtype, device, has_data=state.group.mesh.is_first or not rank0_only))
         yield given.show(faces.__getitem__)
     finally:
         for copies in lent:
             copies.take_back()
-    if not writeback:
-        _refuse_written(name for copies in lent for name in copies.written())
-        return
-    for copies in lent:
-        copies.agree()
-    for copies in lent:
-        copies.write_back()
+    with hidden():
+        if not writeback:
+            _refuse_written(name for copies in lent for name in copies.written())
+            return
+        for copies in lent:
+            copies.agree()
+        for copies in lent:
+            copies.write_back()
 
 
 def _check_lendable(state: FSDPState, params: Iterable[FSDPParam]) -> None:

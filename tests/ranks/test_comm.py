@@ -297,6 +297,8 @@ def test_ranks_send_what_they_must(world_size: int) -> None:
 class Calls(TorchDispatchMode):
     """The names of all operations that the dispatcher sees."""
 
+    sees_fsdp2 = True
+
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

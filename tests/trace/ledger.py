@@ -65,6 +65,8 @@ class Line:
 class Ledger(TorchDispatchMode):
     """Raises Race from the operation, the collective or the release that comes too early."""
 
+    sees_fsdp2 = True
+
     def __init__(self) -> None:
         super().__init__()
         self.compute, self.beside = Line(), Line()

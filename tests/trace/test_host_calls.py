@@ -38,6 +38,7 @@ Count = Callable[[Library | None, Shape, str], int]
 
 
 class _Ops(TorchDispatchMode):
+    sees_fsdp2 = True
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

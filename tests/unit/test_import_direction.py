@@ -112,12 +112,13 @@ ORDER = (
     "graph_hooks",
     "transforms",
     "tree",
+    "modes",
     "torch_compat",
     "dtensor_compat",
     "when_imported",
 )
 # Where private names of torch stand.
-COMPAT = ("torch_compat", "dtensor_compat")
+COMPAT = ("modes", "torch_compat", "dtensor_compat")
 WHERE = "it belongs in torch_compat.py or dtensor_compat.py"
 # The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
 BRIDGE = ("bridge.patch",)
