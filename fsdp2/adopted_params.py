@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from . import dtensor_compat, torch_compat
 from .buffers import GroupBuffers
 from .comm import Comm
 from .extension import GroupExtensions, refuse_part
+from .full_places import FullPlaces
 from .gradients import GroupGradients
 from .guards.full_content import FullContent
 from .guards.starting_weights import LOADED, StartingWeights
@@ -55,6 +57,7 @@ class AdoptedParams:
         self._looked = False
         self._specs: tuple[ParamSpec, ...] = ()
         self._full: list[nn.Parameter] = []
+        self.places = FullPlaces((), (), torch.UntypedStorage(0))
         self.trainable: list[bool] = []
         self.has_frozen = False
         # Whether a backward may come to graphs of a time when other parameters were trainable.
@@ -96,6 +99,46 @@ class AdoptedParams:
         weight = dtensor_compat.local_if_any(weight)
         i = bisect_right(self.buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
         return range(i, i + 1)
+
+    def refuse_moved(self) -> None:
+        """Full parameters do not lie in the group's memory any more: put them there again.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{', '.join(self.take_moved())}: the full parameter does not lie in its group's memory any more, because "
+            "`.data` was assigned, or it was resized or transposed in place, while it was unsharded. The next gather "
+            "would not reach it, and no optimizer would train it. What was assigned is dropped. Write inside `with "
+            "fsdp2.full_params(module, writeback=True):`; change a shape (resize an embedding) before fully_shard."
+        )
+
+    def take_moved(self) -> list[str]:
+        """Puts full parameters that do not lie in the group's memory any more there again, in their shapes; returns
+        their names, and shapes that were wrong. The group must be unsharded.
+        """
+        if self.places.are_kept():
+            return []
+        moved = self.places.find_moved()
+        self.move_full()
+        if any(shape is not None for shape in moved.values()):
+            self._renew_full([param for param, shape in moved.items() if shape is not None])
+        return [
+            param.name if shape is None else f"{param.name} (expected shape {param.gathered_shape}, got {shape})"
+            for param, shape in moved.items()
+        ]
+
+    def _renew_full(self, moved: Sequence[FSDPParam]) -> None:
+        assert self.buffers is not None, "they are there"
+        was_installed = self.faces.installed
+        self.faces.uninstall()
+        with torch.inference_mode(False), torch.no_grad():
+            for i, param in enumerate(self.params[: len(self.buffers.layout.specs)]):
+                if param in moved:
+                    param.renew_full(self.buffers.full_parameter(i))
+            self._follow_faces()
+        if was_installed:
+            self.faces.install()
 
     def note_content(self, every: int) -> FullContent:
         """Note what the full parameters hold, but for those that say themselves how they are gathered: see there."""
@@ -223,6 +266,7 @@ class AdoptedParams:
         self.follow_requires_grad()
         assert self.buffers is not None, "full faces are there"
         self._full = [param.full for param in self.params]
+        self.places = self.buffers.places_of(self.params)
         self.storage_ids = frozenset([self.buffers.storage_id]) | self.extensions.storage_ids()
         self.faces.prepare(self.params)
 

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from . import gather, torch_compat
 from .comm import Comm
+from .full_places import FullPlaces
 from .gather import GatherPlan, PendingGather
 from .layout import GatherLayout, gather_layout
 from .pack import alias, leaf_over, view_bytes
+from .param import FSDPParam
 from .transfers import Transfer, Transfers
 
 
@@ -83,6 +85,10 @@ class GroupBuffers:
         """The memory of full parameter i, as a tensor to build it upon."""
         spec = self.layout.specs[i]
         return leaf_over(self._full, self.layout.full_offsets[i], spec.shape, spec.compute_dtype)
+
+    def places_of(self, params: Sequence[FSDPParam]) -> FullPlaces:
+        """Where the full parameters of `params`, the first of which lie here, must lie."""
+        return FullPlaces(params[: len(self.layout.specs)], self.layout.full_offsets, self._full_storage)
 
     def full_words(self, every: int) -> list[Tensor]:
         """Every so many of the words in which all full parameters lie, as int64: in one piece, unless these hold a lot

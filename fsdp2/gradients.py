@@ -296,11 +296,22 @@ class GroupGradients:
                     gradient = _without_graph(gradient)
                 if gradient.layout is not torch.strided:
                     raise NotImplementedError(f"{param.name}: sparse gradients are not supported. Use sparse=False.")
-                taken[i] = gradient if param.is_usual else param.gathered_gradient(gradient)
+                gradient = gradient if param.is_usual else param.gathered_gradient(gradient)
+                if gradient.shape != self._specs[i].shape:
+                    self._refuse_shape(i, gradient)
+                taken[i] = gradient
             if i in self.waiting.full:
                 waited = self.waiting.take_full(i)
                 taken[i] = waited.add_(taken[i]) if i in taken else waited
         return taken
+
+    def _refuse_shape(self, i: int, gradient: Tensor) -> None:
+        """Raises RuntimeError: it would be copied to memory of other sizes."""
+        raise RuntimeError(
+            f"{self._params[i].name}: expected a gradient of shape {self._specs[i].shape}, got "
+            f"{tuple(gradient.shape)}. Its `.data` was assigned while it was unsharded. Write inside "
+            "`with fsdp2.full_params(module, writeback=True):`; change a shape before fully_shard."
+        )
 
     def _process(self, gradients: dict[int, Tensor]) -> None:
         """Reduce gradients of one bucket, or have them wait."""

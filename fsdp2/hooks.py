@@ -127,6 +127,8 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         output = forward(*args, **kwargs)
         if state.content is not None and state.running == 1 and not in_backward:
             state.check_content()
+        if not in_backward:
+            state.group.versions.check_written()
         if state.context.agreement is not None and not in_backward:
             output = _apart_from_inputs(tensors_in(args, kwargs), output)
             state.context.meet_at_end(state)
@@ -141,8 +143,6 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         state.context.leave()
         if not in_backward:
             state.group.adopted.keep_requires_grad()
-    if not in_backward:
-        state.group.versions.check_written()
     return _convert_output(state, output)
 
 

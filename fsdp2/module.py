@@ -46,16 +46,19 @@ class FSDPModule(RootMethods):
         that they have been given.
 
         Raises:
-            RuntimeError: somebody has written to the full ones, which is lost.
+            RuntimeError: a full parameter was written to, or its `.data` was assigned, which is lost.
         """
-        written = [name for state in states_of(self) for name in state.group.versions.take_written()]
-        for state in states_of(self):
+        states = list(states_of(self))
+        written = [name for state in states for name in state.group.versions.take_written()]
+        written += [name for state in states if state.group.is_unsharded for name in state.group.adopted.take_moved()]
+        for state in states:
             state.group.adopted.keep_requires_grad()
             state.release()
         if written:
             raise RuntimeError(
-                f"{', '.join(written)}: modified between unshard() and reshard(), which is lost. Write inside "
-                "full_params(module, writeback=True), or to the sharded parameter."
+                f"{', '.join(dict.fromkeys(written))}: modified, or `.data` assigned, between unshard() and reshard(), "
+                "which is lost. Write inside `with fsdp2.full_params(module, writeback=True):`, or to the sharded "
+                "parameter; change a shape (resize an embedding) before fully_shard."
             )
 
     # Setters. Each acts on this module's own group and, with `recurse`, on those of the sharded modules inside it.

@@ -117,7 +117,7 @@ class FSDPParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from; its sharded face is what is registered in the copied modules."""
-        faces = ("full", "sharded", "dtensor_spec", "_local_shape", "_local_stride", "memory")
+        faces = ("full", "sharded", "dtensor_spec", "local_shape", "_local_stride", "memory")
         return {name: value for name, value in vars(self).items() if name not in faces}
 
     def wake(self) -> None:
@@ -152,7 +152,7 @@ class FSDPParam:
         """What all gradients have in common: they lie like `local`, the sharded face's local tensor, if contiguous."""
         kind = self.distribution
         self.dtensor_spec = self._mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, local.dtype)
-        self._local_shape, self._local_stride = local.shape, contiguous_stride(local.shape)
+        self.local_shape, self._local_stride = local.shape, contiguous_stride(local.shape)
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self._prepare_gradients(local)
@@ -196,6 +196,11 @@ class FSDPParam:
         self.full = self.face_of(memory, memory.is_floating_point())
         _of_full[id(self.full)] = self
         self._share_attributes()
+
+    def renew_full(self, memory: Tensor) -> None:
+        """Have another full face over `memory`: graphs of the one before expect gradients of another shape."""
+        self.full = _NO_STORAGE
+        self.build_full(memory)
 
     def _share_attributes(self) -> None:
         """What users set on one face, now or later, stands on the other, too."""
@@ -289,7 +294,7 @@ class FSDPParam:
         gradient as in plain training, then on the parameter.
         """
         gradient: Any = dtensor_compat.dtensor(
-            flat.as_strided(self._local_shape, self._local_stride, offset), self.dtensor_spec
+            flat.as_strided(self.local_shape, self._local_stride, offset), self.dtensor_spec
         )
         sharded = self.sharded
         hooks, post_accumulate_hooks = torch_compat.gradient_hooks(sharded) if is_hooked else (None, None)

@@ -222,6 +222,8 @@ class FSDPParamGroup:
             self.state = UNSHARDED
             if self.adopted.extensions.members:
                 self.adopted.finish_extensions()
+        if not self.adopted.places.are_kept():
+            self.adopted.refuse_moved()
         if self.versions.guards:
             self.versions.renew(self.shard_versions())
 

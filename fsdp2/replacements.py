@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import torch_compat
+from .dtensor_compat import local_of
 from .guards.checksum import are_alike
 from .param import FSDPParam
 
@@ -79,4 +80,11 @@ def _check_distribution(param: FSDPParam, found: DTensor, accept_whole: bool) ->
         raise ValueError(
             f"{param.name}: expected a DTensor with placements {kind.placements} on {kind.mesh}, got "
             f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."
+        )
+    local, expected = local_of(found), tuple(param.local_shape)
+    if kind.is_of_sharded(found) and tuple(local.shape) != expected:
+        raise ValueError(
+            f"{param.name}: expected a local tensor of shape {expected} on this rank, got {tuple(local.shape)}. Make "
+            "the DTensor by distribute_tensor(whole, p.device_mesh, p.placements), or give "
+            "DTensor.from_local those rows."
         )

@@ -172,16 +172,13 @@ class FSDPState(TorchState):
         """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""
         content, self.content = self.content, None
         assert content is not None, "noted when it began"
-        written = content.written()
-        if written:
-            self.group.adopted.move_full()
-        refuse_written(written)
+        refuse_written([*dict.fromkeys(self.group.adopted.take_moved() + content.written())])
 
     def drop_content(self) -> None:
         """The forward has failed: have the full parameters their memory again, whatever it has assigned."""
-        content, self.content = self.content, None
-        if content is not None and self.group.is_unsharded and content.written():
-            self.group.adopted.move_full()
+        self.content = None
+        if self.group.is_unsharded:
+            self.group.adopted.take_moved()
 
     def serve(self) -> None:
         """Take part in a gather that other ranks need. Every rank must call it, or gather by itself."""

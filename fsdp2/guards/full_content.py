@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .. import dtensor_compat
 from ..buffers import GroupBuffers
 from ..param import FSDPParam
 from .checksum import bits_of, read
@@ -18,27 +17,21 @@ from .checksum import bits_of, read
 
 class FullContent:
     """What the full parameters in `buffers`, of which the first of `params` have theirs there, hold when a forward
-    begins, in `every` so many words; and where they lie.
+    begins, in `every` so many words.
     """
 
     def __init__(self, params: Sequence[FSDPParam], buffers: GroupBuffers, every: int) -> None:
         self._params, self._buffers = params[: len(buffers.layout.specs)], buffers
         self._words = buffers.full_words(every)
-        self._pointers, self._sums = self._find_pointers(), self._find_sums()
-
-    def _find_pointers(self) -> list[int]:
-        return [dtensor_compat.local_if_any(param.full).data_ptr() for param in self._params]
+        self._sums = self._find_sums()
 
     def _find_sums(self) -> list[int]:
         """Modulo 2 ** 64: another value in one place shows, an exchange of values does not."""
         return read([words.sum() for words in self._words])
 
     def written(self) -> list[str]:
-        """Names of those that lie over other memory now, or whose memory holds something else."""
-        pointers = zip(self._params, self._pointers, self._find_pointers(), strict=True)
-        assigned = [param.name for param, old, new in pointers if old != new]
-        overwritten = [] if self._sums == self._find_sums() else self._overwritten()
-        return [*dict.fromkeys(assigned + overwritten)]
+        """Names of those whose memory holds something else now."""
+        return [] if self._sums == self._find_sums() else self._overwritten()
 
     def refuse_differing(self) -> None:
         """Raise RuntimeError if what had been gathered before this forward is not what the shards hold."""

@@ -222,17 +222,15 @@ class _Look:
 
     def written(self) -> list[str]:
         """Names of those that were written to. All have their own memory again."""
-        overwritten = self._overwritten()
-        return self._group.versions.take_written() or overwritten
+        moved = self._group.adopted.take_moved() if self._group.is_unsharded else []
+        overwritten, written = self._overwritten(), self._group.versions.take_written()
+        return moved or written or overwritten
 
     def _overwritten(self) -> list[str]:
         # Full parameters may lie where shards do, to which an optimizer may have written.
         if self._content is None or not self._group.is_unsharded or self._group.shard_versions() != self._versions:
             return []
-        found = self._content.written()
-        if found:
-            self._group.adopted.move_full()
-        return found
+        return self._content.written()
 
 
 def _settle(state: FSDPState, backward_follows: bool) -> None:

@@ -1,0 +1,58 @@
+"""Checks that the full parameters of a group lie in the group's memory, as gathers and reductions assume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import dtensor_compat
+from .param import FSDPParam
+
+_shape_of = attrgetter("shape")
+
+
+class FullPlaces:
+    """The addresses and shapes that the full parameters of one group must have.
+
+    Users can assign `.data` of a full parameter while it is unsharded, which no version counter shows.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], offsets: Sequence[int], storage: torch.UntypedStorage) -> None:
+        rows = [(each, offset) for each, offset in zip(params, offsets, strict=True) if each.full.numel()]
+        self._params, self._offsets = [param for param, _ in rows], [offset for _, offset in rows]
+        self._full = [param.full for param in self._params]
+        self._are_distributed = DTensor in map(type, self._full)
+        self._shapes = [*map(_shape_of, self._find_full())]
+        self._storage = storage
+        # The address of the storage, which is another one after each gather, and those that follow from it.
+        self._base, self._pointers = 0, self._offsets
+
+    def _find_full(self) -> list[Tensor]:
+        return [*map(dtensor_compat.local_if_any, self._full)]
+
+    def are_kept(self) -> bool:
+        """Returns True if all lie where they must. They must have their data. It takes 0.25 us for each parameter."""
+        base = self._storage.data_ptr()
+        if base != self._base:
+            self._base, self._pointers = base, [*map(base.__add__, self._offsets)]
+        full = self._find_full() if self._are_distributed else self._full
+        return (
+            [*map(Tensor.data_ptr, full)] == self._pointers
+            and [*map(_shape_of, full)] == self._shapes
+            and all(map(Tensor.is_contiguous, full))
+        )
+
+    def find_moved(self) -> dict[FSDPParam, tuple[int, ...] | None]:
+        """Returns the parameters of those that lie elsewhere, with the shapes of those that have another shape."""
+        found: dict[FSDPParam, tuple[int, ...] | None] = {}
+        rows = zip(self._params, self._find_full(), self._pointers, self._shapes, strict=True)
+        for param, full, pointer, shape in rows:
+            if full.shape != shape:
+                found[param] = tuple(full.shape)
+            elif full.data_ptr() != pointer or not full.is_contiguous():
+                found[param] = None
+        return found
