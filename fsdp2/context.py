@@ -328,6 +328,8 @@ class Context:
             state.group.gradients.waiting.drop()
         for state in list(self.running):
             state.running = 0
+        for state in self.states:
+            state.is_pinned = False
         self.running.clear()
         self.saved_tensors.deactivate()
         for state in self.states:

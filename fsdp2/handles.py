@@ -24,6 +24,7 @@ class UnshardHandle:
             if not state.held:  # a forward, or reshard(), has given it up since
                 continue
             hooks.unshard(state)
+            state.is_pinned = True
             state.context.settle_transfers()
 
 

@@ -136,7 +136,7 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
     except BaseException:
         state.drop_content()
         if not in_backward:
-            _settle(state, module, backward_follows=False)
+            _settle(state, module, backward_follows=False, failed=True)
             state.group.versions.take_written()  # which is lost, as all that this forward did
         raise
     finally:
@@ -272,7 +272,7 @@ def _hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     return bool(nodes)
 
 
-def _settle(state: FSDPState, module: nn.Module, backward_follows: bool) -> None:
+def _settle(state: FSDPState, module: nn.Module, backward_follows: bool, failed: bool = False) -> None:
     """Settle the group, unless its parameters are still in use, or will be: a list of modules shares one group."""
     if state.running > 1:
         return
@@ -281,10 +281,10 @@ def _settle(state: FSDPState, module: nn.Module, backward_follows: bool) -> None
         state.context.unfinished[state] = backward_follows
     else:
         state.context.unfinished.pop(state, None)
-        state.settle(backward_follows)
+        state.settle(backward_follows, failed)
         for unit in state.units:
             if unit.read_outside:
-                unit.settle(backward_follows)
+                unit.settle(backward_follows, failed)
                 unit.read_outside = False
 
 

@@ -22,11 +22,13 @@ class FSDPModule(RootMethods):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own group and register the full parameters, in the policy's `param_dtype`.
 
-        Every rank must call it. They stay until `reshard` is called, or the module's next forward or backward ends that
-        reshards. What is written to them is lost. A step of an optimizer gathers them anew.
+        Every rank must call it. They stay until `reshard` is called, or a forward with grad, or a backward, ends that
+        reshards. Forwards without grad use them, however many: only after a weight has changed do they gather the group
+        again, once. What is written to them is lost. A step of an optimizer gathers them anew.
 
         Args:
-            async_op: return at once, with a handle whose `wait` finishes the work.
+            async_op: return at once, with a handle whose `wait` finishes the work. If a forward finishes it instead,
+                the parameters stay no longer than after a gather of its own.
         """
         check_bool("async_op", async_op)
         states = list(states_of(self))
@@ -53,6 +55,7 @@ class FSDPModule(RootMethods):
         written += [name for state in states if state.group.is_unsharded for name in state.group.adopted.take_moved()]
         for state in states:
             state.group.adopted.keep_requires_grad()
+            state.is_pinned = False
             state.release()
         if written:
             raise RuntimeError(

@@ -71,6 +71,8 @@ class FSDPState(TorchState):
         self.kept = False
         # Whether another pass may use them: the user has gathered them, or wanted them to stay.
         self.held = False
+        # True from unshard() on, until reshard() or a pass with grad frees the group: forwards without grad do not.
+        self.is_pinned = False
         # Whether, as far as the pass before tells, backward begins with this group, or gathers it as soon as it begins.
         self.is_needed_at_once = False
         # Gathered and registered for the backward that runs.
@@ -100,7 +102,8 @@ class FSDPState(TorchState):
         runtime = ("context", "finished", "versions", "content", "forward_prefetch", "backward_prefetch", "gate")
         kept = {name: value for name, value in vars(self).items() if name not in runtime}
         settings = self.context.settings() if self.context.root is self else None
-        return {**kept, "kept": False, "held": False, "backward_ready": False, "completes": False, "settings": settings}
+        flags = dict.fromkeys(("kept", "held", "is_pinned", "backward_ready", "completes"), False)
+        return {**kept, **flags, "settings": settings}
 
     def wake(self) -> dict[str, Any] | None:
         """Become usable, in a copy of which all modules are there. Return the settings that the context is to take."""
@@ -116,18 +119,27 @@ class FSDPState(TorchState):
             return self.context.root is self or self.is_needed_at_once or self.read_outside
         return self.reshard_after_forward is False
 
-    def settle(self, backward_follows: bool) -> None:
-        """Forward is over: register the sharded parameters; free the full ones' data, or keep all or some of it."""
+    def settle(self, backward_follows: bool, failed: bool = False) -> None:
+        """Forward is over: register the sharded parameters; free the full ones' data, or keep all or some of it.
+
+        Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
+        would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
+        """
         self.finished.clear()
+        if not backward_follows and not failed and (self.is_pinned or self.reshard_after_forward is False):
+            self.kept, self.held = False, True
+            if not self.is_pinned:
+                self.group.faces.uninstall()
+            return
         self.kept = backward_follows
         if backward_follows and self._keeps_after_forward():
             self.held |= not self.reshard_after_backward
             self.group.faces.uninstall()
         elif backward_follows and self.keeps_part and self.group.is_unsharded and not self.context.graph_reads_weights:
-            self.held = False
+            self.held = self.is_pinned = False
             self.group.shrink()
         else:
-            self.kept = False
+            self.kept = self.is_pinned = False
             self._reshard()
 
     def note_versions(self, now: tuple[int, ...] | None) -> None:
@@ -202,6 +214,7 @@ class FSDPState(TorchState):
     def release_after_backward(self) -> None:
         """Like `release`, but keep the full parameters' data for the next pass if the user wants that."""
         if self.reshard_after_backward or self.running or not self.group.is_unsharded:
+            self.is_pinned = False
             self.release()
         else:
             self.backward_ready = False

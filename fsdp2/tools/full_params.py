@@ -178,6 +178,7 @@ def _in_use(given: _Given) -> Iterator[Any]:
     joined: list[tuple[FSDPState, bool]] = []
     inside = {state.context for state in states if state.context.running}
     looks: list[_Look] = []
+    failed = True
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for state in states for module in state.modules]
     try:
         with hidden():
@@ -194,6 +195,7 @@ def _in_use(given: _Given) -> Iterator[Any]:
                     state.context.prefetcher.in_forward(state)
             looks = [_Look(state) for state in states if not in_backward]
         yield given.show(lambda param: param.full)
+        failed = False
     finally:
         with hidden():
             for handle in handles:
@@ -201,7 +203,7 @@ def _in_use(given: _Given) -> Iterator[Any]:
             written = [name for look in looks for name in look.written()]
             for state, was_kept in reversed(joined):
                 if not in_backward:
-                    _settle(state, backward_follows=was_kept or torch.is_grad_enabled())
+                    _settle(state, was_kept or torch.is_grad_enabled(), failed or bool(written))
                 state.context.leave()
     _refuse_written(written)
 
@@ -233,10 +235,10 @@ class _Look:
         return self._content.written()
 
 
-def _settle(state: FSDPState, backward_follows: bool) -> None:
+def _settle(state: FSDPState, backward_follows: bool, failed: bool) -> None:
     """Give the full parameters up, unless what surrounds the block goes on with them."""
     if state.running == 1 and not state.read_outside and state not in state.context.unfinished:
-        state.settle(backward_follows)
+        state.settle(backward_follows, failed)
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
