@@ -27,6 +27,8 @@ from .replacements import find_replacement
 from .transfers import Transfers
 from .versions import GroupVersions, requires_grad_of
 
+_NO_PLACES = FullPlaces((), (), torch.UntypedStorage(0))
+
 
 class AdoptedParams:
     """The parameters of one group: `adopt` builds buffers, full faces and plans of the local tensors that they have,
@@ -57,7 +59,9 @@ class AdoptedParams:
         self._looked = False
         self._specs: tuple[ParamSpec, ...] = ()
         self._full: list[nn.Parameter] = []
-        self.places = FullPlaces((), (), torch.UntypedStorage(0))
+        self.places = _NO_PLACES
+        # Parameters whose local tensors were assigned since they were placed in the group's memory.
+        self._assigned: set[FSDPParam] = set()
         self.trainable: list[bool] = []
         self.has_frozen = False
         # Whether a backward may come to graphs of a time when other parameters were trainable.
@@ -191,8 +195,7 @@ class AdoptedParams:
         """(Re)build buffers, plan and full parameters from the present local tensors, if all are on the device."""
         self.faces.forget()
         if any(param.local.device != self.rest for param in self.params):
-            self.buffers = None
-            self._watch()
+            self.give_up_memory()
             return
         self._specs = specs = self._find_specs()
         plain = tuple(spec for spec in specs if not spec.extended)
@@ -200,6 +203,21 @@ class AdoptedParams:
         with torch.inference_mode(False), torch.no_grad():
             self._place_shards(plain)
         self._follow_faces()
+
+    def give_up_memory(self) -> None:
+        """Hold no memory of the parameters, which lie elsewhere now: `adopt` allocates some when they are needed."""
+        self.faces.forget()
+        if self.buffers is not None and self.buffers.layout.aliased:
+            for param in self.params[: len(self.buffers.layout.specs)]:
+                param.empty_full()
+        self.buffers, self.places, self._assigned = None, _NO_PLACES, set()
+        self._watch()
+
+    def note_assigned(self, param: FSDPParam) -> bool:
+        """A user has assigned the local tensor of `param`. Returns True if none is left in the group's memory."""
+        self._assigned.add(param)
+        self.starts.pop(param, None)
+        return self.buffers is not None and not self.keeps_storage and len(self._assigned) == len(self.params)
 
     def _place_shards(self, plain: tuple[ParamSpec, ...]) -> None:
         shared = self.params[: len(plain)]
@@ -272,6 +290,7 @@ class AdoptedParams:
 
     def _watch(self) -> None:
         """Remember what is registered where, to notice what is put there instead."""
+        self._assigned.clear()
         self.faces.watch(self.params)
         self.versions.watch(self.params)
         self.meshes = list({id(mesh): mesh for mesh in (param.dtensor_spec.mesh for param in self.params)}.values())

@@ -197,6 +197,14 @@ class FSDPParam:
         _of_full[id(self.full)] = self
         self._share_attributes()
 
+    def empty_full(self) -> None:
+        """Have no memory under the full face, until it is built again."""
+        nothing = dtensor_compat.local_if_any(self.full).detach().new_empty(0)
+        if isinstance(self.full, DTensor):
+            dtensor_compat.set_local(self.full, nothing)
+        else:
+            self.full.data = nothing
+
     def renew_full(self, memory: Tensor) -> None:
         """Have another full face over `memory`: graphs of the one before expect gradients of another shape."""
         self.full = _NO_STORAGE

@@ -300,6 +300,12 @@ class FSDPParamGroup:
 
     # ---- what users do to parameters
 
+    def note_assigned(self, param: FSDPParam) -> None:
+        """A user has assigned `.data` of a sharded parameter: once all have other memory, give up the old one."""
+        if not self.is_lent and self.adopted.note_assigned(param):
+            self.reshard()
+            self.adopted.give_up_memory()
+
     def adopt_replacements(self, accept_whole: bool = False, may_be_meta: bool = True) -> bool:
         """Take over what a user put in place of our parameters or their local tensors (`.to`, loading, assignment).
         Return whether there was any.

@@ -76,8 +76,12 @@ def _set(self: DTensor, value: Tensor) -> None:
             f"{type(value).__name__} of shape {tuple(value.shape)}, which would change nothing. Assign one that is "
             "distributed like it, or write to what is there: p.data.copy_(...)."
         )
+    before, local = torch_compat.storage_id(self), dtensor_compat.local_of(value)
     _PLAIN.__set__(self, value)
-    dtensor_compat.set_local(self, dtensor_compat.local_of(value), value)
+    dtensor_compat.set_local(self, local, value)
+    owner = sharded_owner(self) if torch_compat.storage_id(local) != before else None
+    if owner is not None and not (owner.state.running or owner.state.context.in_backward):
+        owner.state.group.note_assigned(owner.param)
 
 
 @torch.no_grad()
