@@ -80,6 +80,7 @@ class Context:
         for state in self.states:
             state.context = self
             state.group.gradients.queue = self._reductions
+            state.backward_hooks = []
             state.group.rename(names)
             state.group.label.run_in(self)
             # Users call those of the root by hand: its head, its embedding. It takes time in each step.

@@ -334,8 +334,11 @@ def on_last_gradient(state: FSDPState) -> None:
     """The full gradients of all trainable parameters are complete."""
     # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed regions.
     if not state.group.adopted.has_frozen and not state.context.in_inner_backward():
-        state.completes = not state.group.gradients.reduces_unused
-        state.release_after_backward()
+        # A full backward hook of a module comes later, with the gradients of the module's inputs.
+        has_hooks = any(state.backward_hooks or state.find_backward_hooks())
+        state.completes = not (has_hooks or state.group.gradients.reduces_unused)
+        if not has_hooks:
+            state.release_after_backward()
 
 
 def after_backward(state: FSDPState) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from . import torch_compat
 from .bridge.torch_interface import TorchState
 from .guards.full_content import FullContent
 from .guards.looks import is_time_to_look
@@ -79,6 +80,8 @@ class FSDPState(TorchState):
         self.backward_ready = False
         # Whether, in the last backward, counting its gradients was enough to know when to free the group.
         self.completes = False
+        # The full backward hooks of each of the group's modules; empty until a backward asks.
+        self.backward_hooks: list[dict[int, Any]] = []
         # What floating-point inputs are cast to.
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         # How many forwards of `modules` have begun; what the full parameters held then, if the one that runs looks.
@@ -102,6 +105,7 @@ class FSDPState(TorchState):
         runtime = ("context", "finished", "versions", "content", "forward_prefetch", "backward_prefetch", "gate")
         kept = {name: value for name, value in vars(self).items() if name not in runtime}
         settings = self.context.settings() if self.context.root is self else None
+        kept["backward_hooks"] = []
         flags = dict.fromkeys(("kept", "held", "is_pinned", "backward_ready", "completes"), False)
         return {**kept, **flags, "settings": settings}
 
@@ -149,6 +153,12 @@ class FSDPState(TorchState):
         if self.context.notices_saved_tensors and now != self.versions:  # else the same object: no time to compare
             assert now is not None, "noted at each gather for a forward"
             self.versions = now
+
+    def find_backward_hooks(self) -> list[dict[int, Any]]:
+        """Returns the dicts in which torch keeps them, of modules that no other group has, and of all modules."""
+        own = [module._backward_hooks for module in _own_modules(self.modules)]
+        self.backward_hooks = [*own, torch_compat.hooks_of_all_modules]
+        return self.backward_hooks
 
     def note_content(self) -> None:
         """A forward begins, with full parameters: in the 1st, 2nd, 4th, ... note what they hold; at the debug level in

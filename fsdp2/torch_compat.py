@@ -327,6 +327,10 @@ def stepped_on_accumulation() -> Collection[Tensor]:
     return found
 
 
+# The hooks of `register_module_full_backward_hook`.
+hooks_of_all_modules: dict[int, Any] = nn.modules.module._global_backward_hooks
+
+
 def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
     """Where, under `key`, a hook is to be written that runs before forward, with the keywords, too; and before others.
 
