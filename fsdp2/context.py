@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class Context:
         # them, have ended, and another pass begins, their storage is refilled but not freed.
         self.graph_reads_weights = self._graph_was_read = self._builds_graph = False
         self._task = -1
+        # Identity of the thread on which the last pass began.
+        self._thread = -1
         # Identity of the backward pass that runs, or ran last; how many have ended.
         self._backward_pass = object()
         self._backwards = 0
@@ -148,6 +151,8 @@ class Context:
     def enter(self, state: FSDPState, in_backward: bool) -> None:
         """A forward of `state` begins."""
         if not in_backward and (not self.running or state is self.root):
+            if self.in_backward and not self.running:
+                self.recover()
             self._begin_pass()
         self.join(state)
 
@@ -204,7 +209,7 @@ class Context:
             for state in self.states:
                 if not state.held:
                     state.release()
-        self.pass_has_grad = torch.is_grad_enabled()
+        self.pass_has_grad, self._thread = torch.is_grad_enabled(), get_ident()
         self.prefetcher.begin_pass()
         self._reductions.max_running = max(state.max_reductions for state in self.states)
         self.forget_stale(self.states)
@@ -221,6 +226,7 @@ class Context:
         """Between passes, before shards are read, and behind the optimizer's event, if there is one: let go of full
         copies that the passes before have left, unless they may be used.
         """
+        self.is_in_backward()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
             event.wait()
@@ -229,6 +235,20 @@ class Context:
                 state.release()
 
     # ---- backward
+
+    def is_in_backward(self) -> bool:
+        """Returns True while a backward pass runs. To be called by what cannot be a part of one.
+
+        If one has begun and none runs on this thread, it has failed: this recovers. Autograd does not say so, and drops
+        what a failed backward holds at some later time.
+        """
+        if self.in_backward and torch_compat.graph_task() == -1:
+            self.recover()
+        return self.in_backward
+
+    def is_of_this_thread(self) -> bool:
+        """Returns True if the last pass began on the thread that calls."""
+        return self._thread == get_ident()
 
     def enter_backward(self, recomputes: bool = False) -> None:
         """Something of a backward pass happens. The first time in each, arrange for its end to be noticed.
@@ -288,7 +308,7 @@ class Context:
         Raises:
             RuntimeError: during a backward pass.
         """
-        if self.in_backward:
+        if self.is_in_backward():
             raise RuntimeError("gradients that wait are reduced by the backward pass that runs: ask for it afterwards")
         with self._all_or_nothing():
             self._reductions.finish_partial()

@@ -89,26 +89,18 @@ def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:
 
 
 def at_backward_end(end: Callable[[], None], recover: Callable[[], None]) -> None:
-    """Have `end` called when the backward that runs has computed all gradients; `recover` if it, or that, fails."""
-    torch_compat.on_backward_end(_BackwardEnd(end, recover).run)
+    """Have `end` called when the backward that runs has computed all gradients, and `recover` if `end` fails.
 
+    Nothing is called if the backward itself fails: autograd drops what it holds at some later time, on a device's
+    thread perhaps.
+    """
 
-class _BackwardEnd:
-    """Held by a backward pass: `run` when it has computed all gradients, dropped without that when it fails."""
-
-    def __init__(self, end: Callable[[], None], recover: Callable[[], None]) -> None:
-        self._end, self._recover = end, recover
-        self._has_run = False
-
-    def run(self) -> None:
-        self._has_run = True
+    def run() -> None:
         try:
             with outside():
-                self._end()
+                end()
         except BaseException:  # a user's hook on a parameter raised, or a peer is gone
-            run_hidden(self._recover)
+            run_hidden(recover)
             raise
 
-    def __del__(self) -> None:
-        if not self._has_run:
-            run_hidden(self._recover)
+    torch_compat.on_backward_end(run)

@@ -49,7 +49,7 @@ class RootMethods:
         """
         check_bool("enabled", enabled)
         context = _root(self, "set_saved_tensor_hooks").context
-        if context.running or context.in_backward:
+        if context.running or context.is_in_backward():
             raise RuntimeError("saved-tensor hooks can't be switched while a forward or backward runs")
         context.notice_saved_tensors(enabled)
 
@@ -85,7 +85,7 @@ class RootMethods:
         if level not in (0, 1) or isinstance(level, bool):
             raise ValueError(f"level: expected 0 or 1, got {level!r}")
         context = _root(self, "set_debug_level").context
-        if context.running or context.in_backward:
+        if context.running or context.is_in_backward():
             raise RuntimeError("set_debug_level: call it between steps, not during a forward or backward")
         for state in context.states:
             state.group.choose_comms(checked=level == 1)
@@ -126,7 +126,7 @@ class RootMethods:
                 that was stepped on in the same pass (reentrant checkpointing).
         """
         context = _root(self, "set_optimizer_in_backward").context
-        if context.in_backward:
+        if context.is_in_backward():
             raise RuntimeError("set_optimizer_in_backward: call it between backward passes, not during one")
         for state in context.states:
             state.group.adopt_replacements()
@@ -144,7 +144,7 @@ class RootMethods:
         """
         check_bool("enabled", enabled)
         context = _root(self, "set_manual_backward_finalization").context
-        if context.in_backward:
+        if context.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization: call it between backward passes, not during one")
         context.finalizes_by_itself = not enabled
 

@@ -97,7 +97,7 @@ class FSDPState(TorchState):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from. Prefetch lists name states of the whole model: they come with its root."""
-        if self.running or self.group.is_lent or self.context.in_backward:
+        if self.running or self.group.is_lent or self.context.is_in_backward():
             raise RuntimeError(
                 f"{self}: a sharded module can't be copied or pickled while a forward or backward runs, nor inside "
                 "full_params"

@@ -51,8 +51,8 @@ def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
         _refuse_own_numbers(args[0] if args else kwargs.get("tensors", ()))
         try:
             return backward(*args, **kwargs)
-        except RuntimeError as error:
-            _explain(error, args[0] if args else kwargs.get("tensors", ()))
+        except BaseException as error:
+            _clean_up(error, args[0] if args else kwargs.get("tensors", ()))
             raise
 
     return backward_of_sharded
@@ -66,8 +66,8 @@ def _without_full_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_full(_listed(outputs), _listed(inputs))
         try:
             return grad(outputs, inputs, *args, **kwargs)
-        except RuntimeError as error:
-            _explain(error, outputs)
+        except BaseException as error:
+            _clean_up(error, outputs)
             raise
 
     return grad_of_sharded
@@ -80,6 +80,19 @@ def _refuse_own_numbers(outputs: Any) -> None:
             owner = owner_of(output)
             if owner is not None:
                 refuse_own_numbers(output, owner)
+
+
+def _clean_up(error: BaseException, outputs: Any) -> None:
+    """A backward has failed: drop what it left half done, now rather than when the next pass begins. Raise a better
+    error, if there is one.
+    """
+    try:
+        if isinstance(error, RuntimeError):
+            _explain(error, outputs)
+    finally:
+        for context in dict.fromkeys(state.context for state in all_states()):
+            if context.is_of_this_thread():
+                context.is_in_backward()
 
 
 def _explain(error: RuntimeError, outputs: Any) -> None:

@@ -80,7 +80,7 @@ def _set(self: DTensor, value: Tensor) -> None:
     _PLAIN.__set__(self, value)
     dtensor_compat.set_local(self, local, value)
     owner = sharded_owner(self) if torch_compat.storage_id(local) != before else None
-    if owner is not None and not (owner.state.running or owner.state.context.in_backward):
+    if owner is not None and not (owner.state.running or owner.state.context.is_in_backward()):
         owner.state.group.note_assigned(owner.param)
 
 

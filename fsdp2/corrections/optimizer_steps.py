@@ -55,7 +55,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             "step sharded parameters. Use another optimizer; Adam's state, too, is cut among the ranks."
         )
     # What is stepped in backward is stepped as gradients come.
-    if states and states[0].group.gradients.steps.stepper is None and not states[0].context.in_backward:
+    if states and states[0].group.gradients.steps.stepper is None and not states[0].context.is_in_backward():
         states[0].context.rank_guard.steps.note(optimizer)  # which ranks compare when they look next
         _refuse_unfinished(optimizer, states)
     closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")

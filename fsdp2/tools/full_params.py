@@ -291,7 +291,7 @@ def _lent(
 
 
 def _check_lendable(state: FSDPState, params: Iterable[FSDPParam]) -> None:
-    if torch_compat.graph_task() != -1 or state.context.in_backward:
+    if torch_compat.graph_task() != -1 or state.context.is_in_backward():
         raise RuntimeError(f"{state}: full_params can't copy parameters during a backward pass")
     if state.running or state.read_outside or state.group.is_lent:
         raise RuntimeError(
