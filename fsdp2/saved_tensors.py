@@ -113,6 +113,7 @@ class SavedTensors:
             outer = outer._outer
         return None
 
+    @torch_compat.no_user_hook
     def _pack(self, tensor: Tensor) -> _Saved:
         if (num_dispatch_modes() or num_function_modes()) and are_in_force():
             with hidden():

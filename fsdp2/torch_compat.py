@@ -30,6 +30,8 @@ EXPORT_PLAIN = (
     "plain one, and take that."
 )
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 # (tensors, counts): set their version counters, whatever they were. The public context manager around it can only
 # restore them.
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
@@ -213,6 +215,12 @@ def active_pack_hook() -> Callable[[Tensor], Any] | None:
     return hooks[0] if hooks else None
 
 
+def no_user_hook(pack: Function) -> Function:
+    """Decorator of a pack hook: selective checkpointing of torch 2.15 warns about those that it takes for a user's."""
+    pack._checkpoint_internal, pack._user_hooks = True, None  # type: ignore[attr-defined]
+    return pack
+
+
 def disables_hooks() -> bool:
     """Whether saved-tensor hooks may not be put in force on this thread now."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
@@ -230,9 +238,6 @@ def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
     from torch._functorch import pyfunctorch  # some 100 ms, where nobody has used torch.func
 
     return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def untraced(function: Function) -> Function:
