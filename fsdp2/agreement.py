@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from . import torch_compat
+from . import group_compat
 from .comm import all_reduce_now
 from .mesh import DataMesh
 
@@ -50,12 +51,12 @@ class Agreement:
     """The meetings of all groups under one root, over the ranks of its mesh."""
 
     def __init__(self, servers: Sequence[Server], mesh: DataMesh, note_out_of_step: Callable[[], None]) -> None:
-        self.ranks = mesh.ranks
+        self.ranks, self.world = mesh.ranks, dist.group.WORLD
         self._note_out_of_step = note_out_of_step
         self._servers, self._meeting_groups, self._is_serving = servers, mesh.axis_groups, False
         cpu = torch.device("cpu")
         # The host reads the result: not from an accelerator, behind all that this computes, if there is another way.
-        has_cpu = all(torch_compat.has_backend(group, cpu) for group in self._meeting_groups)
+        has_cpu = all(group_compat.has_backend(group, cpu) for group in self._meeting_groups)
         self._device = cpu if has_cpu else mesh.device
 
     def meet(self, event: int, is_conditional: bool) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import torch_compat
+from . import group_compat
 from .comm import Comm, all_gather_now, make_comm
 from .headers import REDUCING, SUMMING, TABLE, Header, Label, digest_of, out_of_step, text_of, without_sizes
 from .work import Work
@@ -55,7 +55,7 @@ class Rollcall:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, cpu = group, torch.device("cpu")
-        self._device = cpu if torch_compat.has_backend(group, cpu) else device
+        self._device = cpu if group_compat.has_backend(group, cpu) else device
         self.aside = make_comm(group, self._device)
 
     def answer(self, header: Header) -> None:
@@ -83,7 +83,7 @@ class CheckedComm:
 
     def __init__(self, unchecked: Comm, device: torch.device) -> None:
         self.unchecked = self._comm = unchecked
-        self.rank, self.size, self.label = unchecked.rank, unchecked.size, unchecked.label
+        self.rank, self.label = unchecked.rank, unchecked.label
         self.direct_min_bytes, self.force_sum = unchecked.direct_min_bytes, unchecked.force_sum
         self.sums_on_arrival = unchecked.sums_on_arrival
         assert unchecked.group is not None, "there are other ranks"
@@ -94,6 +94,10 @@ class CheckedComm:
     @property
     def group(self) -> dist.ProcessGroup | None:
         return self._comm.group
+
+    @property
+    def size(self) -> int:
+        return self._comm.size
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         return self._checked("gathering", inputs, lambda: self._comm.all_gather(outputs, inputs))
@@ -130,7 +134,7 @@ def _key(rank: int) -> str:
 
 def _note(text: str) -> None:
     with suppress(RuntimeError):  # whoever held the store is gone, or it is a simulated one: there are no notes then
-        torch_compat.default_store().set(_key(dist.get_rank()), f"{time.time()} {text}")
+        group_compat.default_store().set(_key(dist.get_rank()), f"{time.time()} {text}")
 
 
 @contextmanager
@@ -157,7 +161,7 @@ def _add_table(error: RuntimeError) -> None:
 
 
 def _read_note(rank: int) -> str:
-    store = torch_compat.default_store()
+    store = group_compat.default_store()
     if not store.check([_key(rank)]):
         return "nothing yet"
     since, _, text = store.get(_key(rank)).decode().partition(" ")

@@ -1,4 +1,4 @@
-"""The only file that calls a collective.
+"""What moves bytes between ranks: this file and `any_comm.py` are the only ones that call a collective.
 
 A `Comm` moves bytes between the ranks of one group and returns at once; the returned `Work` is waited on by whoever
 needs the bytes. Every method is a collective: all ranks of the group must call it, in the same order, with tensors of
@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import torch_compat
+from . import group_compat
+from .any_comm import AnyComm
 from .gloo_threads import let_callers_finish
 from .headers import GOODBYE, HEADER_NBYTES, REDUCING, SUMMING, Conversation, Exchange, Label, differ
 from .work import AllWork, DividedWork, SumWork, Work
@@ -30,7 +31,6 @@ class Comm(Protocol):
     """Collectives over one group of ranks."""
 
     rank: int
-    size: int
     # Parameters of at least so many bytes are gathered and reduced on their own, straight from and into place.
     direct_min_bytes: int
     # Sum, and divide afterwards, even where the backend can average.
@@ -43,6 +43,10 @@ class Comm(Protocol):
     @property
     def group(self) -> dist.ProcessGroup | None:
         """None: this rank alone."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks. Between steps it may change where ranks join and leave: see AnyComm."""
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         """outputs[i] := the inputs[i] of all ranks, in rank order. inputs[i] may be its own slot of outputs[i]."""
@@ -86,7 +90,7 @@ class CoalescedComm:
 
     def __init__(self, group: dist.ProcessGroup, label: Label | None = None) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self._all_gather_one, self._reduce_scatter_one = torch_compat.single_tensor_collectives(group)
+        self._all_gather_one, self._reduce_scatter_one = group_compat.single_tensor_collectives(group)
         self.force_sum, self.label = False, label or Label()
         # What torch 2.11 wraps process groups in then does not know coalesced collectives.
         self._coalesces = dist.get_debug_level() != dist.DebugLevel.DETAIL
@@ -282,17 +286,24 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device, label: Labe
 
     Raises:
         NotImplementedError: gloo with tensors that are not on the CPU, which would crash the process.
+        RuntimeError: the group has no backend for `device`.
     """
     if group is None:
         return SoloComm()
-    if torch_compat.backend_name(group, device) != "gloo":
-        return CoalescedComm(group, label)
-    if device.type != "cpu":
+    name = group_compat.backend_name(group, device)
+    if name == "gloo" and device.type != "cpu":
         raise NotImplementedError(
             f"a process group whose backend for {device.type} is gloo can't gather there. Initialise it with the "
             "device's own backend too: init_process_group('cpu:gloo,cuda:nccl'), say."
         )
-    return PairwiseComm(group, label)
+    if name == "gloo":
+        return PairwiseComm(group, label)
+    coalesces = name in _COALESCING or (name and group_compat.coalesces(group, device))
+    return CoalescedComm(group, label) if coalesces else AnyComm(group, label)
+
+
+# Backends of which that is known, also where a debug level wraps them. Others say so themselves.
+_COALESCING = ("nccl", "xccl", "hccl", "fake")
 
 
 def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> None:
@@ -324,4 +335,4 @@ def _bytes(row: Tensor) -> bytes:
 
 def moves_data(groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
     """Whether these connect ranks: a simulated backend returns at once, and leaves in a tensor what was there."""
-    return bool(groups) and all(torch_compat.backend_name(group, device) != "fake" for group in groups)
+    return bool(groups) and all(group_compat.backend_name(group, device) != "fake" for group in groups)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .once import once
 
 
 def dtensor_spec(
@@ -201,30 +203,60 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-# Held while an operation runs without its handler.
-_unhandled = threading.RLock()
+class _Handlers(threading.local):
+    """What runs in place of operations on DTensors: `now`, on this thread; `usual`, on all that call nothing unhandled.
+
+    Torch has one dict for all threads. To take a handler out of that would let another thread, which may be another
+    rank, go on without it; and a lock meanwhile would let ranks wait for each other, for operations communicate.
+    """
+
+    usual: ClassVar[dict[Any, Callable[..., Any]]] = {}
+    now: dict[Any, Callable[..., Any]] = usual
+
+
+_handlers = _Handlers()
+
+
+@once
+def _have_handlers_by_thread() -> None:
+    """Have torch look up handlers in `_handlers.now`; and those who replace torch's dict replace the usual one."""
+    dispatcher: Any = DTensor._op_dispatcher
+
+    def replace(_: Any, handlers: dict[Any, Callable[..., Any]]) -> None:
+        _Handlers.usual = _Handlers.now = handlers
+
+    replace(dispatcher, vars(dispatcher).pop("_custom_op_handlers"))
+    dispatcher.fsdp2_handlers = _handlers
+    # No function of Python's: it is called for each operation on a DTensor.
+    by_thread = property(attrgetter("fsdp2_handlers.now"), replace)
+    cls = type(dispatcher)
+    dispatcher.__class__ = type(cls.__name__, (cls,), {"_custom_op_handlers": by_thread})
 
 
 def handle_operations(ops: Iterable[Any], handler: Callable[..., Any]) -> None:
     """From now on `handler(op, args, kwargs)` runs in place of each of `ops` on DTensors, below autograd."""
-    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(ops, handler))
+    _have_handlers_by_thread()
+    _handlers.usual.update(dict.fromkeys(ops, handler))
 
 
 def handler_of(op: Any) -> Callable[..., Any]:
     """What runs in place of `op` on DTensors now."""
-    handler: Callable[..., Any] = DTensor._op_dispatcher._custom_op_handlers.get(op, call_unhandled)
-    return handler
+    return _handlers.usual.get(op, call_unhandled)
 
 
 def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `op` does without the handler that it has."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    with _unhandled:
-        handler = handlers.pop(op)
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = handler
+    before = _handlers.now
+    others = before.copy()
+    del others[op]
+    _handlers.now = others
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if before is _handlers.usual:
+            del _handlers.now  # the usual ones, whichever these are by then
+        else:
+            _handlers.now = before
 
 
 def refuse_plain_target(op: Any, target: Any) -> None:

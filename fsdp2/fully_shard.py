@@ -130,7 +130,7 @@ def _apply(module: Modules, given: Arguments, choose_axes: Callable[[DeviceMesh]
     found = _collect(roots, given.ignored_params or frozenset())
     shared = choose_axes(given.mesh if given.mesh is not None else default_mesh())
     plans = _plan(found, shared, given)
-    classes = [sharded_class(type(root)) for root in roots]  # type: ignore[arg-type]
+    classes = [sharded_class(type(root)) for root in roots]
 
     # From here on nothing is refused.
     _move_buffers(found.managed, shared.device)

@@ -306,8 +306,8 @@ def _cut(
     return tuple(cut)
 
 
-# The mesh that default_mesh returned last, and its group. Neither is kept alive by this.
-_last_default: tuple[weakref.ref[DeviceMesh], weakref.ref[dist.ProcessGroup]] | None = None
+# Default process group -> the mesh that default_mesh returned last. Neither is kept alive by this.
+_last_default: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
@@ -315,18 +315,16 @@ def default_mesh() -> DeviceMesh:
 
     The same object for all calls while it is in use: meshes that are equal but not one slow DTensor's operations down.
     """
-    global _last_default
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():
         dist.init_process_group()
     group, kind = dist.group.WORLD, accelerator.type if accelerator else "cpu"
     assert group is not None, "just initialised"
-    if _last_default is not None and _last_default[1]() is group:
-        mesh = _last_default[0]()
-        if mesh is not None and mesh.device_type == kind:
-            return mesh
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    _last_default = weakref.ref(mesh), weakref.ref(group)
+    last = _last_default.get(group)
+    mesh = last() if last is not None else None
+    if mesh is None or mesh.device_type != kind:
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        _last_default[group] = weakref.ref(mesh)
     return mesh
 
 

@@ -40,22 +40,23 @@ def owners_by_id() -> dict[int, Owned]:
     return found
 
 
-# Identity of a sharded parameter -> its state, as far as anybody has asked. It may be out of date.
+# Identity of a sharded parameter -> its state, as far as anybody has asked. It may be out of date. Never changed, but
+# replaced: other threads may be ranks of their own.
 _known: dict[int, weakref.ref[FSDPState]] = {}
 
 
 def sharded_owner(leaf: Tensor) -> Owned | None:
     """Whose sharded parameter it is, if it is one. Walks over all parameters only for what it doesn't know yet."""
-    found = _look_up(leaf)
+    global _known
+    found = _look_up(leaf, _known)
     if found is None:
-        _known.clear()
-        _known.update((id(param.sharded), weakref.ref(state)) for state in all_states() for param in state.group.params)
-        found = _look_up(leaf)
+        known = {id(param.sharded): weakref.ref(state) for state in all_states() for param in state.group.params}
+        found, _known = _look_up(leaf, known), known
     return found
 
 
-def _look_up(leaf: Tensor) -> Owned | None:
-    reference = _known.get(id(leaf))
+def _look_up(leaf: Tensor, known: dict[int, weakref.ref[FSDPState]]) -> Owned | None:
+    reference = known.get(id(leaf))
     state = None if reference is None else reference()
     if state is not None:
         for param in state.group.params:

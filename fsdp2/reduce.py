@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import streams, torch_compat
+from . import group_compat, streams, torch_compat
 from .comm import Comm, make_comm
 from .headers import Label
 from .layout import BucketLayout
@@ -52,7 +52,8 @@ class Reduction:
         """The usual one of parameters on `mesh`."""
         groups = mesh.shard_group, mesh.replicate_group
         shards, replicas = (make_comm(group, mesh.device, label) for group in groups)
-        return cls(shards, replicas if replicas.size > 1 else None, transfers=transfers)
+        may_grow = groups[1] is not None and group_compat.size_may_change(groups[1])
+        return cls(shards, replicas if may_grow or replicas.size > 1 else None, transfers=transfers)
 
     def divisors(self) -> tuple[float, float]:
         """Of the reduce-scatter, and of the all-reduce behind it."""

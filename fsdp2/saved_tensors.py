@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import torch_compat
 from .modes import are_in_force, hidden, num_dispatch_modes, num_function_modes
+from .once import once
 from .param_group import FSDPParamGroup
 from .torch_compat import storage_id
 
@@ -36,7 +36,7 @@ _DO_LATER = "Change parameters before forward or after backward; none made in to
 _DISABLE = graph.disable_saved_tensors_hooks
 
 
-@cache
+@once
 def make_way_where_disabled() -> None:
     """From now on hooks of ours make way where somebody disables all, as `torch.func.grad` does: it would raise."""
     graph.disable_saved_tensors_hooks = _disable

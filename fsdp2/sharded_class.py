@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,12 +12,13 @@ from . import hooks, torch_compat, units
 from .guards import entry_points
 from .guards.empty_memory import mark
 from .module import FSDPModule
+from .once import once
 from .state import STATE, buffers_on_meta, hide_full, modules_below, show_full, states_below, states_of
 
 Methods = dict[str, Callable[..., Any]]
 
 
-@cache
+@once
 def sharded_class(cls: Any) -> Any:
     """The class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import torch_compat
+from . import group_compat
 from .checked_comm import Rollcall, are_checked
 from .comm import PairwiseComm, all_gather_now, all_reduce_now, make_comm
 from .headers import Label
@@ -30,7 +30,7 @@ def all_reduce_over(
     for group in groups:
         if are_checked(group):
             Rollcall(group, tensor.device).answer(label.header(_DOING, [tensor]))
-        elif torch_compat.backend_name(group, tensor.device) == "gloo":
+        elif group_compat.backend_name(group, tensor.device) == "gloo":
             PairwiseComm(group, label).compare(_DOING, tensor)
         all_reduce_now(tensor, group, largest=largest)
 

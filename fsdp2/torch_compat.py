@@ -1,4 +1,7 @@
-"""Private names of torch that fsdp2 uses, each with its reason; those of DTensor stand in dtensor_compat.py."""
+"""Private names of torch that fsdp2 uses, each with its reason.
+
+Those of DTensor stand in dtensor_compat.py, those of process groups in group_compat.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, graph
@@ -55,24 +57,6 @@ def mesh_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
         return DeviceMesh.from_group(mesh.get_group(axes[0]), mesh.device_type)
     chosen = mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]
     return chosen if chosen.ndim == 1 else chosen._flatten()
-
-
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """'gloo', 'nccl', 'fake', ...: `get_backend` names the default device's backend only, a group may have several."""
-    return group._get_backend(device).name().lower()
-
-
-def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether `group` can communicate tensors on `device`."""
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        return False
-    return True
-
-
-# What the processes share from `init_process_group` on, whoever gave it. torch has no public way to it.
-default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
 
 
 ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -119,15 +103,6 @@ alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
 def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
     """out[r] := chunk r along dim 0 of all `tensors`, each flattened, one behind the other."""
     torch._chunk_cat(tensors, 0, out.shape[0], out=out)
-
-
-def single_tensor_collectives(group: dist.ProcessGroup) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The group's all-gather and reduce-scatter of one tensor: (output, input) -> asynchronous Work.
-
-    The public functions around them changed name in torch 2.13 and cost as much again; the public coalesced methods
-    take three times as long to issue where there is but one tensor.
-    """
-    return group._allgather_base, group._reduce_scatter_base
 
 
 _PLAIN = (Tensor, Parameter)
@@ -346,8 +321,12 @@ def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
 
 
 def composable_states() -> list[Any]:
-    """The states that torch's table has, of all modules that are alive: a parameter doesn't say who manages it."""
-    return [state for reference in list(_module_state_mapping.values()) if (state := reference()) is not None]
+    """The states that torch's table has, of all modules that are alive: a parameter doesn't say who manages it.
+
+    The table's own methods raise where another thread adds to it meanwhile.
+    """
+    states: dict[Any, Any] = vars(_module_state_mapping)["data"]
+    return [state for reference in list(states.values()) if (state := reference()) is not None]
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:

@@ -8,13 +8,14 @@ gathered before anything computes, there until the end of backward, and reduced 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from statistics import median_low
 from typing import Any
 
 from torch import nn
 
 from . import hooks, torch_compat
+from .once import once
 from .param import Slot
 from .state import FSDPState
 
@@ -69,10 +70,10 @@ def attach(outer: FSDPState) -> None:
     for unit in outer.units:
         (module,) = unit.modules
         module.__dict__[_UNIT] = unit
-        module.__class__ = _unit_class(type(module))  # type: ignore[arg-type]
+        module.__class__ = _unit_class(type(module))
 
 
-@cache
+@once
 def _unit_class(cls: Any) -> Any:
     """The class of a unit of `cls`.
 

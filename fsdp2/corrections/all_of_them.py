@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from ..bridge.pipelining import register_full_in_pipelines
+from ..once import once
 from .autograd_inputs import accept_sharded_inputs
 from .copies import copy_gradients
 from .data_attribute import follow_data
@@ -23,7 +22,7 @@ from .reparametrize_after import refuse_reparametrization_after
 from .safetensors_files import refuse_shards_in_safetensors
 
 
-@cache
+@once
 def correct_torch() -> None:
     """From now on. What each changes is said there, and in the README."""
     follow_optimizer_steps()

@@ -6,7 +6,7 @@ Whoever has left a module out would wait there for others, which wait at the nex
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from inspect import signature
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from .. import torch_compat
 from ..agreement import Agreement
+from ..once import once
 
 _NAMES = (
     "all_gather",
@@ -53,7 +54,7 @@ def meet_before_collectives(runtime: Runtime) -> None:
         _runtimes.setdefault(runtime, None)
 
 
-@cache
+@once
 def _wrap_collectives() -> None:
     for name in _NAMES:
         setattr(dist, name, _behind_a_meeting(getattr(dist, name)))
@@ -72,7 +73,9 @@ def _behind_a_meeting(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meet(group: dist.ProcessGroup | None) -> None:
-    agreements = [each.agreement for each in _runtimes if each.running or each.in_backward]
+    runtimes = [each for each in [*_runtimes] if each.running or each.in_backward]
+    # Where ranks are threads, those of other ranks run, too: each has a default process group of its own.
+    agreements = [each.agreement for each in runtimes if each.agreement and each.agreement.world is dist.group.WORLD]
     ranks = set(dist.get_process_group_ranks(group)) if agreements else set()
     for agreement in agreements:
         if agreement is not None and agreement.ranks.issubset(ranks):

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import dtensor_compat
 from ..dtensor_compat import local_of, set_local, spec_of
+from ..once import once
 from ..tree import map_tensors, tensors_in
 from .local_copies import LocalCopy, memory_of, version_of
 
@@ -193,7 +194,7 @@ def _count_distributed(tensor: DTensor) -> int:
     return sum(not each.is_replicate() for each in spec_of(tensor).placements)
 
 
-@cache
+@once
 def _dispatch_to_parts() -> None:
     """Torch 2.11 sends operations on parts where those on any DTensor go. What is only read is not renewed there."""
     for op in dtensor_compat.views_and_writes():

@@ -66,6 +66,7 @@ class Sides:
         self.rtol = math.sqrt(torch.finfo(self.dtype).eps) if rtol is None else rtol
         # Weights that modules computed with, and that aren't what the reference has.
         self.gathered: list[tuple[Held, Distance]] = []
+        self._ours: Run | None = None
 
     def _dtypes(self) -> Iterator[torch.dtype]:
         for state in self.states:
@@ -91,8 +92,13 @@ class Sides:
         is_cut = whole.shape[dim] == self.num_ranks * part.shape[dim]
         return whole.chunk(self.num_ranks, dim)[self.place] if is_cut else None
 
-    @cached_property
+    @property
     def ours(self) -> Run:
+        if self._ours is None:  # a cached_property would hold a lock, for which ranks that are threads wait
+            self._ours = self._run_ours()
+        return self._ours
+
+    def _run_ours(self) -> Run:
         with ExitStack() as handles:
             for name in self.sharded:
                 module = self.model.get_submodule(name)

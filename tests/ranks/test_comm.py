@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2 import fully_shard, torch_compat
+from fsdp2 import fully_shard, group_compat
 from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, make_comm, moves_data
 from fsdp2.headers import HEADER_NBYTES
 from helpers import run_checks, run_ranks
@@ -235,7 +235,7 @@ def test_all_to_all_exchange(world_size: int) -> None:
 
 def test_gloo_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads and writes a tensor's address on the CPU, wherever the tensor is."""
-    monkeypatch.setattr(torch_compat, "backend_name", lambda group, device: "gloo")
+    monkeypatch.setattr(group_compat, "backend_name", lambda group, device: "gloo")
     with pytest.raises(NotImplementedError, match="cpu:gloo,cuda:nccl"):
         make_comm(object(), torch.device("cuda"))  # type: ignore[arg-type]
 
@@ -354,6 +354,6 @@ def test_tensors_go_one_by_one_where_torch_can_send_no_list() -> None:
 def test_only_simulated_backends_leave_tensors_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever real ones are called."""
     for name, moves in (("gloo", True), ("nccl2", True), ("fake", False)):
-        monkeypatch.setattr(torch_compat, "backend_name", lambda group, device, name=name: name)
+        monkeypatch.setattr(group_compat, "backend_name", lambda group, device, name=name: name)
         assert moves_data([object()], torch.device("cpu")) == moves, name  # type: ignore[list-item]
     assert not moves_data([], torch.device("cpu"))

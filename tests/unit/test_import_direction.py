@@ -99,6 +99,7 @@ ORDER = (
     "corrections.partial_results",
     "corrections.foreach_operations",
     "comm",
+    "any_comm",
     "gloo_threads",
     "headers",
     "work",
@@ -115,12 +116,17 @@ ORDER = (
     "tree",
     "modes",
     "torch_compat",
+    "group_compat",
     "dtensor_compat",
+    "once",
     "when_imported",
 )
+# Where collectives are called.
+COMMS = ("comm", "any_comm")
+REFUSED = "only comm.py and any_comm.py may use it"
 # Where private names of torch stand.
-COMPAT = ("modes", "torch_compat", "dtensor_compat")
-WHERE = "it belongs in torch_compat.py or dtensor_compat.py"
+COMPAT = ("modes", "torch_compat", "dtensor_compat", "group_compat")
+WHERE = "it belongs in torch_compat.py, dtensor_compat.py or group_compat.py"
 # The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
 BRIDGE = ("bridge.patch",)
 # What torch's other composable APIs look up on a module; neither an implementation of FSDP nor imported with fsdp2.
@@ -253,13 +259,13 @@ def pure_modules_know_no_process_group(sources: dict[str, Source]) -> Problems:
 
 def only_comm_calls_collectives(sources: dict[str, Source]) -> Problems:
     for source in sources.values():
-        if source.name == "comm":
+        if source.name in COMMS:
             continue
-        if source.name != "torch_compat":  # it may choose between two names of one collective, not call it
+        if source.name != "group_compat":  # it may choose between two names of one collective, not call it
             for line, dotted in source.names():
                 parent, _, name = dotted.rpartition(".")
                 if COLLECTIVES.fullmatch(name) and (under(parent, "torch.distributed") or under(parent, "torch.cuda")):
-                    yield source, line, f"{dotted} is a collective: only comm.py may use it"
+                    yield source, line, f"{dotted} is a collective: {REFUSED}"
         for node in ast.walk(source.tree):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
@@ -269,7 +275,11 @@ def only_comm_calls_collectives(sources: dict[str, Source]) -> Problems:
             if found is None or COMM.fullmatch(owner):  # gather.py asks comm.all_gather(...)
                 continue
             if not found["plain"] or GROUP.fullmatch(owner) or under(dotted, "torch.distributed"):
-                yield source, node.lineno, f"{ast.unparse(node.func)}() is a collective: only comm.py may call it"
+                yield (
+                    source,
+                    node.lineno,
+                    f"{ast.unparse(node.func)}() is a collective: {REFUSED}",
+                )
 
 
 def nothing_touches_torch_fsdp(sources: dict[str, Source]) -> Problems:
@@ -394,7 +404,7 @@ def test_what_runs_before_every_program_imports_the_standard_library_alone(path:
         (only_comm_calls_collectives, "gather", "mesh.get_group().allreduce([a])"),
         (only_comm_calls_collectives, "gather", "pg.alltoall_base(a, b, [], [])"),
         (only_comm_calls_collectives, "gather", "replicate_group.broadcast(a)"),
-        (only_comm_calls_collectives, "torch_compat", "import torch.distributed as d; d.all_to_all_single(a, b)"),
+        (only_comm_calls_collectives, "group_compat", "import torch.distributed as d; d.all_to_all_single(a, b)"),
         (nothing_touches_torch_fsdp, "module", "from torch.distributed.fsdp import MixedPrecisionPolicy"),
         (nothing_touches_torch_fsdp, "module", "from torch.distributed import fsdp"),
         (nothing_touches_torch_fsdp, "module", "import torch; torch.distributed.fsdp.FSDPModule"),
@@ -442,8 +452,10 @@ def test_rules_allow_what_the_design_needs(tmp_path: Path) -> None:
     (package / "order.py").write_text("import typing\nif typing.TYPE_CHECKING:\n    from .mesh import Mesh\n")
     (package / "mesh.py").write_text("from torch.distributed.device_mesh import DeviceMesh\n")
     (package / "torch_compat.py").write_text(
-        "import torch._C\nimport torch.distributed as dist\n"
-        "from torch.distributed.tensor.placement_types import _StridedShard\n"
+        "import torch._C\nfrom torch.distributed.tensor.placement_types import _StridedShard\n"
+    )
+    (package / "group_compat.py").write_text(
+        "import torch.distributed as dist\n"
         "all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor\n"
     )
     assert [problem for rule in RULES for problem in problems(rule, package)] == []
