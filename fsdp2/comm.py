@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import broadcast  # by name, as in any_comm.py
 
 from . import group_compat
 from .any_comm import AnyComm
@@ -314,7 +315,7 @@ def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -
 def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
     """tensor := that of the first rank of a mesh that has these groups, on return. All of its ranks must call it."""
     for group in groups:
-        dist.broadcast(tensor, group=group, group_src=0)
+        broadcast(tensor, group=group, group_src=0)
 
 
 def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> list[bytes]:

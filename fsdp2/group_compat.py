@@ -17,7 +17,16 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     Raises:
         RuntimeError: any other group, if it has no backend for `device`.
     """
-    return "" if is_python_group(group) else group._get_backend(device).name().lower()
+    if is_python_group(group):
+        return ""
+    try:
+        return group._get_backend(device).name().lower()
+    except RuntimeError as error:
+        has = ", ".join(each.type for each in group._device_types)
+        raise RuntimeError(
+            f"expected a process group with a backend for {device.type}, got one for {has or 'no device'}. Initialise it "
+            "with one for each device: init_process_group('cpu:gloo,cuda:nccl'), say."
+        ) from error
 
 
 def is_python_group(group: dist.ProcessGroup) -> bool:

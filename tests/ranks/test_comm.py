@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import fully_shard, group_compat
+from fsdp2.any_comm import AnyComm
 from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, make_comm, moves_data
 from fsdp2.headers import HEADER_NBYTES
 from helpers import run_checks, run_ranks
@@ -231,6 +232,85 @@ def test_all_to_all_exchange(world_size: int) -> None:
     checks = [what_travels_in_fewer_bits_is_summed_in_more, sums_of_float16_do_not_overflow]
     named = [(check.__name__, lambda check=check: check(CoalescedComm(dist.group.WORLD))) for check in checks]  # type: ignore[misc]
     run_checks(world_size, named, timeout=20)
+
+
+@pytest.mark.parametrize("world_size", [3])
+def test_each_function_that_a_group_may_lack_has_another_in_its_place(world_size: int) -> None:
+    """On gloo, which has all: the first of them, the second without that, and so on, do the same."""
+
+    def without_the_first(count: int) -> AnyComm:
+        comm = AnyComm(dist.group.WORLD)  # type: ignore[arg-type]
+        for first_offered in (comm._gather, comm._scatter, comm._exchange):
+            del first_offered._functions[: min(count, len(first_offered._functions) - 1)]
+        return comm
+
+    checks: list[Callable[[Any], None]] = [
+        all_gather_gathers,
+        all_gather_in_place,
+        all_gather_leaves_its_input,
+        reduce_scatter_averages,
+        all_reduce_averages,
+        what_travels_in_fewer_bits_is_summed,
+        sums_of_float16_do_not_overflow,
+        float16_means_do_not_overflow,
+        nothing_to_do,
+        waiting_twice_is_harmless,
+    ]
+    named = [
+        (f"{check.__name__}, without {count}", lambda check=check, count=count: check(without_the_first(count)))  # type: ignore[misc]
+        for check in checks
+        for count in range(3)
+    ]
+    run_checks(world_size, named, timeout=30)
+
+
+def reduce_scatter_averages(comm: Comm) -> None:
+    """In no order that the group promises."""
+    for numel in NUMELS:
+        for dtype, rtol in zip(SUMMED, (2e-2, 2e-3, 1e-5, 1e-12), strict=True):
+            whole = [values(rank, numel * comm.size, dtype) for rank in range(comm.size)]
+            own, output = whole[comm.rank].clone(), torch.zeros(numel, dtype=dtype)
+            comm.reduce_scatter([output], [own], comm.size).wait()
+            mean = torch.stack(whole).double().mean(0).view(comm.size, numel)[comm.rank]
+            torch.testing.assert_close(output.double(), mean, rtol=rtol, atol=rtol)
+            assert torch.equal(own, whole[comm.rank]), "inputs must not change"
+
+
+def all_reduce_averages(comm: Comm) -> None:
+    for dtype, rtol in zip(SUMMED, (2e-2, 2e-3, 1e-5, 1e-12), strict=True):
+        whole = [values(rank, 33, dtype) for rank in range(comm.size)]
+        tensor = whole[comm.rank].clone()
+        comm.all_reduce(tensor, comm.size).wait()
+        torch.testing.assert_close(tensor.double(), torch.stack(whole).double().mean(0), rtol=rtol, atol=rtol)
+    large = torch.full((3,), 60000.0, dtype=torch.float16)
+    comm.all_reduce(large, comm.size).wait()
+    assert large.eq(60000.0).all(), "the sum would overflow"
+
+
+def what_travels_in_fewer_bits_is_summed(comm: Comm) -> None:
+    for wire, summed in WIRES:
+        whole = [values(rank, 5 * comm.size, wire) for rank in range(comm.size)]
+        output = torch.zeros(5, dtype=summed)
+        comm.reduce_scatter([output], [whole[comm.rank]], 3.0).wait()
+        total = torch.stack(whole).to(summed).sum(0).view(comm.size, 5)[comm.rank]
+        torch.testing.assert_close(output, total / 3)
+
+
+def test_what_is_no_lack_is_raised_as_it_is() -> None:
+    """A group that fails, because another rank is gone say, isn't asked for something else in its place."""
+
+    class Failing(AnyComm):
+        def _fail(self, output: Tensor, source: Tensor) -> Any:
+            raise RuntimeError("connection closed by peer")
+
+    def body(rank: int, size: int) -> None:
+        comm = Failing(dist.group.WORLD)  # type: ignore[arg-type]
+        comm._gather._functions[0] = Failing._fail
+        with pytest.raises(RuntimeError, match="connection closed by peer"):
+            comm.all_gather([torch.zeros(2)], [torch.zeros(1)])
+        assert len(comm._gather._functions) == 3
+
+    run_ranks(2, body)
 
 
 def test_gloo_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch) -> None:
