@@ -24,8 +24,8 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     except RuntimeError as error:
         has = ", ".join(each.type for each in group._device_types)
         raise RuntimeError(
-            f"expected a process group with a backend for {device.type}, got one for {has or 'no device'}. Initialise it "
-            "with one for each device: init_process_group('cpu:gloo,cuda:nccl'), say."
+            f"expected a process group with a backend for {device.type}, got one for {has or 'no device'}. Initialise "
+            "it with one for each device: init_process_group('cpu:gloo,cuda:nccl'), say."
         ) from error
 
 
