@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import torch_compat
+from .. import group_compat, torch_compat
 from ..comm import moves_data
 from ..headers import Label
 from ..mesh import DataMesh
@@ -234,7 +234,7 @@ def _refuse_different_starts(mesh: DataMesh, params: Sequence[FSDPParam], states
             raise RuntimeError(
                 f"{param.name}: ranks had different values of it when fully_shard was called, so the sharded model is "
                 "made of parts of different models. Set the same seed on all ranks before the model is built, or load "
-                "the weights after fully_shard."
+                f"the weights after fully_shard.{_hint(mesh)}"
             )
         if last == LOADED and (first != last or least != most):
             raise RuntimeError(
@@ -242,6 +242,13 @@ def _refuse_different_starts(mesh: DataMesh, params: Sequence[FSDPParam], states
                 "ranks, or on some ranks only, so its shards are parts of different tensors. Load the same on all "
                 "ranks, or set_model_state_dict(..., broadcast_from_rank0=True)."
             )
+
+
+def _hint(mesh: DataMesh) -> str:
+    """Says why a seed is not enough, where ranks are threads, or may be."""
+    if not any(map(group_compat.is_python_group, mesh.axis_groups)):
+        return ""
+    return " Threads share one random generator: if ranks are threads, broadcast the weights before fully_shard."
 
 
 def _first_unwritten(state: FSDPState) -> Tensor:

@@ -568,6 +568,18 @@ def test_threads_share_no_default_mesh() -> None:
     run_threads(3, body)
 
 
+def test_threads_that_start_apart_are_told_why() -> None:
+    """They share torch's generator: the same seed on all of them gives each other weights. Said on every rank."""
+    models = [Net() for _ in range(3)]
+
+    def body(rank: int) -> None:
+        shard(models[rank])
+        with pytest.raises(RuntimeError, match="different values.*broadcast the weights before fully_shard"):
+            models[rank](batch(0))
+
+    run_threads(3, body)
+
+
 def test_a_class_of_modules_is_made_once() -> None:
     """Whichever thread is first: to `type(a) is type(b)` modules of one class stay that."""
 
