@@ -97,7 +97,6 @@ def run_threads(world_size: int, fn: Callable[[int], Any], timeout: float = 40) 
             try:
                 dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
                 results[rank] = fn(rank)
-                dist.destroy_process_group()
             except Exception as error:
                 errors[rank] = error
                 ProcessLocalGroup.exception_handle(error)
@@ -574,7 +573,7 @@ def test_threads_that_start_apart_are_told_why() -> None:
 
     def body(rank: int) -> None:
         shard(models[rank])
-        with pytest.raises(RuntimeError, match="different values.*broadcast the weights before fully_shard"):
+        with pytest.raises(RuntimeError, match=r"different values.*broadcast the weights before fully_shard"):
             models[rank](batch(0))
 
     run_threads(3, body)
