@@ -558,13 +558,15 @@ def test_a_group_without_a_backend_for_the_mesh_is_refused_before_anything_commu
 def test_threads_share_no_default_mesh() -> None:
     """Each thread's mesh stays the same object for all calls, though other ranks ask for theirs in between."""
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> int:
         mesh = default_mesh()
         for _ in range(3):
             dist.barrier()
             assert default_mesh() is mesh
+        assert mesh.get_local_rank() == rank
+        return id(mesh)
 
-    run_threads(3, body)
+    assert len(set(run_threads(3, body))) == 3
 
 
 def test_threads_that_start_apart_are_told_why() -> None:
