@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from . import group_compat
@@ -51,7 +50,7 @@ class Agreement:
     """The meetings of all groups under one root, over the ranks of its mesh."""
 
     def __init__(self, servers: Sequence[Server], mesh: DataMesh, note_out_of_step: Callable[[], None]) -> None:
-        self.ranks, self.world = mesh.ranks, dist.group.WORLD
+        self.ranks = mesh.ranks
         self._note_out_of_step = note_out_of_step
         self._servers, self._meeting_groups, self._is_serving = servers, mesh.axis_groups, False
         cpu = torch.device("cpu")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
-from . import dtensor_compat, torch_compat
+from . import dtensor_compat, group_compat, torch_compat
 from .extension import count_pre_arguments, refuse_part
 from .mesh import DataMesh, Distribution, described_data_mesh, distribute
 from .module import public_methods
@@ -82,6 +82,21 @@ def check_mesh(mesh: Any, dims: Any) -> None:
         raise TypeError(f"dp_mesh_dims: expected a DataParallelMeshDims or None, got {dims!r}")
     if mesh is None:
         raise ValueError("dp_mesh_dims names axes of `mesh`: pass the mesh, too")
+
+
+def check_groups(meshes: Iterable[DataMesh]) -> None:
+    """A group that ranks join and leave may hold replicas, not shards: these would have to be cut anew."""
+    for mesh in meshes:
+        group = mesh.shard_group
+        if group is None or not group_compat.size_may_change(group):
+            continue
+        sizes = group_compat.size_at_first(group), group.size()
+        if sizes != (mesh.size, mesh.size):
+            raise ValueError(
+                f"mesh: expected a process group of {mesh.size} ranks that stay, for the axis that shards, got a "
+                f"{type(group).__name__} of {sizes[0]} when it was made and {sizes[1]} now. Give a group that ranks "
+                "join and leave to the axis that replicates."
+            )
 
 
 def check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:

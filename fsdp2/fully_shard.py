@@ -214,6 +214,7 @@ def _plan(found: _Found, shared: DataMesh, given: Arguments) -> list[Plan]:
     checks.check_reshard(reshard, shared)
     checks.check_conditional(found.roots, found.inside, conditional, reshard, shared)
     plans = [plan_parameter(name, slots, found.memory_of[name], shared, given) for name, slots in found.slots.items()]
+    checks.check_groups({id(mesh): mesh for mesh in (shared, *(plan.mesh for plan in plans))}.values())
     for plan in plans if conditional else ():
         checks.check_one_mesh(plan.name, plan.mesh, shared)
     return plans

@@ -39,6 +39,11 @@ def size_may_change(group: dist.ProcessGroup) -> bool:
     return is_python_group(group) and type(group).size is not dist.ProcessGroup.size
 
 
+def size_at_first(group: dist.ProcessGroup) -> int:
+    """The number of ranks that torch was told of when `group` was made, whatever it says now."""
+    return dist.ProcessGroup.size(group)
+
+
 def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group's backend for `device` says that it launches several collectives at once, as NCCL does."""
     return bool(getattr(group._get_backend(device), "supports_coalescing", False))

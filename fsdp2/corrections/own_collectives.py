@@ -41,8 +41,9 @@ class Runtime(Protocol):
     in_backward: bool
 
 
-# In the order in which they came, which is the same on all ranks.
-_runtimes: WeakKeyDictionary[Runtime, None] = WeakKeyDictionary()
+# Of each default process group, for ranks that are threads have one each; in the order in which they came, which is the
+# same on all ranks.
+_runtimes: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[Runtime, None]] = WeakKeyDictionary()
 
 
 def meet_before_collectives(runtime: Runtime) -> None:
@@ -51,7 +52,8 @@ def meet_before_collectives(runtime: Runtime) -> None:
     """
     if runtime.agreement is not None:
         _wrap_collectives()
-        _runtimes.setdefault(runtime, None)
+        assert dist.group.WORLD is not None, "ranks agree"
+        _runtimes.setdefault(dist.group.WORLD, WeakKeyDictionary()).setdefault(runtime, None)
 
 
 @once
@@ -73,9 +75,8 @@ def _behind_a_meeting(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _meet(group: dist.ProcessGroup | None) -> None:
-    runtimes = [each for each in [*_runtimes] if each.running or each.in_backward]
-    # Where ranks are threads, those of other ranks run, too: each has a default process group of its own.
-    agreements = [each.agreement for each in runtimes if each.agreement and each.agreement.world is dist.group.WORLD]
+    runtimes = _runtimes.get(dist.group.WORLD, ()) if dist.group.WORLD is not None else ()
+    agreements = [each.agreement for each in runtimes if each.running or each.in_backward]
     ranks = set(dist.get_process_group_ranks(group)) if agreements else set()
     for agreement in agreements:
         if agreement is not None and agreement.ranks.issubset(ranks):

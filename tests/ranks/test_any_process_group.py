@@ -520,6 +520,26 @@ def test_replicas_join_and_leave() -> None:
     run_ranks(4, over_replicas_that_come_and_go, timeout=40)
 
 
+def test_shards_are_for_ranks_that_stay() -> None:
+    """A group that may shrink or grow, or that tells torch of one rank and is larger: refused on every rank at once."""
+
+    class ToldOfOne(PythonGroup):
+        def __init__(self, inner: dist.ProcessGroup) -> None:
+            dist.ProcessGroup.__init__(self, 0, 1)  # as torchft's do
+            self.inner, self.called = inner, set()
+
+        def size(self) -> int:
+            return self.inner.size()
+
+    def body(rank: int, size: int) -> None:
+        for cls in (Resizable, ToldOfOne):
+            mesh = DeviceMesh.from_group(python_group(cls, [*range(size)]), "cpu", mesh_dim_names=("shards",))
+            with pytest.raises(ValueError, match=f"2 ranks that stay, .* got a {cls.__name__}"):
+                fully_shard(Net(), mesh=mesh)
+
+    run_ranks(2, body)
+
+
 # ---- groups that lack a backend, are wrapped, or move nothing
 
 
