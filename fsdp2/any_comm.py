@@ -21,8 +21,11 @@ from .group_compat import all_gather_one, reduce_scatter_one, size_may_change
 from .headers import Label
 from .work import AllWork, CopyWork, DividedWork, SumWork, Work
 
-# What groups and backends say, apart from a NotImplementedError, of a function that they lack.
-_LACKS = re.compile(r"does(n't| not) support|not supported|unsupported|not implemented|No backend type", re.IGNORECASE)
+# What groups and backends say, apart from a NotImplementedError, of a function that they lack. A connection that has
+# failed says "Operation not supported".
+_LACKS = re.compile(
+    "does(n't| not) support|(?<!operation )not supported|not implemented|no backend type", re.IGNORECASE
+)
 
 
 class _FirstOffered:
