@@ -23,9 +23,7 @@ from .work import AllWork, CopyWork, DividedWork, SumWork, Work
 
 # What groups and backends say, apart from a NotImplementedError, of a function that they lack. A connection that has
 # failed says "Operation not supported".
-_LACKS = re.compile(
-    "does(n't| not) support|(?<!operation )not supported|not implemented|no backend type", re.IGNORECASE
-)
+_LACKS = re.compile("does(n't| not) support|(?<!operation )not (supported|implemented)|no backend type", re.IGNORECASE)
 
 
 class _FirstOffered:
