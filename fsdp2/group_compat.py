@@ -12,21 +12,24 @@ import torch.distributed as dist
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """'gloo', 'nccl', 'fake', ...: `get_backend` names the default device's backend only, a group may have several.
 
-    '': a group that is written in Python, which communicates by methods of its own, whatever backends it may have.
+    '': a group that is written in Python, if it has no backend, or gloo: messages between pairs of ranks, in which we
+    communicate over gloo, would go around the collectives that the group has of its own.
 
     Raises:
         RuntimeError: any other group, if it has no backend for `device`.
     """
-    if is_python_group(group):
-        return ""
+    is_python = is_python_group(group)
     try:
-        return group._get_backend(device).name().lower()
+        name = group._get_backend(device).name().lower()
     except RuntimeError as error:
+        if is_python:
+            return ""
         has = ", ".join(each.type for each in group._device_types)
         raise RuntimeError(
             f"expected a process group with a backend for {device.type}, got one for {has or 'no device'}. Initialise "
             "it with one for each device: init_process_group('cpu:gloo,cuda:nccl'), say."
         ) from error
+    return "" if is_python and name == "gloo" else name
 
 
 def is_python_group(group: dist.ProcessGroup) -> bool:
@@ -50,9 +53,7 @@ def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether `group` says that it can communicate tensors on `device`. One that is written in Python doesn't."""
-    if is_python_group(group):
-        return False
+    """Whether `group` says that it can communicate tensors on `device`. One that is written in Python may not."""
     try:
         group._get_backend(device)
     except RuntimeError:

@@ -422,6 +422,15 @@ class WithTensors(PythonGroup):
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
 
 
+class WithBackend(WithTensors):
+    """A backend is registered with it, too, as torch's own groups have one."""
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        super().__init__(inner)
+        cpu = torch.device("cpu")
+        self._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, inner._get_backend(cpu))
+
+
 class OnlySums(PythonGroup):
     """It sums and broadcasts; all else it refuses, as a base class does."""
 
@@ -446,6 +455,7 @@ def python_group(cls: type[PythonGroup], ranks: list[int], **options: Any) -> Py
 FUNCTIONS = {
     PythonGroup: {"allgather", "allreduce"},
     WithTensors: {"_allgather_base", "_reduce_scatter_base", "allreduce"},
+    WithBackend: {"_allgather_base", "_reduce_scatter_base", "allreduce"},
     OnlySums: {"broadcast", "allreduce"},
 }
 
