@@ -427,8 +427,9 @@ class WithBackend(WithTensors):
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner)
-        cpu = torch.device("cpu")
-        self._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, inner._get_backend(cpu))
+        cpu, gloo = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+        self._register_backend(cpu, gloo, inner._get_backend(cpu))
+        self._set_default_backend(gloo)
 
 
 class OnlySums(PythonGroup):
