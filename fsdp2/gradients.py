@@ -42,7 +42,10 @@ class GroupGradients:
     `synchronise`: reduce between ranks (the default), or accumulate the full gradients, in the reduce dtype, until it
     is set again.
     `on_first`, `on_last`: called when the first gradient of a bucket is there, and when all of the group are.
+    `changes`: how often, in this process, settings of a group, or which of its parameters are trainable, have changed.
     """
+
+    changes = 0
 
     def __init__(self, params: Sequence[FSDPParam], reduction: Reduction, streams: GroupStreams | None = None) -> None:
         self._params, self.reduction, self._streams = params, reduction, streams
@@ -98,6 +101,7 @@ class GroupGradients:
 
     def prepare(self, specs: tuple[ParamSpec, ...], policy: MixedPrecisionPolicy, trainable: Iterable[int]) -> None:
         """Plan the buckets of the parameters that are `trainable`."""
+        self.note_change()
         self._specs = specs
         self._reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
         self._wire_dtypes = wire_dtypes(specs, policy, self.reduction.shards.sums_on_arrival)
@@ -129,6 +133,12 @@ class GroupGradients:
         """Have the sum over all ranks divided by that from now on."""
         self.reduction.divisor = divisor
         self._names.cache_clear()
+        self.note_change()
+
+    @staticmethod
+    def note_change() -> None:
+        """A setting has changed: optimizers check the settings of their model before their next step."""
+        GroupGradients.changes += 1
 
     def _progress(self, bucket: Bucket) -> None:
         if (num_dispatch_modes() or num_function_modes()) and are_in_force():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -20,13 +20,27 @@ from torch.optim.optimizer import (
 
 from ..comm import moves_data
 from ..modes import hides_modes
+from ..guards.partial_settings import CheckedSettings, common_divisor
 from ..owners import sharded_owner
 from ..param import SHARDED_AS, names_of_full
 from ..small_collectives import all_reduce_over
 from ..state import FSDPState, data_mesh_of, some_of
 
-# How many parameters optimizers had when they were looked at, and the states whose parameters were among them.
-_seen: WeakKeyDictionary[Optimizer, tuple[int, list[ref[FSDPState]]]] = WeakKeyDictionary()
+
+class _Seen(NamedTuple):
+    """How many parameters an optimizer had when it was looked at, the states whose parameters were among them, and
+    whether their settings have been checked.
+    """
+
+    num_params: int
+    states: list[ref[FSDPState]]
+    settings: CheckedSettings
+
+    def alive(self) -> list[FSDPState]:
+        return [state for each in self.states if (state := each()) is not None]
+
+
+_seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
 
 
 @cache
@@ -46,14 +60,17 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
     Raises:
         NotImplementedError: it computes what torch has not for DTensors.
-        RuntimeError: gradients are still on their way.
+        RuntimeError: gradients are still on their way; or settings reach only a part of the model.
     """
-    states = _stepped_on(optimizer)
+    seen = _look_at(optimizer)
+    states = seen.alive()
     if isinstance(optimizer, Adafactor) and states:
         raise NotImplementedError(
             "Adafactor steps by means over rows and columns, and by norms, in place, which DTensors have not: it can't "
             "step sharded parameters. Use another optimizer; Adam's state, too, is cut among the ranks."
         )
+    if states:
+        seen.settings.check(optimizer, states)
     # What is stepped in backward is stepped as gradients come.
     if states and states[0].group.gradients.steps.stepper is None and not states[0].context.is_in_backward():
         states[0].context.rank_guard.steps.note(optimizer)  # which ranks compare when they look next
@@ -75,22 +92,24 @@ def _refuse_unfinished(optimizer: Optimizer, states: list[FSDPState]) -> None:
         )
 
 
-def _stepped_on(optimizer: Optimizer) -> list[FSDPState]:
-    """Those whose parameters it steps on. If it is new, have ranks look after trainable plain parameters that it has
-    beside them, and that each rank steps on as it likes.
+def _look_at(optimizer: Optimizer) -> _Seen:
+    """Finds the states whose parameters it steps on. If it is new, has ranks look after trainable plain parameters that
+    it has beside them, and that each rank steps on as it likes.
     """
     params = _params_of(optimizer)
-    count, known = _seen.get(optimizer, (None, []))
-    if count != len(params):
+    seen = _seen.get(optimizer)
+    if seen is None or seen.num_params != len(params):
         owners = (sharded_owner(param) for param in params if isinstance(param, DTensor))
         states = [*dict.fromkeys(owner.state for owner in owners if owner is not None)]
         plain = {i: each for i, each in enumerate(params) if not isinstance(each, DTensor) and each.grad is not None}
         if states and plain:
             kind, guard = type(optimizer).__name__, states[0].context.rank_guard
             guard.note_beside({f"parameter {i} of {kind}, of shape {tuple(p.shape)}": p for i, p in plain.items()})
-        known = [ref(state) for state in states]
-        _seen[optimizer] = len(params), known
-    return [state for each in known if (state := each()) is not None]
+        # A step in backward is one of a few parameters, of the same model.
+        in_backward = seen is not None and states and states[0].group.gradients.steps.stepper is not None
+        settings = seen.settings if seen is not None and in_backward else CheckedSettings()
+        seen = _seen[optimizer] = _Seen(len(params), [ref(state) for state in states], settings)
+    return seen
 
 
 def _may_use_loss(optimizer: Optimizer) -> bool:
@@ -103,25 +122,14 @@ def _params_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
-    """What gradients are of: its sum over the ranks, divided as they are. Every rank must call it.
-
-    Raises:
-        ValueError: they are divided in several ways.
-    """
-    divisors = {state.group.gradients.reduction.divisor: state for state in states}
-    if len(divisors) > 1:
-        ways = ", ".join(f"those of {state} by {divisor or 'the ranks'}" for divisor, state in divisors.items())
-        raise ValueError(
-            f"step(closure): no loss fits gradients that are divided in several ways ({ways}), and a line search would "
-            "go wrong. Call set_gradient_divide_factor(factor, recurse=True) on the root."
-        )
+    """Returns the loss that gradients are of: its sum over the ranks, divided as they are. Every rank must call it."""
     loss, mesh = closure(), data_mesh_of(states)
     if (not isinstance(loss, float) and type(loss) is not Tensor) or not moves_data(mesh.axis_groups, mesh.device):
         return loss
     own = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
     total = own.to(mesh.device, torch.float64, copy=True)
     all_reduce_over(total, mesh.axis_groups, largest=False)
-    total /= next(iter(divisors)) or mesh.num_ranks
+    total /= common_divisor(states)
     return total.to(loss) if isinstance(loss, Tensor) else total.item()
 
 
@@ -129,7 +137,7 @@ def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     params = _params_of(optimizer)
     increment_version([param for param in params if isinstance(param, DTensor) and param.grad is not None])
-    for state in _stepped_on(optimizer):
+    for state in _look_at(optimizer).alive():
         if state.group.faces.installed and not state.running and not state.context.in_backward:
             state.group.unshard_again()  # behind unshard(): whoever reads them next finds the new ones
     kind = type(optimizer).__name__

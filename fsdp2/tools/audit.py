@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import context
 from ..guards.checksum import checksum, read, values_of
+from ..guards.partial_settings import find_partial
 from ..mesh import DataMesh
 from ..param import SHARDED_AS, FSDPParam, fqn
 from ..small_collectives import gather_objects
@@ -29,10 +30,11 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     """Look for what trains on without an error and gives wrong weights. Every rank of the model's mesh must call it.
 
     Found are: parameters and buffers left on meta, or without values since `to_empty` (as far as version counters
-    tell); NaN and infinity in weights and gradients; gradients that wait to be synchronised; trainable parameters that
-    no group manages; an optimizer that holds others than the model's, lacks some or has one twice; modules, dtypes,
-    flags or settings that differ among ranks; weights that differ, bit by bit, where they should be the same; and, as
-    notes, buffers that do, and weights that do so among the ranks of tensor parallelism.
+    tell); NaN and infinity in weights and gradients; gradients that wait to be synchronised; divisors of gradients and
+    functions of the user's that reach only a part of the model; trainable parameters that no group manages; an
+    optimizer that holds others than the model's, lacks some or has one twice; modules, dtypes, flags or settings that
+    differ among ranks; weights that differ, bit by bit, where they should be the same; and, as notes, buffers that do,
+    and weights that do so among the ranks of tensor parallelism.
 
     Call it before the first step, and between steps where something looks wrong. It reads every shard and gradient, no
     full parameter, and gathers a checksum of each from every rank: two small collectives per axis of the mesh, four
@@ -181,6 +183,7 @@ def _find_in_values(tensors: Sequence[Held], states: Sequence[FSDPState]) -> dic
         "not finite": _not_finite((held.name, held.tensor) for held in parameters),
         "gradients not finite": _not_finite(reduced),
         "unsynced": waiting,
+        **find_partial(states),
         "unmanaged": [h.name for h in tensors if h.kind == "unmanaged" and h.tensor.requires_grad and not alone],
     }
 

@@ -14,7 +14,8 @@ class Finding:
 
     Args:
         kind: one of `KINDS`.
-        names: FQNs of the parameters, buffers or modules; of tensors that the model doesn't know: their places.
+        names: FQNs of the parameters, buffers or modules; of tensors that the model doesn't know: their places; of
+            settings: what they are, and of which groups.
         detail: what was expected and found.
         ranks: where; the global ranks.
     """
@@ -44,6 +45,10 @@ KINDS = {
     "gradients not finite": "Expected finite values. Clear them (zero_grad), or leave this step out.",
     "unsynced": "These gradients wait for a backward that synchronises; an optimizer would step without them. Call "
     "set_requires_gradient_sync(True) (HSDP: set_requires_all_reduce(True), too) before the last backward.",
+    "divided apart": "Gradients of one model are scaled against each other. Call "
+    "model.set_gradient_divide_factor(factor, recurse=True) on the root, or give each sharded module the same factor.",
+    "never called": "The module has no parameters of its own, and no module that has some was given such a function. "
+    "Call the method on the sharded modules that hold the parameters.",
     "unmanaged": "Trainable, but no fully_shard call manages it, so its gradient differs from rank to rank. Have it "
     "there before fully_shard, and out of ignored_params; or freeze it, or reduce its gradient yourself.",
     "optimizer holds strangers": "The optimizer steps what is no parameter of the model, which never changes. Build it "

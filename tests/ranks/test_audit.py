@@ -205,7 +205,8 @@ def ranks_differ() -> None:
         model.narrow.weight.requires_grad_(False)
         model.wide.eval()
         model.set_gradient_divide_factor(3.0)
-    found = check(model)
+    apart, *found = check(model)
+    expect([apart], ("divided apart", ("root by 3", "wide by 2"), (1,)))
     assert [each.kind for each in found] == ["layouts differ"] * 3
     assert [each.names for each in found] == [("module wide",), ("parameter narrow.weight",), ("group 0 root",)]
     assert found[0].detail == "rank 0 has training=True; rank 1 has training=False"
@@ -213,6 +214,21 @@ def ranks_differ() -> None:
     if dist.get_rank() == 1:
         model.register_buffer("extra", torch.zeros(2))
     expect(check(model), ("layouts differ", ("buffer extra",), BOTH))
+
+
+def settings_of_a_part() -> None:
+    """Divisors that scale some gradients against others; a function that is on no group which has parameters."""
+    model = sharded()
+    model.set_gradient_divide_factor(1.0)
+    expect(check(model, sgd(model)), ("divided apart", ("root by 1", "wide by 2"), BOTH))
+    model.set_gradient_divide_factor(1.0, recurse=True)
+    expect(check(model, sgd(model)))
+    outer = fully_shard(nn.Sequential(sharded()))
+    outer.set_all_reduce_hook(print)
+    outer.set_gradient_divide_factor(2)  # as the others
+    expect(check(outer, sgd(outer)), ("never called", ("set_all_reduce_hook on root",), BOTH))
+    outer.set_all_reduce_hook(print, recurse=True)
+    expect(check(outer, sgd(outer)))
 
 
 def same_findings() -> None:
@@ -246,6 +262,7 @@ TWO_RANKS: list[Callable[[], None]] = [
     unsynced,
     not_finite,
     ranks_differ,
+    settings_of_a_part,
     same_findings,
     wrong_arguments,
 ]

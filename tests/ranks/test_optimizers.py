@@ -197,30 +197,6 @@ def test_a_closure_returns_the_loss_of_all_ranks() -> None:
     check(scenario, name=("one's own", "LBFGS"), sums=(False,), as_number=(False,), by_keyword=(True,))
 
 
-def test_a_closure_where_gradients_are_divided_in_several_ways_is_refused() -> None:
-    """Whatever the loss were divided by, a line search would not fit some gradients."""
-
-    def body(rank: int, _: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 2))
-        fully_shard(model[0])
-        fully_shard(model).set_gradient_divide_factor(1.0)
-        optimizer = optim.LBFGS(model.parameters())
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(torch.ones(2, 5)).sum()
-            loss.backward()
-            return loss
-
-        with pytest.raises(ValueError, match=r"step\(closure\): .* \(those of 0 by the ranks, those of root by 1\.0\)"):
-            optimizer.step(closure)
-        model.set_gradient_divide_factor(1.0, recurse=True)
-        optimizer.step(closure)
-
-    run_ranks(2, body)
-
-
 def test_an_optimizer_that_only_returns_the_loss_gets_that_of_the_rank() -> None:
     """No communication: trainers pass a closure to every optimizer."""
 

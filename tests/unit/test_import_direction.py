@@ -60,6 +60,7 @@ ORDER = (
     "corrections.safetensors_files",
     "bridge.pipelining",
     "guards.entry_points",
+    "guards.partial_settings",
     "owners",
     "state",
     "bridge.torch_interface",
