@@ -102,6 +102,13 @@ def check_groups(meshes: Iterable[DataMesh]) -> None:
 def check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
     if choice is None or isinstance(choice, bool):
         return
+    if choice >= 1 and mesh.num_ranks == 1:
+        return  # nothing is gathered: the program is one for more ranks
+    if choice > 1 and mesh.size == 1:
+        raise ValueError(
+            f"reshard_after_forward={choice}: expected a bool or None on {mesh.mesh}, which only replicates: each rank "
+            "holds whole parameters, of which it can keep no part."
+        )
     if choice < 1 or mesh.size % choice != 0:
         raise ValueError(
             f"reshard_after_forward={choice}: expected a divisor of {mesh.size}, the number of ranks that share the "
@@ -246,9 +253,9 @@ def check_extension(name: str, parameter: nn.Parameter, choice: bool | int | Non
 
 
 def choose_placement(
-    name: str, parameter: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None
+    name: str, parameter: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None, shared: DataMesh
 ) -> tuple[int, DataMesh | None]:
-    """Along which dim to shard, and over which mesh if not over that of the others, as the user's function says."""
+    """Along which dim to shard, and over which mesh if not over `shared`, as the user's function says."""
     if choose is None:
         return 0, None
     result, mesh = choose(parameter), None
@@ -258,6 +265,10 @@ def choose_placement(
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
         result = result.placement
+    elif result is not None and not shared.shard_axes:
+        raise ValueError(
+            f"{name}: expected shard_placement_fn to return None on a mesh that only replicates, got {result!r}"
+        )
     return _choose_dim(name, parameter, result), mesh
 
 

@@ -58,16 +58,18 @@ def fully_shard(
             last in the forward before, and what backward gathers ahead of that (one group, if no prefetch budget says
             otherwise): freed, it would be back at once. An int k, a divisor of the number of ranks: each rank keeps
             1/k of them (in compute dtypes), and backward gathers among k neighbouring ranks only, on one machine say.
+            On one rank nothing is gathered, whatever it is; an int is refused on a mesh that only replicates.
         shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
             need not divide evenly, but gathers and reductions bring padding then: `cheapest_placement` is such a
             function, which keeps it small, and what is much is logged. Parameters sharded along dims other than 0 are
             copied once more per gather. It may return a ShardPlacementResult, for a parameter on a mesh of its own
             (experts, say): the parameters of each mesh then form a group, which settings and methods of the module
-            reach alike.
+            reach alike. On a mesh that only replicates it must return None, or such a result.
         mp_policy: dtypes of compute and reduction.
         offload_policy: a CPUOffloadPolicy has sharded parameters and gradients, hence the optimizer, live on the CPU,
             and copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already.
-        ignored_params: parameters to leave as they are: not sharded, moved or reduced.
+        ignored_params: parameters to leave as they are: not sharded, moved or reduced. Others than those below `module`
+            may be among them: one set serves all calls.
         dp_mesh_dims: `mesh` is a larger mesh, of which these axes shard and replicate; every parameter must be a
             DTensor on it, with Replicate() on these axes.
         conditional: whether ranks may leave `module` out, each for itself, in any forward: the image tower of a batch
@@ -75,7 +77,8 @@ def fully_shard(
             parameters that no rank has used keep `.grad` None, and nothing is gathered or reduced for them. What other
             sharded modules hold inside it is conditional with it. Some module around it must be sharded, and run on
             all ranks. Under that one ranks then meet, before each gather and each group's reduction, in an all-reduce
-            of three numbers, which the host waits for: on the CPU, if their process group has a backend for it.
+            of three numbers, which the host waits for: on the CPU, if their process group has a backend for it. One
+            rank has none to meet.
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
@@ -282,6 +285,6 @@ def _reshard_choice(choice: bool | int | None, mesh: DataMesh) -> tuple[bool | N
     """As a bool, and among how many ranks a part stays after forward, if that is neither all of them nor one."""
     if choice is None or isinstance(choice, bool):
         return choice, None
-    if choice in (1, mesh.size) or mesh.shard_group is None:
+    if choice in (1, mesh.size) or mesh.size == 1:
         return choice != 1, None
     return True, choice

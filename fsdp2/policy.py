@@ -19,7 +19,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: dtype of the gradient reduction. None: the dtype of the stored parameter (so fp32 parameters
             that compute in bf16 are reduced in fp32), as in torch from 2.15 on; torch 2.13 reduced in `param_dtype`.
         output_dtype: floating-point tensors in the module's output are cast to it. None: they are left alone.
-        cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`, if that is set. Whole
+        cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`, if that is set (else
+            there is nothing to cast to, and True casts nothing). Whole
             numbers that this makes others of (positions, time steps) raise a RuntimeError on every rank.
         param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, that is
             gathered and used as it is stored; None or `param_dtype`: as the others. Alike on all ranks.
@@ -34,7 +35,8 @@ class MixedPrecisionPolicy:
             out from where autograd put them, and the sums differ from those of a reduction in float32 by their order
             at most. A step then sends (2 + 2 + 2) (N - 1) / N bytes per parameter in place of (2 + 2 + 4): two gathers
             and gradients over N ranks. Gradients that wait for synchronisation add up in the reduce dtype and are
-            rounded when they are sent. Sums between replicas (HSDP) travel in the reduce dtype.
+            rounded when they are sent. Sums between replicas (HSDP) travel in the reduce dtype, so that `replicate`
+            refuses it; with one rank in each replica, gradients are rounded all the same.
 
     Raises:
         TypeError: a dtype is not a torch.dtype.
@@ -120,7 +122,15 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, gradients and optimizer states rest on the CPU.
 
     Args:
-        pin_memory: in page-locked memory, from which copies to an accelerator need not wait; ignored without one.
+        pin_memory: in page-locked memory, from which copies to an accelerator need not wait. On a mesh of CPUs nothing
+            is copied, so that nothing waits, and no memory is locked.
+
+    Raises:
+        TypeError: `pin_memory` is not a bool.
     """
 
     pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise TypeError(f"CPUOffloadPolicy.pin_memory: expected a bool, got {self.pin_memory!r}")

@@ -141,7 +141,8 @@ class Prefetcher:
         for state in chosen:
             if state.group.state is SHARDED:
                 state.group.start_unshard(for_backward)
-                self.prefetched.add(state)
+                if state.context.prefetcher is self:  # what is under another root stays until that runs
+                    self.prefetched.add(state)
 
 
 def _until_optional(cursor: Cursor[FSDPState]) -> Iterator[FSDPState]:

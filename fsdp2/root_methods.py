@@ -23,6 +23,8 @@ class RootMethods:
             nbytes: 0 gathers nothing ahead. None, the default: the next group whatever its size, and more only while
                 they are together no larger than a typical one.
 
+        Where ranks hold whole parameters, in the dtype in which they compute, nothing is gathered: any bound is met.
+
         Raises:
             RuntimeError: not the root.
             ValueError: less than 0.
@@ -58,7 +60,7 @@ class RootMethods:
         `running_var`, once per step, in one all-reduce of them all. On the root only; on every rank.
 
         Args:
-            enabled: True, the default. False: each rank keeps those of its own rows.
+            enabled: True, the default. False: each rank keeps those of its own rows. On one rank both are the same.
 
         Raises:
             RuntimeError: not the root.
@@ -75,7 +77,7 @@ class RootMethods:
                 raise, before anything is sent. When a rank does not answer in time, or has died, the errors of others
                 list where each process was. Ranks wait for each other at each collective. Before the next forward of
                 the root, `check` looks at the model, and the first rank logs what it finds. 0: none of this; on gloo,
-                group, kind and sizes are compared all the same.
+                group, kind and sizes are compared all the same. One rank has nobody to compare with, but `check` looks.
                 The default is that of the environment variable FSDP2_DEBUG when `fully_shard` is called, else 0.
 
         Raises:
@@ -93,15 +95,22 @@ class RootMethods:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Announce further backward passes through the forwards that have run: the record of these is kept, so that
-        they are gathered ahead in those passes, too. For all modules under the root.
+        they are gathered ahead in those passes, too. For all modules under the root, whichever it is called on. Where
+        nothing is gathered, no order is needed.
         """
         check_bool("is_last_backward", is_last_backward)
         require_state(self).context.is_last_backward = is_last_backward
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next forward of the root wait for `event` (a torch.Event), once, besides what the current stream has
-        been given to do. For an optimizer that steps on a stream of its own.
+        been given to do. For an optimizer that steps on a stream of its own. It may be called on any module under the
+        root. None: wait for none.
+
+        Raises:
+            TypeError: `event` has no method `wait`.
         """
+        if event is not None and not callable(getattr(event, "wait", None)):
+            raise TypeError(f"event: expected a torch.Event or None, got {event!r}")
         require_state(self).context.post_optim_event = event
 
     @hides_modes
@@ -137,7 +146,8 @@ class RootMethods:
             state.group.gradients.steps.stepper = stepper
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Leave reductions in flight at the end of backward, until `finalize_backward` is called. On the root only.
+        """Leave reductions in flight at the end of backward, until `finalize_backward` is called. On the root only. So
+        it is on one rank, too: `.grad` shows what there is when that is called.
 
         Raises:
             RuntimeError: not the root, or during a backward pass.

@@ -62,7 +62,7 @@ def _refuse_gradient(name: str, _: Tensor) -> None:
 def plan_parameter(name: str, slots: list[Slot], memory: Memory | None, shared: DataMesh, given: Arguments) -> Plan:
     """Ask the user's functions about one parameter, and check what they say."""
     parameter, reshard, policy = slots[0].get(), given.reshard_after_forward, given.mp_policy
-    dim, own = checks.choose_placement(name, parameter, given.shard_placement_fn)
+    dim, own = checks.choose_placement(name, parameter, given.shard_placement_fn, shared)
     mesh = own or shared
     if own is not None:
         checks.check_device_type(name, own, shared)

@@ -9,18 +9,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..dtensor_compat import local_if_any
+
 _SAMPLE = 4096
 _TELLING = 3
 
 
 def rounded_whole_numbers(tensors: Iterable[Tensor], dtype: torch.dtype) -> set[float]:
     """Whole numbers, some of them, that `dtype` makes others of, in tensors that hold nothing else, as far as their
-    first 4,096 elements say. The host waits for them.
+    first 4,096 elements say; of DTensors, this rank's part. The host waits for them.
     """
     found: set[float] = set()
     for tensor in tensors:
         if tensor.is_floating_point() and torch.promote_types(tensor.dtype, dtype) != dtype:
-            found.update(_rounded(tensor.detach(), dtype))
+            found.update(_rounded(local_if_any(tensor.detach()), dtype))
     return found
 
 

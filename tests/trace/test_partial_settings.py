@@ -1,10 +1,10 @@
 """A setting that reaches only a part of a model, where it should reach all, is refused by the first optimizer step.
 
-The kind: `set_gradient_divide_factor` on the root only, whose default is `recurse=False` as torch's, scales gradients of
-the root's own group against those of its blocks, and training goes on. Members: the factor of one block; of a root that
-has no parameters; of one of several roots that one optimizer steps; of groups that two optimizers share out; a factor
-that is set, or a group that is unfrozen, after the first step; the optimizer in backward, also where it steps on a thread
-of its own; a closure; and functions of the user's on a module without parameters, which no group would call.
+The kind: `set_gradient_divide_factor` on the root only, whose default is `recurse=False` as torch's, scales gradients
+of the root's own group against those of its blocks, and training goes on. Members: the factor of one block; of a root
+that has no parameters; of one of several roots that one optimizer steps; of groups that two optimizers share out; a
+factor that is set, or a group that is unfrozen, after the first step; the optimizer in backward, also where it steps on
+a thread of its own; a closure; and functions of the user's on a module without parameters, which no group would call.
 """
 
 from collections.abc import Callable, Iterator
