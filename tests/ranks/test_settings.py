@@ -1076,6 +1076,41 @@ def test_roots_that_share_what_bounds_their_reductions() -> None:
     check(scenario, when=("at first", "between backwards"), wrap=(blocks,), settings=options)
 
 
+def prefetch_across(first: nn.Module, second: nn.Module) -> None:
+    """Each module gathers all of the other root ahead, and the next one of its own."""
+    for one, other in ((first, second), (second, first)):
+        for module in sharded_modules(one):
+            module.set_modules_to_forward_prefetch([*sharded_modules(other), module])
+            module.set_modules_to_backward_prefetch([*sharded_modules(other), module])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_modules_under_another_root_are_prefetched(world_size: int) -> None:
+    """Also if that does not run, if it has changed before it runs, or if the pass fails."""
+
+    def scenario(run: Run, wrap: Wrap, settings: tuple[str, ...]) -> None:
+        first, second = run.build(Net), run.build(Net, seed=2)
+        for model in (first, second):
+            wrap(run, model)
+            apply(run, model, *settings)
+        if run.sharded:
+            prefetch_across(first, second)
+        both = nn.ModuleList([first, second])
+        optimizer = sgd(both)
+        for step in range(2):
+            with torch.no_grad():
+                run.rows(f"evaluated {step}", first(run.batch(seed=9)))
+            with pytest.raises(RuntimeError, match="shape"):
+                first(run.batch(seed=9)[:, 1:])
+            loss_of(first(run.batch(seed=step))).backward()  # twice, before the other runs
+            loss_of(second(first(run.batch(seed=step)))).backward()
+            run.step(f"step {step}", both, optimizer)
+        loss_of(second(run.batch(seed=9))).backward()
+        run.grads("the second alone", second)
+
+    check(scenario, world_size, wrap=(blocks,), settings=((), ("no reshard_after_forward",), ("keep storage",)))
+
+
 def test_reductions_in_flight_when_roots_begin_to_share() -> None:
     """Both have some: none is lost, each arrives where it belongs, also if the other root finishes it."""
 

@@ -890,6 +890,21 @@ def test_modules_to_prefetch_that_never_run() -> None:
     assert model.never._get_fsdp_state().group.adopted.buffers._full_storage.nbytes() == 0
 
 
+def test_modules_under_another_root_are_gathered_once() -> None:
+    """When the module before them runs, as asked for; and in the other root's own pass no more."""
+    first, second = build(), build()
+    first.b1.set_modules_to_forward_prefetch([second, second.b0])
+    lines, later = record(first), record(second)
+    first(torch.ones(2, 4))
+    assert [*map(len, (gathers(lines), gathers(later)))] == [3, 2]
+    second(torch.ones(2, 4))
+    assert sorted(gathers(later)) == ["b0", "b1", "root"]
+    first(torch.ones(2, 4))
+    second.reshard()
+    second.b0.reshard()
+    assert not any(state.group.adopted.buffers._full_storage.nbytes() for state in states_below(second))
+
+
 def test_roots_that_share_bound_their_reductions_together() -> None:
     """share_comm_ctx: one reduction of the other root in flight is one less for this root."""
 
