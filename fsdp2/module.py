@@ -241,7 +241,7 @@ class FSDPModule(RootMethods):
             TypeError: it can't be called, or has no `allocate`.
             ValueError: several ranks, which all hold whole parameters: they would never call it.
         """
-        self._choose_collective("all_gather", all_gather, "Leave it out.")
+        self._choose_collective("all_gather", all_gather, "Nothing is gathered")
 
     def set_custom_reduce_scatter(self, reduce_scatter: Any) -> None:
         """Reduce by `reduce_scatter(output_tensor, input_tensor, group, op, async_op)`, in one flat call per bucket.
@@ -260,10 +260,10 @@ class FSDPModule(RootMethods):
                     "reduce_scatter: expected None where the policy has a wire_dtype, in which gradients are exchanged "
                     f"and not reduced, got {reduce_scatter!r}"
                 )
-        instead = "Replicas all-reduce their gradients; what was summed may be changed by set_all_reduce_hook(hook)."
-        self._choose_collective("reduce_scatter", reduce_scatter, instead)
+        why = "Replicas all-reduce their gradients; what they have summed can be changed by set_all_reduce_hook(hook)"
+        self._choose_collective("reduce_scatter", reduce_scatter, why)
 
-    def _choose_collective(self, kind: str, collective: Any, instead: str) -> None:
+    def _choose_collective(self, kind: str, collective: Any, why: str) -> None:
         states = list(states_of(self))
         if collective is not None:
             if not callable(collective) or not callable(getattr(collective, "allocate", None)):
@@ -272,7 +272,7 @@ class FSDPModule(RootMethods):
             if all(mesh.size == 1 for mesh in meshes) and any(mesh.num_ranks > 1 for mesh in meshes):
                 raise ValueError(
                     f"{kind}: expected None on {meshes[0].mesh}, all ranks of which hold whole parameters: it would "
-                    f"never be called. {instead}"
+                    f"never be called. {why}. Leave set_custom_{kind} out."
                 )
         for state in states:
             state.group.choose_comms(**{kind: collective})
