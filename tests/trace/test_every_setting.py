@@ -1,7 +1,8 @@
 """No option is accepted and ignored: methods of FSDPModule, arguments of fully_shard, fields of its policy of dtypes.
 
 Held against what one step does (tests/ranks/test_settings.py: its numbers stay the same), on one of four ranks whose
-peers are simulated. A method, an argument or a field without a check here fails.
+peers are simulated. A method, an argument or a field without a check here fails. test_settings_on_topologies.py has the
+other topologies.
 """
 
 import dataclasses
@@ -686,14 +687,6 @@ def optimizer_in_backward() -> None:
     assert model.b0.weight.grad.to_local() is not None
 
 
-@checks("set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm")
-def what_is_declared_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="set_allocate_memory_from_process_group_for_comm"):
-        build().set_allocate_memory_from_process_group_for_comm(True)
-    with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm"):
-        build().set_symm_mem_for_comm()
-
-
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
@@ -711,7 +704,8 @@ def test_every_method_and_argument_has_a_check() -> None:
     """A new setter needs one, and a check of a removed one must go."""
     arguments = [f"fully_shard({name})" for name in inspect.signature(fully_shard).parameters if name != "module"]
     fields = [f"MixedPrecisionPolicy({field.name})" for field in dataclasses.fields(MixedPrecisionPolicy)]
-    assert sorted([*CHECKS, *RECURSIVE]) == sorted([*public_methods(), *arguments, *fields])
+    refused = ["set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"]  # by each topology's test
+    assert sorted([*CHECKS, *RECURSIVE, *refused]) == sorted([*public_methods(), *arguments, *fields])
     assert sorted(RECURSIVE) == sorted(name for name in public_methods() if "recurse" in parameters_of(name))
 
 

@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp2.guards.rounding import rounded_whole_numbers, tells_of_numbers
+from helpers import fake_world
 
 DAMAGED = {
     "positions": torch.arange(2048.0),
@@ -46,3 +49,13 @@ def test_up_to_which_number(dtype: torch.dtype, last: int) -> None:
 
     assert not found(last - 7)
     assert tells_of_numbers(found(last))
+
+
+def test_of_dtensors_this_ranks_part_is_looked_at() -> None:
+    """Inputs on the mesh of the parameters (`dp_mesh_dims`): DTensors can't be indexed by a mask."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        positions = torch.arange(1000.0, 1012.0)
+        for placement, expected in ((Replicate(), {1001.0, 1002.0, 1003.0}), (Shard(0), {1001.0, 1002.0, 1003.0})):
+            given = distribute_tensor(positions, mesh, [placement])
+            assert rounded_whole_numbers([given], torch.bfloat16) == expected
