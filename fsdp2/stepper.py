@@ -65,6 +65,7 @@ class Stepper:
         chosen = [[each for each in params if id(each) in wanted] for params in whole]
         if not any(chosen):
             return []  # users' hooks on steps shall not run for nothing
+        stepped = [each for params in chosen for each in params]
         try:
             for group, params in zip(groups, chosen, strict=True):
                 group["params"] = params
@@ -72,9 +73,8 @@ class Stepper:
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
-        stepped = [each for params in chosen for each in params]
-        for parameter in stepped:
-            parameter.grad = None
+            for parameter in stepped:  # after an error, too: the next pass would add to what this one has left
+                parameter.grad = None
         return stepped
 
     def run_beside(self, task: Callable[..., None], *args: Any) -> Future[None]:

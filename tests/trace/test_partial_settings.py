@@ -130,6 +130,7 @@ def test_in_backward(offloads: bool) -> None:
         model.set_optimizer_in_backward(sgd(model))
         with refused(HOW):
             model(torch.ones(2, 4)).sum().backward()
+        assert all(param.grad is None for param in model.parameters()), "the next pass would add to it"
         model.set_gradient_divide_factor(1, recurse=True)
         model(torch.ones(2, 4)).sum().backward()
 
