@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2.guards.rounding import rounded_whole_numbers, tells_of_numbers
 from helpers import fake_world
@@ -56,6 +56,6 @@ def test_of_dtensors_this_ranks_part_is_looked_at() -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         positions = torch.arange(1000.0, 1012.0)
-        for placement, expected in ((Replicate(), {1001.0, 1002.0, 1003.0}), (Shard(0), {1001.0, 1002.0, 1003.0})):
-            given = distribute_tensor(positions, mesh, [placement])
-            assert rounded_whole_numbers([given], torch.bfloat16) == expected
+        for placement in (Replicate(), Shard(0)):
+            given = DTensor.from_local(positions, mesh, [placement])
+            assert rounded_whole_numbers([given], torch.bfloat16) == {1001.0, 1002.0, 1003.0}
