@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 )
 
 from ..comm import moves_data
-from ..modes import hides_modes
 from ..guards.partial_settings import CheckedSettings, common_divisor
+from ..modes import hides_modes
 from ..owners import sharded_owner
 from ..param import SHARDED_AS, names_of_full
 from ..small_collectives import all_reduce_over
