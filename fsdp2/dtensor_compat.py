@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from .once import once
 
@@ -88,6 +88,11 @@ def set_local(tensor: Tensor, local: Tensor, like: DTensor | None = None) -> Non
     tensor._local_tensor = local  # type: ignore[attr-defined]
     if like is not None:
         tensor._spec = like._spec  # type: ignore[attr-defined]
+
+
+def follow_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gives a DTensor, the first of `args`, the shape that `op`, an in-place view, has given its local tensor."""
+    return return_and_correct_aliasing(op, args, kwargs, args[0])
 
 
 class _Returns(TorchDispatchMode):

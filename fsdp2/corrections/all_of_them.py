@@ -11,6 +11,7 @@ from .ddp_around import refuse_ddp_around
 from .draws import draw_like_plain_tensors
 from .dtensor_operations import compute_like_plain_tensors
 from .full_tensor import average_in_full_tensor
+from .initialisers import initialise_like_plain_tensors
 from .mixed_norms import refuse_mixed_norms
 from .mixed_operands import explain_mixed_operands
 from .optimizer_states import cut_loaded_states
@@ -36,6 +37,7 @@ def correct_torch() -> None:
     write_through_parts()
     compute_like_plain_tensors()
     draw_like_plain_tensors()
+    initialise_like_plain_tensors()
     refuse_ddp_around()
     refuse_parallelize_after()
     refuse_reparametrization_after()

@@ -5,7 +5,8 @@ that optimizers need and it has no rule for.
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..dtensor_compat import (
     dtensor,
     dtensor_spec,
     handle_operations,
+    handler_of,
     is_strided,
     local_if_any,
     local_of,
@@ -61,6 +63,12 @@ _EXTREMES = (
     *(_aten.max.default, _aten.amax.default, _aten.min.default, _aten.amin.default, _aten.aminmax.default),
     *(_aten._foreach_max.default, *_PLACES, *_NORMS),
 )
+# What takes no dims for all dims.
+_OVER_DIMS = (
+    *(_aten.sum.dim_IntList, _aten.nansum.default, _aten.mean.dim, _aten.amax.default, _aten.amin.default),
+    *(_aten.var.correction, _aten.std.correction, _aten.var_mean.correction, _aten.linalg_vector_norm.default),
+    *(_aten.count_nonzero.dim_IntList,),
+)
 _NONE, _MEAN = 0, 1  # as a loss's `reduction`
 _MEAN_LOSSES = {
     _aten.mse_loss.default: _aten.mse_loss_backward.default,
@@ -86,7 +94,11 @@ def compute_like_plain_tensors() -> None:
     - foreach operations are possible where plain tensors are among DTensors, and count: see `operate_on_lists`. So are
       norms.
     - `total += p.norm()` of a plain total raises an error that says what to do.
-    - What is cut along one dim by two axes of a mesh, unevenly, can be written to and initialised (`orthogonal_`).
+    - Reductions over the dims `()` are those over all dims, as the gradients of extremes have them. Torch reduces each
+      rank's part, and takes the results for parts of the whole.
+    - `p.select(-1, 0)` has a gradient. Torch takes a negative dim for another one.
+    - `dist` is the norm of the difference. Torch raises on ranks that hold nothing, and the others wait.
+    - What is cut along one dim by two axes of a mesh, unevenly, can be written to.
     - SGD and Adagrad with `fused=True`, Rprop, Muon on fewer rows than ranks, and `p[mask] = number` work.
     """
     operate_on_lists()
@@ -96,14 +108,40 @@ def compute_like_plain_tensors() -> None:
     handle_operations(_IN_PLACE, _write)
     handle_operations(_ACCUMULATE, _accumulate)
     handle_operations(_NEW, _new)
-    handle_operations([_aten.eye.m_out], _eye)
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten.binary_cross_entropy_with_logits.default], _mean_loss)
     handle_operations(_EXTREMES, _extreme)
+    for op in _OVER_DIMS:
+        handle_operations([op], partial(_over_all_dims, handler_of(op)))
+    handle_operations([_aten.select_backward.default], _select_backward)
+    handle_operations([_aten.dist.default], _dist)
     handle_operations([_aten._local_scalar_dense.default], _item)
     collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
     handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
+
+
+def _over_all_dims(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls `handler` with all dims of the first argument in place of the dims `()`."""
+    place = argument_names(op).index("dim")
+    dims = args[place] if len(args) > place else kwargs.get("dim")
+    if isinstance(dims, list | tuple) and not dims:
+        every = list(range(args[0].dim()))
+        if len(args) > place:
+            args = (*args[:place], every, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, "dim": every}
+    return handler(op, args, kwargs)
+
+
+def _select_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gradient, shape, dim, *rest = args
+    return call_unhandled(op, (gradient, shape, dim % len(shape), *rest), kwargs)
+
+
+def _dist(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first, second, *order = args
+    return _aten.linalg_vector_norm.default(first - second, *order)
 
 
 def _mean_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,15 +275,6 @@ def _local_like(target: DTensor, tensor: Any) -> Any:
     if (tensor.placements, tensor.device_mesh) == (target.placements, target.device_mesh):
         return local_of(tensor)
     return local_of(cut(whole_of(tensor), target.device_mesh, target.placements))
-
-
-def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`nn.init.eye_`: each rank takes its part. Torch would have the whole in each."""
-    out = kwargs["out"]
-    if tuple(args) != tuple(out.shape):
-        return call_unhandled(op, args, kwargs)
-    local_of(out).copy_(local_of(cut(torch.eye(*args, dtype=out.dtype), out.device_mesh, out.placements)))
-    return out
 
 
 def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -64,14 +64,16 @@ def _distribute_gradients_of(tensor: DTensor) -> None:
 
 class _DistributedLike:
     """Hook on the end of a graph: an operation may leave the gradient of a sharded parameter unsummed, say; or as one
-    number in all places, of which torch 2.11 makes a replicated copy.
+    number in all places, of which torch 2.11 makes a replicated copy. It is None where no element has one.
     """
 
     def __init__(self, leaf: Any) -> None:
         self._placements = leaf.placements
 
     def __call__(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(each.redistribute(placements=self._placements).contiguous() for each in gradients)
+        return tuple(
+            each if each is None else each.redistribute(placements=self._placements).contiguous() for each in gradients
+        )
 
 
 class _Average:

@@ -57,6 +57,7 @@ ORDER = (
     "corrections.parallelize_after",
     "corrections.reparametrize_after",
     "corrections.mixed_norms",
+    "corrections.initialisers",
     "corrections.safetensors_files",
     "bridge.pipelining",
     "guards.entry_points",
