@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..bridge.pipelining import register_full_in_pipelines
 from ..once import once
+from .addresses import refuse_addresses
 from .autograd_inputs import accept_sharded_inputs
 from .copies import copy_gradients
 from .data_attribute import follow_data
@@ -20,7 +21,6 @@ from .parallelize_after import refuse_parallelize_after
 from .parts import write_through_parts
 from .plain_operands import meet_plain_numbers
 from .reparametrize_after import refuse_reparametrization_after
-from .safetensors_files import refuse_shards_in_safetensors
 
 
 @once
@@ -42,5 +42,5 @@ def correct_torch() -> None:
     refuse_parallelize_after()
     refuse_reparametrization_after()
     refuse_mixed_norms()
-    refuse_shards_in_safetensors()
+    refuse_addresses()
     register_full_in_pipelines()

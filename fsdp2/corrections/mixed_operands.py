@@ -41,7 +41,7 @@ def _explained(name: str, plainly: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 error.args = (
-                    f"{_describe((self, *args))}: each rank holds a part of it, which {name} can't mix with a plain "
+                    f"{describe((self, *args))}: each rank holds a part of it, which {name} can't mix with a plain "
                     "tensor. On every rank, read the whole by full_tensor(); or make the plain tensor a DTensor, too, "
                     f"by distribute_tensor(plain, p.device_mesh, p.placements). Torch says: {error}",
                 )
@@ -50,8 +50,10 @@ def _explained(name: str, plainly: Callable[..., Any]) -> Callable[..., Any]:
     return operate
 
 
-def _describe(operands: Iterable[Any]) -> str:
-    """The first DTensor: a parameter, or part of one, or computed of one; or its gradient."""
+def describe(operands: Iterable[Any]) -> str:
+    """Says which the first DTensor is: a parameter, or part of one, or computed of one; or its gradient. Communicates
+    nothing.
+    """
     first = next(each for each in operands if isinstance(each, DTensor))
     param, owner = sharded_in(local_of(first)), owner_of(first)
     if param is not None or owner is not None:

@@ -125,6 +125,8 @@ def _take_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = args[0]
     if dtensor_compat.has_numbers_for_all(base):
         return _take_alike(op, args, kwargs)
+    if op is _aten.unbind.int and Shard([*args[1:], 0][0] % base.dim()) in base.placements:
+        return _unbind_rows(op, args, kwargs)
     result = dtensor_compat.call_unhandled(op, args, kwargs)
     return _as_parts(result, base, op, args, kwargs) if _has_parts(base) else result
 
@@ -135,6 +137,14 @@ def _take_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     views = op(local_of(args[0]), *args[1:], **kwargs)
     return map_tensors(views, partial(dtensor_compat.dtensor_like, args[0]))
+
+
+def _unbind_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`for row in p`: each rank gets all rows, as by `p[i]`, by one gather. Torch refuses to."""
+    base, mesh = args[0], args[0].device_mesh
+    rows = op(dtensor_compat.whole_of(base).clone(), *args[1:], **kwargs)
+    replicated = [dtensor_compat.cut(each.contiguous(), mesh, [Replicate()] * mesh.ndim) for each in rows]
+    return _as_parts(replicated, base, op, args, kwargs) if _has_parts(base) else replicated
 
 
 def _share(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

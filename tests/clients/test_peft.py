@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import tiny_llama
 from client_training import IMPLEMENTATIONS, Record, assert_sharded, mean_of_ranks, own_part, using
+from fsdp2 import fully_shard
 from helpers import alone, run_checks
 
 peft = pytest.importorskip("peft")
@@ -59,3 +62,23 @@ def test_adapters_train_as_plain(implementation: str, tmp_path: Path) -> None:
         expected = alone(partial(trained_plainly, folder, **options))
         checks.append((f"{options}", partial(trains, implementation, expected, folder, **options)))
     run_checks(2, checks)
+
+
+def refuses_to_save_shards(folder: Path, target: Path) -> None:
+    """peft's `save_pretrained`, on the first rank alone, and what its error says to write."""
+    model = fully_shard(adapted(folder))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"weight: its storage's data_ptr.*full_state_dict=True.*state_dict="):
+            model.save_pretrained(target)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        model.save_pretrained(target, state_dict=state)
+    dist.barrier()
+    again = dict(peft.PeftModel.from_pretrained(tiny_llama.load(folder), target).named_parameters())
+    for name, param in adapted(folder).named_parameters():
+        assert torch.equal(again[name], param), name
+
+
+def test_save_pretrained(tmp_path: Path) -> None:
+    folder = tiny_llama.save(transformers.LlamaConfig(**tiny_llama.SIZES), tmp_path / "model")
+    run_checks(2, [("saves", partial(refuses_to_save_shards, folder, tmp_path / "saved"))])

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import tiny_llama
 from client_training import (
@@ -20,6 +22,7 @@ from client_training import (
     pretend_torchrun,
     using,
 )
+from fsdp2 import fully_shard
 from helpers import alone, run_checks
 from tiny_llama import SIZES, TOLERANCE
 
@@ -172,3 +175,23 @@ def test_trainer(implementation: str, tmp_path: Path) -> None:
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         checks.append((kind, partial(resumes, implementation, with_generated, folder, tmp_path / kind, kind)))
     run_checks(2, checks, timeout=120)
+
+
+def refuses_to_save_shards(folder: Path, target: Path) -> None:
+    """`save_pretrained` as users write it first, on the first rank alone, and what its error says to write."""
+    model = fully_shard(tiny_llama.load(folder))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"weight: .*data_ptr\(\) was asked.*full_state_dict=True.*state_dict="):
+            model.save_pretrained(target)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        model.save_pretrained(target, state_dict=state)
+    dist.barrier()
+    again = dict(tiny_llama.load(target).named_parameters())
+    for name, param in tiny_llama.load(folder).named_parameters():
+        assert torch.equal(again[name], param), name
+
+
+def test_save_pretrained(tmp_path: Path) -> None:
+    folder = tiny_llama.save(tied(), tmp_path / "model")
+    run_checks(3, [("saves", partial(refuses_to_save_shards, folder, tmp_path / "saved"))])
