@@ -86,7 +86,6 @@ class Context:
             state.backward_hooks = []
             state.group.rename(names)
             state.group.label.run_in(self)
-            # Users call those of the root by hand: its head, its embedding. It takes time in each step.
             state.group.watch_calls(refuse_call)
         leave_fast_paths(names)
         self.agreement = make_agreement(self.states, self.root.group.mesh, self.note_out_of_step)

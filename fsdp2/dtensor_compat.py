@@ -264,6 +264,24 @@ def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             _handlers.now = before
 
 
+def explain_plans(explain: Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    """From now on `explain(error, op, args, kwargs)` may change the text of an error about an operation that DTensor
+    can't do. Plans of operations that it can do are kept in C++: none of this runs for them.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    plainly = dispatcher._propagate_op_sharding_dispatch_slow_path
+
+    def plan(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        try:
+            return plainly(op, args, kwargs, *rest, **options)
+        except (NotImplementedError, RuntimeError) as error:
+            if "Torch says" not in str(error):
+                explain(error, op, args, kwargs)
+            raise
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path = plan
+
+
 def refuse_plain_target(op: Any, target: Any) -> None:
     """
     Raises:

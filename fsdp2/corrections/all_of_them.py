@@ -30,7 +30,6 @@ def correct_torch() -> None:
     cut_loaded_states()
     average_in_full_tensor()
     meet_plain_numbers()
-    explain_mixed_operands()
     follow_data()
     copy_gradients()
     accept_sharded_inputs()
@@ -44,3 +43,4 @@ def correct_torch() -> None:
     refuse_mixed_norms()
     refuse_addresses()
     register_full_in_pipelines()
+    explain_mixed_operands()  # behind all that handle operations

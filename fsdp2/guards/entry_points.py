@@ -60,9 +60,10 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
     if owner is None or any(isinstance(tensor, DTensor) for tensor in tensors_in(args, kwargs)):
         return
     outer, inner = _expression(owner.modules[0], owner), _expression(module, owner)
+    by = inner if owner is owner.context.root else outer  # of the root's, little may be meant
     raise _NotGatheredError(
         f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
-        f"forward of {outer}. Call it inside `with fsdp2.full_params({inner}):`, or apply fully_shard to {inner}, too, "
+        f"forward of {outer}. Call it inside `with fsdp2.full_params({by}):`, or apply fully_shard to {inner}, too, "
         f"before {outer}.",
         owner,
     )
