@@ -21,7 +21,7 @@ from ..versions import sharded_in
 from .mixed_operands import describe
 
 # What hands memory to other libraries.
-_METHODS = ("tolist", "numpy", "__dlpack__")
+_METHODS = ("tolist", "numpy", "__dlpack__", "__dlpack_device__")
 
 
 @cache

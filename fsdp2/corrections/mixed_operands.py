@@ -39,6 +39,8 @@ _OPERATIONS = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "nll_loss_forward"),
 )
 
+_UNKNOWN = "a DTensor"
+
 
 @cache
 def explain_mixed_operands() -> None:
@@ -48,20 +50,29 @@ def explain_mixed_operands() -> None:
     for each in _OPERATORS:
         name, reflected = f"__{each}__", f"__r{each}__"
         setattr(DTensor, name, _explained_operator(name, getattr(DTensor, name)))
-        setattr(DTensor, reflected, _explained_operator(name, _reflected(name, getattr(DTensor, reflected))))
+        setattr(DTensor, reflected, _reflected(name, _explained_operator(reflected, getattr(DTensor, reflected))))
     for op in overloads(_OPERATIONS):
         dtensor_compat.handle_operations([op], partial(_explained, dtensor_compat.handler_of(op)))
     dtensor_compat.explain_plans(_explain_lack)
 
 
 def _reflected(name: str, plainly: Callable[..., Any]) -> Callable[..., Any]:
-    """With what Python would call next, of the plain tensor on the left: its error is to be explained, too."""
+    """With what Python would call next, of the plain tensor at the left. Its error is explained, too, unless the
+    DTensor is a user's own.
+    """
     of_left = getattr(Tensor, name)
 
     @wraps(plainly)
     def operate(self: DTensor, other: Any) -> Any:
         result = plainly(self, other)
-        return of_left(other, self) if result is NotImplemented and type(other) is Tensor else result
+        if result is not NotImplemented or type(other) is not Tensor:
+            return result
+        try:
+            return of_left(other, self)
+        except RuntimeError as error:
+            if not describe([self]).startswith(_UNKNOWN):
+                _explain_mixed(error, name, [self])
+            raise
 
     return operate
 
@@ -119,4 +130,4 @@ def describe(operands: Iterable[Any]) -> str:
         return (param or owner.param).name  # type: ignore[union-attr]
     params = (param for state in all_states() for param in state.group.params)
     names = (f"the gradient of {param.name}" for param in params if param.sharded.grad is first)
-    return next(names, f"a DTensor of global shape {tuple(first.shape)}")
+    return next(names, f"{_UNKNOWN} of global shape {tuple(first.shape)}")
