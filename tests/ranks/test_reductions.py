@@ -71,6 +71,7 @@ def weights() -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor:UserWarning")  # torch's, in the gradient of a product
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is:UserWarning")  # of what a rank holds
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_a_penalty_beside_a_loss_has_the_plain_gradient(world_size: int) -> None:
     """The kind: an operation whose gradient reduces again, or counts, by what is no dim of the local shard: extremes
@@ -96,7 +97,7 @@ def test_a_penalty_beside_a_loss_has_the_plain_gradient(world_size: int) -> None
                     value = penalty(model.weight)
                     (model(x) + value).backward()
                 except (RuntimeError, AssertionError) as error:  # on every rank
-                    lacking.append(str(error))
+                    lacking.append(f"{name}, {kind}: {error}")
                     continue
                 try:
                     where = f"{name}, {kind}"
@@ -106,7 +107,8 @@ def test_a_penalty_beside_a_loss_has_the_plain_gradient(world_size: int) -> None
                 except AssertionError as error:
                     differences.append(str(error))
         # Torch 2.11 has no rule for some, and says so, or that it can't redistribute means.
-        assert all("full_tensor()" in text or "P(avg)" in text for text in lacking), lacking
+        unclear = [text for text in lacking if "full_tensor()" not in text and "is unsupported" not in text]
+        assert not unclear, unclear[0]
         assert not lacking or torch.__version__ < "2.13", lacking
         assert not differences, f"{len(differences)}: {differences[0]}"
 
