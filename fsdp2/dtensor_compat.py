@@ -300,6 +300,8 @@ def refuse_plain_target(op: Any, target: Any) -> None:
 DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
 # Whether argmax and its kin count rows of the whole tensor, not of a rank's part.
 FINDS_PLACES = torch.__version__ >= "2.13"
+# Whether a number is divided by each rank's part of a sum.
+DIVIDES_BY_PARTS = torch.__version__ < "2.13"
 
 
 def views_and_writes() -> list[Any]:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..dtensor_compat import (
+    DIVIDES_BY_PARTS,
     call_unhandled,
     dtensor,
     dtensor_spec,
@@ -48,12 +49,15 @@ def use_whole_results() -> None:
     - Norms are whole before they are summed. Torch takes norms of the ranks' sums.
     - What is stacked or concatenated is whole before, unless all are parts of the same kind. Torch makes parts of norms
       of all of them, which have no sign.
+    - What is divided by is whole before. Torch 2.11 divides by the ranks' parts, also in gradients of extremes.
     - What is written in place to parts is written to the whole. Torch fills each part; or refuses.
     """
     handle_operations(_TRUTHS, _find)
     handle_operations(_SUMS, _sum)
     handle_operations(_JOINS, _join)
     handle_operations([_aten.fill_.Scalar], _fill)
+    if DIVIDES_BY_PARTS:
+        handle_operations([_aten.div.Tensor], _divide)
     handle_operations(overloads(_IN_PLACE), write_in_place)
 
 
@@ -66,6 +70,12 @@ def _sum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, *rest = args
     target = without_parts(target) if "norm" in parts_of(target) else target
     return call_unhandled(op, (target, *rest), kwargs)
+
+
+def _divide(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dividend, divisor = args
+    divisor = without_parts(divisor) if parts_of(divisor) else divisor
+    return call_unhandled(op, (dividend, divisor), kwargs)
 
 
 def _join(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
