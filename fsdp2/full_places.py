@@ -32,7 +32,7 @@ class FullPlaces:
         self._base, self._pointers = 0, self._offsets
 
     def _find_full(self) -> list[Tensor]:
-        return [*map(dtensor_compat.local_if_any, self._full)]
+        return [*map(dtensor_compat.local_if_any, self._full)] if self._are_distributed else self._full
 
     def are_kept(self) -> bool:
         """Returns True if all lie where they must. They must have their data. It takes 0.25 us for each parameter."""

@@ -29,6 +29,7 @@ from .state import STATE, FSDPState, hide_full, names_below, show_full, states_a
 from .torch_compat import innermost_transform
 from .transforms import is_inside, outside, run_outside
 from .tree import cast_floating, map_tensors, tensors_in, to_device
+from .versions import refuse_written
 
 
 def install(states: list[FSDPState], inside: list[FSDPState], names: dict[nn.Module, str]) -> None:
@@ -127,8 +128,8 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         output = forward(*args, **kwargs)
         if state.content is not None and state.running == 1 and not in_backward:
             state.check_content()
-        if not in_backward:
-            state.group.versions.check_written()
+        if not in_backward and (written := state.group.versions.take_written()):
+            refuse_written(written)
         if state.context.agreement is not None and not in_backward:
             output = _apart_from_inputs(tensors_in(args, kwargs), output)
             state.context.meet_at_end(state)

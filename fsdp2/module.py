@@ -113,7 +113,7 @@ class FSDPModule(RootMethods):
         check_bool("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
             state.reshard_after_backward = reshard_after_backward
-            state.group.note_changes(not reshard_after_backward)
+            state.group.notes_changes = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Choose whether the full parameters are gathered when backward reaches the module.

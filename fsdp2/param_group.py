@@ -84,8 +84,9 @@ class FSDPParamGroup:
         self.guard: Callable[[], None] | None = None
         # Those below its modules that to_empty has given memory.
         self.empty_buffers = EmptyBuffers()
-        # The versions of the shards that were last gathered; for backward they are noted only if `_notes_changes`.
-        self._notes_changes = False
+        # The versions of the shards that were last gathered. For backward they are noted only if `notes_changes`, for
+        # `is_up_to_date` to say so of what stays.
+        self.notes_changes = False
         self.gathered_at: tuple[int, ...] | None = None
         if level_from_environment():
             self.choose_comms(checked=True)
@@ -93,7 +94,7 @@ class FSDPParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from: no memory, no process group."""
-        names = ("modules", "params", "mesh", "name", "_notes_changes", "_policy", "_pin", "_choice")
+        names = ("modules", "params", "mesh", "name", "notes_changes", "_policy", "_pin", "_choice")
         few, keeps_storage = self.adopted.few, self.adopted.keeps_storage
         chosen = {"few": few.size if few is not None else None, "keeps_storage": keeps_storage}
         return {**{name: vars(self)[name] for name in names}, **chosen, "gradients": self.gradients.settings()}
@@ -105,7 +106,7 @@ class FSDPParamGroup:
             param.wake()
         self.__init__(*(before[name] for name in ("modules", "params", "mesh", "_policy", "_pin")))  # type: ignore[misc]
         self.name = before["name"]
-        self.note_changes(before["_notes_changes"])
+        self.notes_changes = before["notes_changes"]
         self.gradients.take_settings(**before["gradients"])
         self.keep_storage(before["keeps_storage"])
         self.choose_comms(**vars(before["_choice"]))
@@ -197,7 +198,7 @@ class FSDPParamGroup:
             self.guard()
         buffers, extensions = self.adopted.buffers, self.adopted.extensions
         assert buffers is not None
-        self.gathered_at = self.shard_versions() if self._notes_changes or not for_backward else None
+        self.gathered_at = self.shard_versions() if self.notes_changes or not for_backward else None
         if self._streams is not None:
             self._streams.take_memory()
         try:
@@ -295,7 +296,7 @@ class FSDPParamGroup:
         """Have `on_sharded_call(module, args, kwargs)` run before a call of a module inside, if it is not the group's
         own forward that makes it: the full parameters are not there. None: no more.
         """
-        inside = dict.fromkeys(slot.module for param in self.params for slot in param.slots if on_sharded_call)
+        inside = dict.fromkeys([slot.module for param in self.params for slot in param.slots if on_sharded_call])
         self.faces.watch_calls([each for each in inside if each not in self.modules], on_sharded_call)
 
     # ---- what users do to parameters
@@ -341,10 +342,6 @@ class FSDPParamGroup:
                 f"before its first forward: model.to_empty(device={rest.type!r}), then initialise or load."
             )
         return are_replaced
-
-    def note_changes(self, notes: bool) -> None:
-        """Choose whether `is_up_to_date` can say so of what is gathered for backward, too."""
-        self._notes_changes = notes
 
     def is_up_to_date(self) -> bool:
         """Whether nobody has changed, replaced, frozen or unfrozen a parameter since the group was last gathered."""

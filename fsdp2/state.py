@@ -213,7 +213,7 @@ class FSDPState(TorchState):
     def hold(self) -> None:
         """The user is about to gather the group: passes that do not free it shall not gather it again."""
         self.held = True
-        self.group.note_changes(True)
+        self.group.notes_changes = True
 
     def release(self) -> None:
         """Reshard, unless a forward of the group runs (a backward may run inside it)."""
@@ -237,7 +237,7 @@ class FSDPState(TorchState):
 
     def _reshard(self) -> None:
         self.held = False
-        self.group.note_changes(not self.reshard_after_backward)
+        self.group.notes_changes = not self.reshard_after_backward
         self.group.reshard(free=not self.context.graph_reads_weights)
 
 

@@ -143,10 +143,6 @@ class GroupVersions:
         self.accept()
         return [self._params[i].name for i in dict.fromkeys(changed)]
 
-    def check_written(self) -> None:
-        """Raise RuntimeError if a full parameter was written to since the last call."""
-        refuse_written(self.take_written())
-
     def expire(self) -> None:
         """The full parameters' data is given up: what autograd has saved of it is not valid, until `renew`."""
         if not self.is_expired:
