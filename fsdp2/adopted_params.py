@@ -23,7 +23,7 @@ from .mesh import DataMesh
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .registered_faces import RegisteredFaces
-from .replacements import find_replacement
+from .replacements import cut_whole, find_replacement, is_untied
 from .transfers import Transfers
 from .versions import GroupVersions, requires_grad_of
 
@@ -66,6 +66,8 @@ class AdoptedParams:
         self.has_frozen = False
         # Whether a backward may come to graphs of a time when other parameters were trainable.
         self.trained_others = False
+        # Tied parameters of which several objects were registered when that was last looked at.
+        self._untied: list[FSDPParam] = []
         # Identity of the storage that full parameters share, and of those that extended ones have.
         self.storage_ids: frozenset[int] = frozenset()
         # That the sharded parameters are on: few.
@@ -151,13 +153,20 @@ class AdoptedParams:
 
     # ---- following that
 
-    def take_replacements(self, accept_whole: bool) -> None:
-        """Adopt what is registered now. `accept_whole`: plain tensors of whole parameters, too.
+    def take_replacements(self, accept_whole: bool, may_be_untied: bool = False) -> None:
+        """Adopt what is registered now. `accept_whole`: plain tensors of whole parameters, too. `may_be_untied`: tied
+        parameters that have been replaced under some of their names are left as they are, to be looked at next time.
 
         Raises:
             ValueError: one can't take its parameter's place, or that of several; nothing is changed then.
         """
-        found = [find_replacement(param, accept_whole) for param in self.params]
+        untied = [
+            param for param in self.params if may_be_untied and is_untied(param, accept_whole or param in self._untied)
+        ]
+        found = [
+            param.sharded if param in untied else find_replacement(param, accept_whole, may_be_untied)
+            for param in self.params
+        ]
         owners: dict[nn.Parameter, FSDPParam] = {}
         for param, parameter in zip(self.params, found, strict=True):
             other = owners.setdefault(parameter, param)
@@ -166,11 +175,15 @@ class AdoptedParams:
                     f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
                     "Tie parameters before fully_shard."
                 )
-        starts = {}
+        starts, self._untied = {}, untied
         for param in self.faces.replaced(self.params):
             self.starts.pop(param, None)
         with torch.no_grad():
+            for param in untied if accept_whole else ():
+                cut_whole(param)
             for param, parameter in zip(self.params, found, strict=True):
+                if param in untied:
+                    continue
                 if not isinstance(parameter, DTensor):
                     starts[param] = StartingWeights.of(param, parameter, LOADED)
                 param.replace(parameter)

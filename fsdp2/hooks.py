@@ -104,7 +104,7 @@ def _before_load(module: nn.Module, *_: Any) -> None:
 @hides_modes
 def _after_load(module: nn.Module, _: Any) -> None:
     for state in states_of(module):
-        if state.group.adopt_replacements(accept_whole=True):
+        if state.group.adopt_replacements(accept_whole=True, may_be_untied=True):
             state.context.rank_guard.look_again()
 
 

@@ -129,6 +129,11 @@ class FSDPParam:
 
     def _shard(self, whole: Tensor) -> None:
         """Replace the whole parameter, in all its slots, by this rank's rows of it. Grad is off."""
+        self.sharded = self.cut(whole)
+        self.register(self.sharded)
+
+    def cut(self, whole: Tensor) -> nn.Parameter:
+        """Return this rank's rows of `whole` as a sharded parameter, which is registered nowhere. Grad is off."""
         kind = self.distribution
         gathered = self.gathered(without_graph(whole))
         device = gathered.device if gathered.is_meta else self.rest
@@ -136,8 +141,7 @@ class FSDPParam:
             rows = _rows_of_subclass(gathered, kind.dim, self._mesh, device)
         else:
             rows = self.copy_rows(gathered, device)
-        self.sharded = self._wrap(rows, whole)
-        self.register(self.sharded)
+        return self._wrap(rows, whole)
 
     def gathered(self, whole: Tensor) -> Tensor:
         """What the ranks of the mesh share of it: less than all under tensor parallelism."""

@@ -307,16 +307,20 @@ class FSDPParamGroup:
             self.reshard()
             self.adopted.give_up_memory()
 
-    def adopt_replacements(self, accept_whole: bool = False, may_be_meta: bool = True) -> bool:
+    def adopt_replacements(
+        self, accept_whole: bool = False, may_be_meta: bool = True, may_be_untied: bool = False
+    ) -> bool:
         """Take over what a user put in place of our parameters or their local tensors (`.to`, loading, assignment).
-        Return whether there was any.
+        Return whether there was any. For the arguments see AdoptedParams.take_replacements.
         """
         if self.is_lent:
             return False
         self.reshard()
-        return self._notice_changes(accept_whole, may_be_meta)
+        return self._notice_changes(accept_whole, may_be_meta, may_be_untied)
 
-    def _notice_changes(self, accept_whole: bool = False, may_be_meta: bool = False) -> bool:
+    def _notice_changes(
+        self, accept_whole: bool = False, may_be_meta: bool = False, may_be_untied: bool = False
+    ) -> bool:
         """Follow what a user did to the parameters, and let go of what was gathered ahead of that. Return whether some
         were replaced.
         """
@@ -331,7 +335,7 @@ class FSDPParamGroup:
                     f"{self.name}: its parameters are copies that full_params has lent, with which no sharded module "
                     "runs. Leave that block first."
                 )
-            adopted.take_replacements(accept_whole)
+            adopted.take_replacements(accept_whole, may_be_untied)
         elif adopted.trainable != self.versions.trainable():
             adopted.follow_requires_grad()
         if adopted.buffers is None and not may_be_meta:

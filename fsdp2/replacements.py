@@ -14,23 +14,25 @@ from .guards.checksum import are_alike
 from .param import FSDPParam
 
 
-def find_replacement(param: FSDPParam, accept_whole: bool) -> nn.Parameter:
+def find_replacement(param: FSDPParam, accept_whole: bool, may_be_untied: bool) -> nn.Parameter:
     """What is registered now: users may replace the sharded face by assignment or loading.
 
-    `accept_whole`: also a plain tensor of the whole parameter, to be sharded.
+    `accept_whole`: also a plain tensor of the whole parameter, to be sharded. `may_be_untied`: a tied parameter may be
+    several objects (loading with assign=True, and `to_empty`, make one for each name), of which the first counts.
 
     Raises:
         ValueError: it is gone, has another shape or distribution, or stands in some of several slots only.
         NotImplementedError: it is computed from others, and gradients are to flow to these.
     """
-    found = _find(param, is_loaded=accept_whole)
+    for each in _registered(param):
+        if each is not None and tuple(each.shape) != param.shape:
+            raise ValueError(
+                f"{param.name}: expected a parameter of global shape {param.shape}, got {tuple(each.shape)}. Only one "
+                "of the same shape can replace it: resize it before fully_shard, or build the model anew with the "
+                "other shape, apply fully_shard, and load the rest."
+            )
+    found = _find(param, may_be_untied)
     _refuse_computed(param, found)
-    if tuple(found.shape) != param.shape:
-        raise ValueError(
-            f"{param.name}: expected a parameter of global shape {param.shape}, got {tuple(found.shape)}. Only "
-            "one of the same shape can replace it. For another, build the model anew with that, apply fully_shard, and "
-            "load the rest."
-        )
     if isinstance(found, DTensor):
         _check_distribution(param, found, accept_whole)
     elif not accept_whole:
@@ -42,26 +44,61 @@ def find_replacement(param: FSDPParam, accept_whole: bool) -> nn.Parameter:
     return found
 
 
-def _find(param: FSDPParam, is_loaded: bool) -> nn.Parameter:
+def _registered(param: FSDPParam) -> list[nn.Parameter | None]:
+    """What stands in each slot now."""
+    return [slot.module._parameters.get(slot.name) for slot in param.slots]
+
+
+def is_untied(param: FSDPParam, accept_whole: bool) -> bool:
+    """Whether a tied parameter has been replaced under some of its names only, or by tensors of different values: who
+    loads a model may tie it again afterwards.
+    """
+    found = [each for each in _registered(param) if each is not None]
+    if len(found) < len(param.slots):
+        return False  # one is gone
+    if any(each is param.sharded for each in found):
+        return any(each is not param.sharded for each in found)
+    return accept_whole and not all(are_alike(found[0], each) for each in found)
+
+
+def cut_whole(param: FSDPParam) -> None:
+    """Put this rank's rows in the place of whole tensors that were loaded under some names of `param`: they must be
+    sharded before an optimizer is built. Grad is off.
+    """
+    cut: dict[nn.Parameter, nn.Parameter] = {}
+    for slot, found in zip(param.slots, _registered(param), strict=True):
+        if found is not None and not isinstance(found, DTensor) and tuple(found.shape) == param.shape:
+            if found not in cut:
+                cut[found] = param.cut(found)
+            setattr(slot.module, slot.name, cut[found])
+
+
+def _find(param: FSDPParam, may_be_untied: bool) -> nn.Parameter:
     """What is registered now, in all slots alike."""
-    found = [slot.module._parameters.get(slot.name) for slot in param.slots]
+    found = _registered(param)
     kept = [name for name, each in zip(param.names, found, strict=True) if each is param.sharded]
     first = found[0]
     for name, each in zip(param.names, found, strict=True):
         if each is None or (each is not param.sharded and kept):
-            what = "is gone" if each is None else f"was replaced, but not {kept[0]}, to which it was tied"
+            if each is None:
+                what = "is gone. fully_shard manages this parameter: take it away before fully_shard, or put it back"
+            else:
+                what = (
+                    f"was replaced, but not {kept[0]}, to which it was tied. fully_shard manages this parameter: make "
+                    f"such a change before fully_shard, or under each of its names: {_assignment(kept[0], name)}"
+                )
+            raise ValueError(f"{name} {what}.")
+        if each is not first and not may_be_untied:
             raise ValueError(
-                f"{name} {what}. fully_shard manages this parameter: make such a change before fully_shard, or "
-                "everywhere the parameter is used."
-            )
-        # Loading with assign=True gives each slot of a tied parameter an object of its own; so does `to_empty`.
-        if is_loaded and first is not None and not are_alike(first, each):
-            raise ValueError(
-                f"{name} was tied to {param.name} when fully_shard was applied, and has been given other values. "
-                "Give both the same ones; or load them, or untie them, before fully_shard."
+                f"{name} was tied to {param.name} when fully_shard was applied, and is another parameter now. Give "
+                f"both the same one, as in {_assignment(name, param.name)}; or untie them before fully_shard."
             )
     assert first is not None
     return first
+
+
+def _assignment(target: str, source: str) -> str:
+    return f"`model.{target} = model.{source}`"
 
 
 def _refuse_computed(param: FSDPParam, found: nn.Parameter) -> None:

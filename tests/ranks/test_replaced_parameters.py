@@ -442,6 +442,71 @@ def tie_replaced_in_both_places() -> None:
     assert twins.sharded.embed.weight is twins.sharded.head.weight
 
 
+def whole_or_cut(twins: Twins, is_whole: bool, values: Tensor) -> Tensor:
+    return values.clone() if is_whole else twins.distribute(values)
+
+
+def tie_loaded_under_one_name_and_tied_again() -> None:
+    """Loaders give tied names their values one after the other, and renew the tie: accelerate loads one of two names by
+    assignment, transformers calls `tie_weights` at the end. Of the kind: both names loaded, at first with different
+    values; a conversion between; whole tensors, which must be sharded before an optimizer is built.
+    """
+    for is_whole in (False, True):
+        for names in (["embed.weight"], ["head.weight"], ["embed.weight", "head.weight"]):
+            twins = Twins(TinyGPT(tied=True), leaves_of_gpt)
+            twins.train(1)
+            twins.precision = torch.float32
+            values = {name: new_values(twins.plain.embed.weight.shape) + i for i, name in enumerate(names)}
+            last = values[names[-1]].double()
+            loaded = {name: whole_or_cut(twins, is_whole, value) for name, value in values.items()}
+            twins.sharded.load_state_dict(loaded, assign=True, strict=False)
+            twins.both(nn.Module.double)
+            source, target = (twins.sharded.embed, twins.sharded.head)[:: -1 if names[-1] == "head.weight" else 1]
+            target.weight = source.weight
+            assert isinstance(source.weight, DTensor)
+            assert_same(source.weight, last, 0, 0, "loaded")
+            with torch.no_grad():
+                twins.plain.embed.weight.copy_(last)
+            held = source.weight
+            twins.rebuild_optimizers()
+            twins.train()
+            assert twins.sharded.embed.weight is twins.sharded.head.weight is held
+
+
+def tie_loaded_under_one_name_is_refused_at_the_next_forward() -> None:
+    """If nobody ties it again: on every rank, before anything is gathered. So is one that was given two values."""
+    for is_whole in (False, True):
+        for names in (["head.weight"], ["embed.weight", "head.weight"]):
+            twins = Twins(TinyGPT(tied=True))
+            original = twins.sharded.head.weight
+            shape = original.shape
+            loaded = {name: whole_or_cut(twins, is_whole, new_values(shape) + i) for i, name in enumerate(names)}
+            refused(
+                twins,
+                r"head\.weight.*tied",
+                lambda twins=twins, loaded=loaded: twins.sharded.load_state_dict(loaded, assign=True, strict=False),
+                lambda twins=twins, original=original: [
+                    setattr(module, "weight", original) for module in (twins.sharded.head, twins.sharded.embed)
+                ],
+            )
+
+
+def both_halves_of_a_tie_replaced_apart_are_refused() -> None:
+    """Assigned one by one, each another parameter: they would be one again, with the values of the first, unsaid."""
+    twins = Twins(TinyGPT(tied=True))
+    embed, head, original = twins.sharded.embed, twins.sharded.head, twins.sharded.head.weight
+
+    def replace(*weights: Tensor) -> None:
+        embed.weight, head.weight = weights
+
+    refused(
+        twins,
+        r"head\.weight was tied to embed\.weight",
+        lambda: replace(*(twins.distribute(torch.full(original.shape, float(i))) for i in range(2))),
+        lambda: replace(original, original),
+    )
+
+
 CHECKS = [
     converted_before_the_first_forward,
     converted_between_backward_and_step,
@@ -469,6 +534,9 @@ CHECKS = [
     tied_later_is_refused,
     half_of_a_tie_replaced_is_refused,
     tie_replaced_in_both_places,
+    tie_loaded_under_one_name_and_tied_again,
+    tie_loaded_under_one_name_is_refused_at_the_next_forward,
+    both_halves_of_a_tie_replaced_apart_are_refused,
     converted_while_training,
 ]
 
