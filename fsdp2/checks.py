@@ -22,10 +22,17 @@ from .state import FSDPState, state_of
 from .torch_compat import Memory
 
 
-def _has_methods(cls: type[nn.Module]) -> bool:
-    """Whether users have written some, which can be registered in place of a forward: torch's containers have none."""
+def _can_be_called(module: nn.Module) -> bool:
+    """Whether the class or the instance has a forward, or the user has written methods, which can be registered in
+    place of one: torch's containers have none.
+    """
+    cls = type(module)
+    if cls.forward is not nn.Module.forward or "forward" in vars(module):
+        return True
     own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and not base.__module__.startswith("torch.")]
-    return any(callable(value) and name[0] != "_" for base in own for name, value in vars(base).items())
+    return any(
+        callable(value) and (name[0] != "_" or name == "__call__") for base in own for name, value in vars(base).items()
+    )
 
 
 def check_modules(module: Any) -> list[nn.Module]:
@@ -39,10 +46,16 @@ def check_modules(module: Any) -> list[nn.Module]:
             raise TypeError(f"module: expected a Python nn.Module, got the TorchScript module {type(each).__name__}")
         if state_of(each) is not None:
             raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
-        if type(each).forward is nn.Module.forward and not _has_methods(type(each)):
+        if not _can_be_called(each):
+            has_modules = next(each.children(), None) is not None
+            where = (
+                "the modules inside it, or pass them as a list to share one group"
+                if has_modules
+                else ("the module that holds it, whose forward reads them")
+            )
             raise ValueError(
                 f"{type(each).__name__} has no forward, so its parameters could never be gathered in time. Apply "
-                "fully_shard to the modules inside it, or pass them as a list to share one group."
+                f"fully_shard to {where}."
             )
     if len(modules) == 1:
         return modules

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from . import hooks, torch_compat, units
+from .forward_method import Forward
 from .guards import entry_points
 from .guards.empty_memory import mark
 from .module import FSDPModule
@@ -28,6 +29,7 @@ def sharded_class(cls: Any) -> Any:
     body = {
         **entry_points.explained_methods(cls),
         "__call__": _call_of(cls),
+        "forward": Forward(cls),
         **_changing_methods(cls),
         **_copying_methods(cls),
         "__module__": cls.__module__,
@@ -39,11 +41,11 @@ def sharded_class(cls: Any) -> Any:
 def _call_of(cls: Any) -> Callable[..., Any]:
     @torch_compat.untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        torch_compat.keep_out_of_graphs()
         try:
             return hooks.run_forward(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
         except RuntimeError as error:
             entry_points.explain(error, self, "forward")
+            entry_points.explain_dtypes(error, self, args, kwargs)
             raise
 
     return call
@@ -60,7 +62,7 @@ def _changing_methods(cls: Any) -> Methods:
         empty = [[param for param in group.params if param.local.is_meta] for group in groups]
         cls._apply(self, fn, recurse)
         for group, params in zip(groups, empty, strict=True):
-            group.adopt_replacements()
+            group.adopt_replacements(may_be_untied=True)
             group.versions.note_unwritten(params)
         return self
 
@@ -104,6 +106,10 @@ def _copying_methods(cls: Any) -> Methods:
     def reduce(self: nn.Module, protocol: int) -> Any:
         # For deepcopy and pickle, which can't find this class by name.
         hooks.before_copy(self)
+        if cls.__reduce__ is not object.__reduce__:
+            # It builds another module of its own class, as that of torch.compile(module) does: take its state alone.
+            get_state = getattr(cls, "__getstate__", vars)  # which `object` has since Python 3.11
+            return _new_sharded, (cls,), get_state(self)
         _, _, *rest = cls.__reduce_ex__(self, protocol)
         return _new_sharded, (cls,), *rest
 

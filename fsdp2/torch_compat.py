@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from .dtensor_compat import local_of
+from .when_imported import when_imported
 
 # What to do, in errors of ours, and, by a private attribute of functions, in those of dynamo.
 EXPORT_PLAIN = (
@@ -232,20 +233,18 @@ def makes_a_graph() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
-_dynamo_knows = False
-_TRACED = ("autograd_inputs", "entry_points")
+_TRACED = ("autograd_inputs", "entry_points", "forward_method")
 
 
-@untraced
 def keep_out_of_graphs() -> None:
-    """Tell dynamo, once it is there, to compile none of our functions but those around users' methods, and torch's."""
-    global _dynamo_knows
-    if not _dynamo_knows and "torch._dynamo" in sys.modules:
-        _dynamo_knows = True
-        rules = sys.modules["torch._dynamo"].trace_rules
-        ours = [path for path in Path(__file__).parent.rglob("*.py") if path.stem not in _TRACED]
-        rules.SKIP_DIRS.extend(map(str, ours))
-        rules.add(__name__)  # takes 10 ms, to compile a pattern of all
+    """Have dynamo, as soon as it is there, compile none of our functions but those around users' methods and torch's."""
+    when_imported("torch._dynamo", _skip_ours)
+
+
+def _skip_ours(dynamo: Any) -> None:
+    rules = dynamo.trace_rules
+    rules.SKIP_DIRS.extend(str(path) for path in Path(__file__).parent.rglob("*.py") if path.stem not in _TRACED)
+    rules.add(__name__)  # takes 10 ms, to compile a pattern of all
 
 
 def take_hooks(source: Tensor, target: Tensor) -> None:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import operator
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,34 @@ def _attribute_names(value: Any) -> list[str]:
     declared = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
     slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
     return [*getattr(value, "__dict__", {}), *(name for name in slots if hasattr(value, name))]
+
+
+def left_out(value: Any, name: str) -> Iterator[tuple[str, Any, Tensor]]:
+    """The tensors that `map_tensors` does not look for, being in objects of other kinds: an expression for each, if
+    `value` is called `name`, and the outermost such object around it.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any, Any]] = [(name, value, None)]
+    while waiting:
+        name, value, inside = waiting.pop()
+        if isinstance(value, Tensor):
+            if inside is not None:
+                yield name, inside, value
+        elif not isinstance(value, _ATOMS) and id(value) not in seen:
+            seen.add(id(value))
+            is_mapped = isinstance(value, (tuple, list, dict, UserDict)) or _is_dataclass(value)
+            inside = value if inside is None and not is_mapped else inside
+            waiting.extend((name + place, item, inside) for place, item in reversed(_places(value)))
+
+
+def _places(value: Any) -> list[tuple[str, Any]]:
+    """Each part of `value`, with what is written behind an expression for that to get it."""
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return [(f"[{i}]", item) for i, item in enumerate(value)]
+    names = _fields(value) if _is_dataclass(value) else _attribute_names(value)
+    return [(f".{name}", getattr(value, name)) for name in names]
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

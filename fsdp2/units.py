@@ -83,7 +83,6 @@ def _unit_class(cls: Any) -> Any:
 
     @torch_compat.untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        torch_compat.keep_out_of_graphs()
         return hooks.run_forward(self.__dict__[_UNIT], self, partial(cls.__call__, self), args, kwargs)
 
     def look_up(self: nn.Module, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import torch_compat
 from ..bridge.pipelining import register_full_in_pipelines
 from ..once import once
 from .addresses import refuse_addresses
@@ -26,6 +27,7 @@ from .reparametrize_after import refuse_reparametrization_after
 @once
 def correct_torch() -> None:
     """From now on. What each changes is said there, and in the README."""
+    torch_compat.keep_out_of_graphs()
     follow_optimizer_steps()
     cut_loaded_states()
     average_in_full_tensor()

@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from ..owners import all_states
 from ..param import FSDPParam
 from ..state import FSDPState, state_of
-from ..tree import tensors_in
+from ..tree import left_out, tensors_in
 
+# What torch says of operands of different dtypes.
+_ON_DTYPES = re.compile("dtype|scalar type|should be the same")
 # What torch says of an operation on sharded parameters and a plain tensor, and of one that it can't do on shards.
 _ON_SHARDS = re.compile("mixed torch.Tensor and DTensor|sharding strategy")
 
@@ -98,6 +100,39 @@ def _explained(name: str, method: Any) -> Callable[..., Any]:
     return wraps(method)(iterate if inspect.isgeneratorfunction(method) else call)
 
 
+class _NotCastError(RuntimeError):
+    pass
+
+
+def explain_dtypes(error: RuntimeError, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise a better error, if `error` is about dtypes, and `module` was called with tensors that its policy has not
+    cast, because they are in objects of a user's own. Objects are not copied for that: a module may write to them.
+    """
+    state = state_of(module)
+    dtype = None if state is None else state.input_dtype
+    if state is None or dtype is None or isinstance(error, _NotCastError) or not _ON_DTYPES.search(str(error)):
+        return
+    for name, value in _named_arguments(module, args, kwargs).items():
+        for path, inside, tensor in left_out(value, name):
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                kind = type(inside).__name__
+                raise _NotCastError(
+                    f"{_expression(module, state)} ({type(module).__name__}): expected inputs of {dtype}, as its "
+                    f"MixedPrecisionPolicy says, got {path} of {tensor.dtype}. Policies cast what is in tuples, lists, "
+                    f"dicts, UserDicts and dataclasses, not in other objects, such as this {kind}. Cast it there, by "
+                    f"`{path} = {path}.to({dtype})` before the call or in the forward; or make {kind} a dataclass. "
+                    f"Torch says: {error}"
+                ) from error
+
+
+def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What `module` was called with, under the names that its forward gives that, if it has them."""
+    try:
+        return inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {"args": args, **kwargs}
+
+
 def explain(error: RuntimeError, entry: nn.Module, name: str, is_generator: bool = False) -> None:
     """Raise a better error, if `error` comes of sharded parameters that `entry.name(...)` has met."""
     if isinstance(error, _NotGatheredError):
@@ -109,7 +144,12 @@ def explain(error: RuntimeError, entry: nn.Module, name: str, is_generator: bool
     owner, is_own = owners[0], all(entry in each.modules for each in owners)
     where, by = _expression(entry, owner), _expression(owner.modules[0] if len(owners) == 1 else entry, owner)
     what = f"{where}.{name}() computes with parameters that are sharded"
-    if is_own and not is_generator:
+    if "resize" in name:
+        text = (
+            f"{what}. fully_shard manages parameters of the shapes that they had: call {name}() before it, or build "
+            "the model anew with the other shape, apply fully_shard, and load the rest."
+        )
+    elif is_own and not is_generator:
         text = f"{what}. After fully_shard, add `fsdp2.register_fsdp_forward_method({where}, {name!r})`."
     else:
         text = f"{what}. Run {'it' if is_own else 'that part'} inside `with fsdp2.full_params({by}):`."

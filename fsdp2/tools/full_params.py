@@ -68,7 +68,6 @@ def full_params(
             forward of the same groups, or another block. Without options, writes through `.data` are looked for in
             a group's 1st, 2nd, 4th, ... block, and in each at the debug level.
     """
-    torch_compat.keep_out_of_graphs()
     _check(recurse, writeback, rank0_only, offload_to_cpu, dtype)
     given = _Given.of(module_or_params, recurse)
     if writeback or rank0_only or offload_to_cpu or dtype is not None:

@@ -5,7 +5,9 @@ may be compiled. Equal blocks share one graph, and no later step makes another. 
 whole program.
 """
 
+import copy
 import functools
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
@@ -146,6 +149,57 @@ def checkpoint_outside(model: Model, backend: Any, **options: Any) -> Any:
     return compiled_then_sharded(model, backend, **options)
 
 
+# The same with what `torch.compile(module)` returns: a module around another, whose forward is set on the instance.
+
+
+def optimized(model: Model, backend: Any, wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> Model:
+    for name in ("first", "second", "third"):
+        setattr(model, name, torch.compile(wrap(getattr(model, name)), backend=backend))
+    return model
+
+
+def optimized_then_sharded(model: Model, backend: Any, **options: Any) -> Any:
+    """torchtitan's recipe."""
+    return shard(optimized(model, backend), **options)
+
+
+def whole_optimized_then_sharded(model: Model, backend: Any, **options: Any) -> Any:
+    for block in model.blocks():
+        fully_shard(block, **options)
+    return fully_shard(torch.compile(model, backend=backend), **options)
+
+
+def optimized_then_inner_sharded(model: Model, backend: Any, **options: Any) -> Any:
+    """What is compiled has kept the call that its module had before it was sharded."""
+    blocks = model.blocks()
+    optimized(model, backend)
+    for block in blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def optimized_within_checkpoint(model: Model, backend: Any, **options: Any) -> Any:
+    optimized(model, backend)
+    for name in ("first", "second", "third"):
+        setattr(model, name, checkpoint_wrapper(getattr(model, name)))
+    return shard(model, **options)
+
+
+def optimized_around_checkpoint(model: Model, backend: Any, **options: Any) -> Any:
+    return shard(optimized(model, backend, checkpoint_wrapper), **options)
+
+
+def optimized_in_checkpoint(model: Model, backend: Any, **options: Any) -> Any:
+    model.outer = checkpointed
+    return optimized_then_sharded(model, backend, **options)
+
+
+def forwards_called_in_a_graph(model: Model, backend: Any, **options: Any) -> Any:
+    """The graph of the whole model breaks at `block.forward(x)` as it does at `block(x)`."""
+    model.outer = lambda block, x: block.forward(x)
+    return wrapped_whole(model, backend, **options)
+
+
 BLOCK = ["layer_norm", "linear", "tanh", "linear", "add"]
 STEM, BETWEEN, HEAD = ["linear", "tanh"], ["mul", "tanh"], ["linear"]
 
@@ -158,6 +212,13 @@ GRAPHS: dict[How, Sequence[Sequence[str]]] = {
     checkpoint_wrapped: [["tag_activation_checkpoint"]],
     checkpoint_outside: [BLOCK],
     checkpoint_inside: [["tag_activation_checkpoint", "add"]],
+    optimized_then_sharded: [BLOCK],
+    whole_optimized_then_sharded: [STEM, BLOCK, BETWEEN, HEAD],
+    optimized_then_inner_sharded: [BLOCK],
+    optimized_within_checkpoint: [BLOCK],
+    optimized_around_checkpoint: [["tag_activation_checkpoint"]],
+    optimized_in_checkpoint: [BLOCK],
+    forwards_called_in_a_graph: [STEM, BLOCK, BETWEEN, HEAD],
 }
 
 
@@ -264,6 +325,62 @@ def one_that_fails_to_compile() -> None:
     different.raise_first()
 
 
+def other_backends() -> None:
+    """`eager`, which runs what dynamo captures, and `inductor`, which compiles it, where there is a compiler."""
+    for backend in ("eager", "inductor") if any(map(shutil.which, ("c++", "g++", "clang++"))) else ("eager",):
+        torch._dynamo.reset()
+        different, model, expected = Differences(), plain(torch.float32), plain(torch.float32)
+        call = optimized_then_sharded(model, backend)
+        for step in range(2):
+            loss_of(call(own(batch(step)).float())).backward()
+            loss_of(expected(batch(step).float())).backward()
+        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+            with different.noted():
+                assert_same(full(p.grad), q.grad, 1e-5, 1e-6, f"{backend}: {name}")
+        different.raise_first()
+
+
+def names_are_those_of_torch() -> None:
+    """Checkpoints of compiled models can be exchanged with torch's own FSDP2."""
+    from torch.distributed.fsdp import fully_shard as theirs
+
+    def whole(api: Callable[..., Any]) -> nn.Module:
+        return api(torch.compile(plain(), backend="eager"))
+
+    def blocks(api: Callable[..., Any]) -> nn.Module:
+        model = optimized(plain(), "eager")
+        for block in model.blocks():
+            api(block)
+        return api(model)
+
+    def after(api: Callable[..., Any]) -> nn.Module:
+        return torch.compile(api(plain()), backend="eager")
+
+    for make in (whole, blocks, after):
+        model, other = make(fully_shard), make(theirs)
+        assert list(model.state_dict()) == list(other.state_dict())
+        assert any("_orig_mod" in name for name in model.state_dict())
+        assert sorted(get_model_state_dict(model)) == sorted(get_model_state_dict(other))
+        set_model_state_dict(model, get_model_state_dict(other))
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert_same(p.to_local(), q.to_local(), 0, 0, make.__name__)
+
+
+def copies_of_optimized_modules_train_on() -> None:
+    """Also where the module outside is what `torch.compile` returned, whose class builds its copies in its own way."""
+    whole = fully_shard(torch.compile(plain(), backend="eager"))
+    x = own(batch(0))
+    for model in (whole, optimized_then_sharded(plain(), "eager")):
+        expected = model(x)
+        for _ in range(2):
+            other = copy.deepcopy(model)
+            loss_of(other(x)).backward()
+            sgd(other).step()
+            assert not torch.equal(other(x), expected)
+            assert torch.equal(model(x), expected)
+            assert next(model.parameters()).grad is None
+
+
 def test_compiled_models() -> None:
     checks: list[tuple[Callable[..., None], dict[str, Any]]] = [
         *((trains_with_few_graphs, {"how": how}) for how in GRAPHS),
@@ -272,6 +389,9 @@ def test_compiled_models() -> None:
         (evaluation_makes_one_more, {}),
         (mixed_precision_is_that_of_eager, {}),
         (one_that_fails_to_compile, {}),
+        (other_backends, {}),
+        (names_are_those_of_torch, {}),
+        (copies_of_optimized_modules_train_on, {}),
     ]
     named = []
     for check, options in checks:
