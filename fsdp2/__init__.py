@@ -14,6 +14,7 @@ from .tools.compare import compare
 from .tools.difference import Comparison, Difference
 from .tools.finding import Finding
 from .tools.full_params import full_params
+from .tools.sync import sync_module_states
 
 __version__ = "0.1.0"
 
@@ -42,4 +43,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",
+    "sync_module_states",
 ]

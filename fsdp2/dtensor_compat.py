@@ -289,10 +289,11 @@ def refuse_plain_target(op: Any, target: Any) -> None:
     """
     if not isinstance(target, DTensor):
         name = op._schema.name.removeprefix("aten::")
+        resizing = " To resize a parameter (an embedding, for new tokens), do so before fully_shard."
         raise RuntimeError(
             f"{name} of a plain tensor of shape {tuple(target.shape)} with a DTensor: "
             "this rank may hold a part of the latter only. Write full_tensor() behind that, on every rank (`total += "
-            "p.grad.norm().full_tensor()`)."
+            f"p.grad.norm().full_tensor()`).{resizing if name == 'copy_' else ''}"
         )
 
 

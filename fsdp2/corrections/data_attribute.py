@@ -71,10 +71,15 @@ def _set(self: DTensor, value: Tensor) -> None:
     """
     value = _part_of_whole(self, value)
     if not isinstance(value, DTensor):
+        advice = "Assign one that is distributed like it, or write to what is there: p.data.copy_(...)."
+        if value.shape != self.shape:
+            advice = (
+                "A sharded parameter keeps its shape: resize it before fully_shard, or build the model anew with the "
+                "other shape, apply fully_shard, and load the rest."
+            )
         raise TypeError(
             f"the .data of a DTensor of global shape {tuple(self.shape)}: expected a DTensor, got "
-            f"{type(value).__name__} of shape {tuple(value.shape)}, which would change nothing. Assign one that is "
-            "distributed like it, or write to what is there: p.data.copy_(...)."
+            f"{type(value).__name__} of shape {tuple(value.shape)}, which would change nothing. {advice}"
         )
     before, local = torch_compat.storage_id(self), dtensor_compat.local_of(value)
     _PLAIN.__set__(self, value)

@@ -23,7 +23,7 @@ from ..comm import moves_data
 from ..headers import Label
 from ..mesh import DataMesh
 from ..owners import sharded_owner
-from ..param import FSDPParam, fqn
+from ..param import FSDPParam, fqn, names_of_full
 from ..param_group import FSDPParamGroup
 from ..small_collectives import all_reduce_over
 from ..state import FSDPState, data_mesh_of, some_of
@@ -111,12 +111,7 @@ class RankGuard:
     def _look(self, number: int) -> None:
         _refuse_own_optimizers(self._states)
         if number == 1 or self._looks_again:
-            of_mesh: dict[DataMesh, list[FSDPState]] = {}
-            for state in self._states:
-                of_mesh.setdefault(state.group.mesh, []).append(state)
-            for mesh, states in of_mesh.items():
-                if _connects(mesh):
-                    _compare_starts(mesh, states)
+            compare_starts(self._states)
             widest = data_mesh_of(self._states)
             self._mesh = widest if _connects(widest) else None
         if self._mesh is None:
@@ -125,6 +120,7 @@ class RankGuard:
             self._compare_steps(self._mesh)
         unmanaged = dict(_find_unmanaged(self._root, self._states)) if self._mesh.num_ranks > 1 else {}
         if unmanaged:
+            _refuse_replaced_modules(unmanaged, self._states)
             self._compare_unmanaged(self._mesh, unmanaged, is_first=number == 1)
         self._known = set(unmanaged)
         if self._beside and self._mesh.num_ranks > 1:
@@ -202,6 +198,31 @@ def _refuse_own_optimizers(states: Sequence[FSDPState]) -> None:
             )
 
 
+def _refuse_replaced_modules(unmanaged: Mapping[str, nn.Parameter], states: Sequence[FSDPState]) -> None:
+    """Raise RuntimeError if an unmanaged parameter has the name of one that is managed, in a module that was there."""
+    managed = {name: param for state in states for param in state.group.params for name in param.names}
+    for name, parameter in unmanaged.items():
+        if name in managed:
+            raise RuntimeError(
+                f"{name}: the module around it was replaced after fully_shard, which manages the parameter of shape "
+                f"{managed[name].shape} that was there; each rank would train the new one, of shape "
+                f"{tuple(parameter.shape)}, with its own gradient. Replace or resize modules before fully_shard; or "
+                "build the model anew with the new one, apply fully_shard, and load the rest."
+            )
+
+
+def compare_starts(states: Sequence[FSDPState]) -> None:
+    """Raise RuntimeError, on all ranks, if groups have parameters that nobody has initialised, or not all alike. All
+    ranks of their meshes must call it.
+    """
+    of_mesh: dict[DataMesh, list[FSDPState]] = {}
+    for state in states:
+        of_mesh.setdefault(state.group.mesh, []).append(state)
+    for mesh, on_mesh in of_mesh.items():
+        if _connects(mesh):
+            _compare_starts(mesh, on_mesh)
+
+
 def _compare_starts(mesh: DataMesh, states: Sequence[FSDPState]) -> None:
     """Raise RuntimeError if groups on `mesh` have parameters that nobody has initialised, or not all alike."""
     numbers = []
@@ -233,8 +254,9 @@ def _refuse_different_starts(mesh: DataMesh, params: Sequence[FSDPParam], states
         if first == last == BUILT and least != most:
             raise RuntimeError(
                 f"{param.name}: ranks had different values of it when fully_shard was called, so the sharded model is "
-                "made of parts of different models. Set the same seed on all ranks before the model is built, or load "
-                f"the weights after fully_shard.{_hint(mesh)}"
+                "made of parts of different models. Call fsdp2.sync_module_states(model) before fully_shard, which "
+                "gives all ranks the first one's weights; or set the same seed on all ranks before the model is built; "
+                f"or load the weights after fully_shard.{_hint(mesh)}"
             )
         if last == LOADED and (first != last or least != most):
             raise RuntimeError(
@@ -280,8 +302,13 @@ def _connects(mesh: DataMesh) -> bool:
     return mesh.num_ranks == 1 or moves_data(mesh.axis_groups, mesh.device)
 
 
-def _bounds(mesh: DataMesh, numbers: Sequence[Tensor], name: str) -> list[tuple[int, int]]:
+def bounds_over(mesh: DataMesh, numbers: Sequence[int], name: str) -> list[tuple[int, int]]:
     """The least and the greatest of each over the ranks of `mesh`, all of which must call it. `name`: of what."""
+    return _bounds(mesh, [*map(_number, numbers)], name)
+
+
+def _bounds(mesh: DataMesh, numbers: Sequence[Tensor], name: str) -> list[tuple[int, int]]:
+    """The same, of tensors without dims."""
     own = torch.stack([number.to(mesh.device, torch.int64) for number in numbers])
     both = torch.cat([~own, own])
     all_reduce_over(both, mesh.axis_groups, largest=True, label=Label(name))
@@ -298,6 +325,8 @@ def _find_unmanaged(root: FSDPState, states: Sequence[FSDPState]) -> Iterator[tu
         for prefix, module in outer.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or not parameter.requires_grad or (module, name) in managed:
+                    continue
+                if names_of_full(parameter):
                     continue
                 if not isinstance(parameter, DTensor) or sharded_owner(parameter) is None:
                     yield fqn(prefix, name), parameter

@@ -19,6 +19,7 @@ ORDER = (
     "__init__",
     "bridge.patch",
     "tools.clip",
+    "tools.sync",
     "tools.full_params",
     "tools.full_copies",
     "tools.compare",

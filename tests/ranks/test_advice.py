@@ -1,0 +1,246 @@
+"""Errors whose advice ends well: each is provoked, what it says is done, and then the model trains as a plain one.
+
+The kind: an error that is followed by another one, which its own advice has led to, has cost the user an hour.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, register_fsdp_forward_method
+from helpers import assert_same, full, run_checks, shard_batch
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+# ---- inputs in objects of a user's own -------------------------------------------------------------------------------
+
+
+class Batch:
+    """Not a dataclass."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.mask = torch.ones(len(x), dtype=torch.bool)
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Records(Mapping[str, Tensor]):
+    """A mapping of its own kind."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._x
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["x"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+@dataclass
+class Fields:
+    x: Tensor
+
+
+class Reader(nn.Module):
+    """Finds its input in what it is called with by `read`."""
+
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.read = nn.Linear(5, 3), read
+
+    def forward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        return self.inner(self.read(batch)) * scale
+
+    def encode(self, batch: Any) -> Tensor:
+        return self(batch)
+
+
+# What a module is called with, how it reads that, and how the error calls the tensor.
+OBJECTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] = {
+    "object": (Batch, lambda batch: batch.x, r"batch\.x .*this Batch"),
+    "slots": (Slotted, lambda batch: batch.x, r"batch\.x .*this Slotted"),
+    "mapping": (Records, lambda batch: batch["x"], r"batch\['x'\] .*this Records"),
+    "object in a dict": (lambda x: {"all": [Batch(x)]}, lambda b: b["all"][0].x, r"batch\['all'\]\[0\]\.x .*Batch"),
+    "object in a dataclass": (lambda x: Fields(Slotted(x)), lambda b: b.x.x, r"batch\.x\.x .*Slotted"),
+    "dict in an object": (lambda x: Slotted({"x": x}), lambda b: b.x["x"], r"batch\.x\['x'\] .*Slotted"),
+}
+
+
+def x_of(rows: int = 4) -> Tensor:
+    return shard_batch(torch.randn(rows, 5, generator=torch.Generator().manual_seed(2)), dist.get_rank(), 2)
+
+
+def sharded_reader(read: Callable[[Any], Tensor]) -> Any:
+    torch.manual_seed(0)
+    model = fully_shard(Reader(read), mp_policy=POLICY)
+    register_fsdp_forward_method(model, "encode")
+    return model
+
+
+def inputs_that_are_not_cast() -> None:
+    """Whichever way the module is entered; cast as the error says, numbers are those of a tensor that is passed."""
+    expected = sharded_reader(lambda x: x)(x_of())
+    for make, read, called in OBJECTS.values():
+        model = sharded_reader(read)
+        for call in (model, model.forward, model.encode, lambda b, model=model: model(scale=1.0, batch=b)):
+            with pytest.raises(RuntimeError, match=rf"^model \(FSDPReader\): expected .*bfloat16.*got {called}"):
+                call(make(x_of()))
+            assert_same(call(make(x_of().bfloat16())), expected, 0, 0, called)
+        model(make(x_of().bfloat16())).sum().backward()
+    assert_same(sharded_reader(lambda b: b.x)(Fields(x_of())), expected, 0, 0, "a dataclass")
+
+
+def inner_modules_are_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Reader(lambda b: b.x))
+    fully_shard(model[0], mp_policy=POLICY)
+    fully_shard(model, mp_policy=POLICY)
+    with pytest.raises(RuntimeError, match=r"^model\[0\] \(FSDPReader\): expected .*batch\.x of torch\.float32"):
+        model(Batch(x_of()))
+
+
+def objects_that_do_no_harm_are_left_alone() -> None:
+    """What a module casts by itself, or does not compute with; other errors stay what they are."""
+    batch = Batch(x_of())
+    model = sharded_reader(lambda b: b.x.bfloat16())
+    model(batch).sum().backward()
+    assert batch.x.dtype == torch.float32
+    model = sharded_reader(lambda b: b.x.bfloat16()[:, :4])
+    with pytest.raises(RuntimeError, match=r"^(?!model \().*shape"):
+        model(batch)
+    torch.manual_seed(0)
+    model = fully_shard(Reader(lambda b: b.x.double()))
+    with pytest.raises(RuntimeError, match=r"^(?!model \().*dtype"):
+        model(batch)
+
+
+# ---- parameters of another size --------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """As Hugging Face's models: a body that embeds, a head that may be tied to it."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.embed = nn.Embedding(10, 4)
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 10, bias=False)
+        if tied:
+            self.head.weight = self.body.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.block(self.body.embed(tokens)))
+
+    def resize_token_embeddings(self, size: int, by_mean: bool = False) -> None:
+        """In the way of transformers: a new module is filled, and its memory put into the old one."""
+        old = self.body.embed
+        new = nn.Embedding(size, 4)
+        if by_mean:
+            centred = old.weight.data - old.weight.data.mean(0)
+            torch.linalg.eigvals(centred.T @ centred)
+        new.weight.data[:10, :] = old.weight.data[:10, :]
+        old.weight.data = new.weight.data
+        old.num_embeddings = size
+
+
+def assign_memory(model: Words) -> None:
+    model.body.embed.weight.data = torch.zeros(12, 4)
+
+
+def assign_parameter(model: Words) -> None:
+    model.body.embed.weight = nn.Parameter(torch.zeros(12, 4))
+
+
+def assign_module(model: Words) -> None:
+    new = nn.Embedding(12, 4)
+    with full_params(model):
+        new.weight.data[:10] = model.body.embed.weight.data
+    model.body.embed = new
+
+
+def assign_tied_module(model: Words) -> None:
+    assign_module(model)
+    model.head.weight = model.body.embed.weight
+
+
+def assign_module_of_equal_size(model: Words) -> None:
+    model.head = nn.Linear(4, 10, bias=False)
+
+
+RESIZED: tuple[Callable[[Words], None], ...] = (
+    lambda model: model.resize_token_embeddings(12),
+    lambda model: model.resize_token_embeddings(12, by_mean=True),
+    assign_memory,
+    assign_parameter,
+    assign_module,
+    assign_tied_module,
+    assign_module_of_equal_size,
+)
+
+
+def resizing_is_refused_at_once() -> None:
+    """By one error, of the change itself or of the next forward, that says to do it before fully_shard."""
+    tokens = torch.tensor([[1, 2, 3]])
+    for tied in (False, True):
+        for change in RESIZED:
+            model = Words(tied)
+            for module in (model.block, model):
+                fully_shard(module)
+            with pytest.raises((RuntimeError, TypeError, ValueError), match=r"before (fully_shard|it, or build)"):
+                [change(model), model(tokens)]
+
+
+def resized_before_it_trains() -> None:
+    torch.manual_seed(0)
+    model = Words()
+    model.resize_token_embeddings(12)
+    plain = copy.deepcopy(model)
+    for module in (model.block, model):
+        fully_shard(module)
+    tokens = torch.arange(12).view(4, 3)
+    model(shard_batch(tokens, dist.get_rank(), 2)).square().mean().backward()
+    plain(tokens).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(full(p.grad), q.grad, 1e-5, 1e-6, name)
+
+
+def modules_may_be_taken_out() -> None:
+    """A head that is replaced by nothing to train; a module that is sharded by itself."""
+    model = Words()
+    for module in (model.block, model):
+        fully_shard(module)
+    tokens = torch.tensor([[1, 2, 3]])
+    model.head = nn.Identity()
+    model(tokens).sum().backward()
+    model.block = fully_shard(nn.Linear(4, 4))
+    model(tokens).sum().backward()
+
+
+CHECKS = (
+    inputs_that_are_not_cast,
+    inner_modules_are_named,
+    objects_that_do_no_harm_are_left_alone,
+    resizing_is_refused_at_once,
+    resized_before_it_trains,
+    modules_may_be_taken_out,
+)
+
+
+def test_advice() -> None:
+    run_checks(2, [(each.__name__, each) for each in CHECKS])
