@@ -237,7 +237,7 @@ _TRACED = ("autograd_inputs", "entry_points", "forward_method")
 
 
 def keep_out_of_graphs() -> None:
-    """Have dynamo, as soon as it is there, compile none of our functions but those around users' methods and torch's."""
+    """Have dynamo, once it is there, compile none of our functions but those around users' methods, and torch's."""
     when_imported("torch._dynamo", _skip_ours)
 
 
