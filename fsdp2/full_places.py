@@ -24,7 +24,7 @@ class FullPlaces:
     def __init__(self, params: Sequence[FSDPParam], offsets: Sequence[int], storage: torch.UntypedStorage) -> None:
         rows = [(each, offset) for each, offset in zip(params, offsets, strict=True) if each.full.numel()]
         self._params, self._offsets = [param for param, _ in rows], [offset for _, offset in rows]
-        self._full = [param.full for param in self._params]
+        self._full: list[Tensor] = [param.full for param in self._params]
         self._are_distributed = DTensor in map(type, self._full)
         self._shapes = [*map(_shape_of, self._find_full())]
         self._storage = storage
