@@ -27,6 +27,7 @@ class FullPlaces:
         self._full: list[Tensor] = [param.full for param in self._params]
         self._are_distributed = DTensor in map(type, self._full)
         self._shapes = [*map(_shape_of, self._find_full())]
+        self._numels = [*map(Tensor.numel, self._find_full())]
         self._storage = storage
         # The address of the storage, which is another one after each gather, and those that follow from it.
         self._base, self._pointers = 0, self._offsets
@@ -35,14 +36,18 @@ class FullPlaces:
         return [*map(dtensor_compat.local_if_any, self._full)] if self._are_distributed else self._full
 
     def are_kept(self) -> bool:
-        """Returns True if all lie where they must. They must have their data. It takes 0.25 us for each parameter."""
+        """Returns True if all lie where they must, and are contiguous. They must have their data.
+
+        It takes 0.2 us for each parameter. Of shapes it compares the number of elements only: to compare all of them
+        takes as long again, and another shape over the same elements shows by that of its gradient.
+        """
         base = self._storage.data_ptr()
         if base != self._base:
             self._base, self._pointers = base, [*map(base.__add__, self._offsets)]
         full = self._find_full() if self._are_distributed else self._full
         return (
             [*map(Tensor.data_ptr, full)] == self._pointers
-            and [*map(_shape_of, full)] == self._shapes
+            and [*map(Tensor.numel, full)] == self._numels
             and all(map(Tensor.is_contiguous, full))
         )
 

@@ -15,7 +15,7 @@ from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import torch_compat
-from .modes import are_in_force, hidden, num_dispatch_modes, num_function_modes
+from .modes import are_in_force, num_dispatch_modes, num_function_modes, run_hidden
 from .once import once
 from .param_group import FSDPParamGroup
 from .torch_compat import storage_id
@@ -115,19 +115,20 @@ class SavedTensors:
 
     @torch_compat.no_user_hook
     def _pack(self, tensor: Tensor) -> _Saved:
-        if (num_dispatch_modes() or num_function_modes()) and are_in_force():
-            with hidden():
-                return self._pack(tensor)
+        if num_function_modes() and are_in_force():  # which see attributes, too
+            return run_hidden(self._pack, tensor)
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
-        kept = tensor if tensor.is_leaf else tensor.detach()
+        if tensor.is_leaf:
+            kept = tensor
+        else:
+            kept = run_hidden(tensor.detach) if num_dispatch_modes() else tensor.detach()
         storage = storage_id(kept)
         owner = self.owners.get(storage) or (self._outer and self._owner_in_outer(storage))
         return (kept, owner.versions, owner) if owner else (kept, kept._version, None)
 
     def _unpack(self, saved: _Saved) -> Tensor:
-        if (num_dispatch_modes() or num_function_modes()) and are_in_force():
-            with hidden():
-                return self._unpack(saved)
+        if num_function_modes() and are_in_force():
+            return run_hidden(self._unpack, saved)
         tensor, before, owner = saved
         # Autograd checks versions itself, but not of tensors that pass through hooks.
         if owner is None:
