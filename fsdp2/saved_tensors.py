@@ -118,10 +118,7 @@ class SavedTensors:
         if num_function_modes() and are_in_force():  # which see attributes, too
             return run_hidden(self._pack, tensor)
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
-        if tensor.is_leaf:
-            kept = tensor
-        else:
-            kept = run_hidden(tensor.detach) if num_dispatch_modes() else tensor.detach()
+        kept = tensor if tensor.is_leaf else run_hidden(tensor.detach) if num_dispatch_modes() else tensor.detach()
         storage = storage_id(kept)
         owner = self.owners.get(storage) or (self._outer and self._owner_in_outer(storage))
         return (kept, owner.versions, owner) if owner else (kept, kept._version, None)
