@@ -362,6 +362,8 @@ class Context:
         self.is_last_backward = True
         for state in self.states:
             state.group.gradients.discard()
+            if state.group.is_unsharded:
+                state.group.adopted.take_moved()  # a forward may have assigned `.data`
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the parameters any more
                 state.release()
         self.prefetcher.drop()

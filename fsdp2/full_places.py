@@ -35,21 +35,19 @@ class FullPlaces:
     def _find_full(self) -> list[Tensor]:
         return [*map(dtensor_compat.local_if_any, self._full)] if self._are_distributed else self._full
 
-    def are_kept(self) -> bool:
-        """Returns True if all lie where they must, and are contiguous. They must have their data.
+    def are_kept(self, addresses_only: bool = False) -> bool:
+        """Returns True if all lie where they must, contiguously. They must have their data.
 
-        It takes 0.2 us for each parameter. Of shapes it compares the number of elements only: to compare all of them
-        takes as long again, and another shape over the same elements shows by that of its gradient.
+        It takes 0.2 us for each parameter, or 0.07 us with `addresses_only`. Of shapes it compares the number of
+        elements: another shape over the same elements shows by that of its gradient.
         """
         base = self._storage.data_ptr()
         if base != self._base:
             self._base, self._pointers = base, [*map(base.__add__, self._offsets)]
         full = self._find_full() if self._are_distributed else self._full
-        return (
-            [*map(Tensor.data_ptr, full)] == self._pointers
-            and [*map(Tensor.numel, full)] == self._numels
-            and all(map(Tensor.is_contiguous, full))
-        )
+        if [*map(Tensor.data_ptr, full)] != self._pointers:
+            return False
+        return addresses_only or ([*map(Tensor.numel, full)] == self._numels and all(map(Tensor.is_contiguous, full)))
 
     def find_moved(self) -> dict[FSDPParam, tuple[int, ...] | None]:
         """Returns the parameters of those that lie elsewhere, with the shapes of those that have another shape."""

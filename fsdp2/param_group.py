@@ -223,7 +223,7 @@ class FSDPParamGroup:
             self.state = UNSHARDED
             if self.adopted.extensions.members:
                 self.adopted.finish_extensions()
-        if not self.adopted.places.are_kept():
+        if not self.adopted.places.are_kept(addresses_only=for_backward):
             self.adopted.refuse_moved()
         if self.versions.guards:
             self.versions.renew(self.shard_versions())
