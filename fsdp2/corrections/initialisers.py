@@ -38,8 +38,9 @@ def initialise_like_plain_tensors() -> None:
     """
     handle_operations([_aten.eye.m_out], _eye)
     handle_operations(_TURNS, _turn_in_place)
-    put = _aten.index_put_.default
+    put, fill = _aten.index_put_.default, _aten.index_fill_.int_Scalar
     handle_operations([put], partial(_put, handler_of(put)))
+    handle_operations([fill], partial(_fill, handler_of(fill)))
 
 
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,6 +76,18 @@ def _put(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: di
     if not has_elements or any(rest) or any(kwargs.values()) or not _are_plain_places(indices):
         return handler(op, args, kwargs)
     op(local_of(target), [_mask_at(target, indices)], value)
+    return target
+
+
+def _fill(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same operation in torch 2.15, on a view along the other dims."""
+    target, dim, places, number = args
+    placements = target.placements if isinstance(target, DTensor) else ()
+    is_cut = any(each.is_shard() for each in placements) and not any(each.is_partial() for each in placements)
+    if not is_cut or not _are_plain_places([places]):
+        return handler(op, args, kwargs)
+    before = [None] * (dim % target.dim())
+    local_of(target).masked_fill_(_mask_at(target, [*before, places]), number)
     return target
 
 

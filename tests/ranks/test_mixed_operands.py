@@ -18,7 +18,6 @@ USES: dict[str, Callable[[Any, Tensor], Any]] = {
     "copied": lambda p, plain: p.data.copy_(plain),
     "operator": lambda p, plain: p.data + 0.2 * plain,
     "rows read": lambda p, plain: p[torch.tensor([0, 1])],
-    "rows filled": lambda p, plain: p.index_fill_(0, torch.tensor([0, 1]), 0.0),
     "rows copied": lambda p, plain: p.index_copy_(0, torch.tensor([0]), plain[:1]),
     "masked": lambda p, plain: p.masked_fill_(plain > 0, 0.0),
     "put": lambda p, plain: p.__setitem__(plain > 0, 0.0),
