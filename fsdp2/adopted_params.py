@@ -223,7 +223,7 @@ class AdoptedParams:
         if self.buffers is not None and self.buffers.layout.aliased:
             for param in self.params[: len(self.buffers.layout.specs)]:
                 param.empty_full()
-        self.buffers, self.places, self._assigned = None, _NO_PLACES, set()
+        self.buffers, self.places = None, _NO_PLACES
         self._watch()
 
     def note_assigned(self, param: FSDPParam) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -11,8 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from . import dtensor_compat
 from .param import FSDPParam
-
-_shape_of = attrgetter("shape")
 
 
 class FullPlaces:
@@ -26,8 +23,8 @@ class FullPlaces:
         self._params, self._offsets = [param for param, _ in rows], [offset for _, offset in rows]
         self._full: list[Tensor] = [param.full for param in self._params]
         self._are_distributed = DTensor in map(type, self._full)
-        self._shapes = [*map(_shape_of, self._find_full())]
-        self._numels = [*map(Tensor.numel, self._find_full())]
+        self._shapes = [tensor.shape for tensor in self._find_full()]
+        self._numels = [*map(torch.Size.numel, self._shapes)]
         self._storage = storage
         # The address of the storage, which is another one after each gather, and those that follow from it.
         self._base, self._pointers = 0, self._offsets

@@ -212,3 +212,14 @@ class MixedDtypes(TinyModel):
     def forward(self, x: Tensor) -> Tensor:
         low = self.low(torch.tanh(self.first(x)).bfloat16()) * self.low_scale
         return self.last(torch.tanh(low).float())
+
+
+class TanhBlock(nn.Module):
+    """A residual block of two Linear layers."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(torch.tanh(self.up(x))))

@@ -18,23 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from helpers import assert_same, full, run_checks, run_ranks
+from models import TanhBlock
 
 WIDTH, ROWS = 6, 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
 
 
 class Net(nn.Module):
     def __init__(self, is_checkpointed: bool = False) -> None:
         super().__init__()
-        self.stem, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.stem, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(TanhBlock(WIDTH, 9) for _ in range(2))
         self.is_checkpointed = is_checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +62,7 @@ def on_all_modules(model: Any) -> None:
     del model
 
     def hook(module: nn.Module, gi: Any, go: Any) -> Any:
-        return add_of(module, "down.weight", gi) if isinstance(module, Block) else None
+        return add_of(module, "down.weight", gi) if isinstance(module, TanhBlock) else None
 
     if not getattr(on_all_modules, "is_done", False):
         register_module_full_backward_hook(hook)
