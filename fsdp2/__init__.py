@@ -1,6 +1,7 @@
 """Fully sharded data parallel training for PyTorch, with the API of torch's FSDP2."""
 
 from .bridge.patch import patch_torch
+from .corrections.table import dtensor_fixes
 from .forward_method import register_fsdp_forward_method
 from .fully_shard import fully_shard, replicate
 from .handles import GradientReductionHandle, UnshardHandle
@@ -36,6 +37,7 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "compare",
+    "dtensor_fixes",
     "full_params",
     "fully_shard",
     "padding_report",

@@ -5,7 +5,11 @@
     torchrun --nproc-per-node 2 -m fsdp2 script.py ARGUMENTS
     python -m fsdp2 -m torch.distributed.run --nproc-per-node 2 script.py ARGUMENTS
 
-What follows `-m fsdp2` is a command line of Python, and becomes one: this process turns into
+And the fixes for sharded parameters, what each does, and which are in force:
+
+    python -m fsdp2 fixes
+
+Else what follows `-m fsdp2` is a command line of Python, and becomes one: this process turns into
 `python script.py ARGUMENTS`, with the folder `bridge/startup` in front of PYTHONPATH. From there Python itself runs
 `sitecustomize.py` before any program, which has `patch_torch()` called as soon as torch.distributed.fsdp is imported.
 
@@ -43,6 +47,11 @@ def main() -> None:
     arguments = sys.argv[1:]
     if not arguments:
         raise SystemExit(__doc__)
+    if arguments == ["fixes"]:
+        from .corrections.table import describe_fixes
+
+        print(describe_fixes())
+        return
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, inherited] if inherited else [STARTUP])
     os.execv(sys.executable, [sys.executable, *python_options(sys.orig_argv, arguments), *arguments])

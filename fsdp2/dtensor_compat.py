@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, cast
+from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Parameter
+from torch.optim.optimizer import _foreach_supported_types as _optimizers_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _norms_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-
-from .once import once
 
 
 def dtensor_spec(
@@ -39,7 +39,36 @@ def dtensor_spec(
 new_dtensor: Callable[[type[DTensor], Tensor, DTensorSpec], DTensor] = partial(
     inspect.unwrap(DTensor.__new__), requires_grad=False
 )
-dtensor: Callable[[Tensor, DTensorSpec], DTensor] = partial(new_dtensor, DTensor)
+
+
+class _Chosen:
+    """The class of sharded parameters, and of their gradients: DTensor, or a subclass with other operations."""
+
+    cls: type[DTensor] = DTensor
+
+
+def use_class(cls: type[DTensor]) -> None:
+    """From now on sharded parameters are made of `cls`, and taken as such by torch's foreach optimizers."""
+    _Chosen.cls = cls
+    for supported in (_optimizers_foreach_types, _norms_foreach_types):
+        if cls not in supported:
+            supported.append(cls)
+
+
+def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Returns one of that class, without a copy, a check or an autograd node."""
+    return new_dtensor(_Chosen.cls, local, spec)
+
+
+# Those that sharded parameters are on.
+meshes_in_use: WeakSet[DeviceMesh] = WeakSet()
+
+
+def as_sharded(tensor: DTensor) -> DTensor:
+    """Returns `tensor`: if it is torch's DTensor, it is one of that class now."""
+    if type(tensor) is DTensor:
+        tensor.__class__ = _Chosen.cls
+    return tensor
 
 
 # The very local tensor of a DTensor: `to_local()` returns a new view on each call, which has no identity.
@@ -72,11 +101,10 @@ def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
     return dtensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta))
 
 
-def distributed_parameter(local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Parameter:
-    """A parameter whose local tensor is `local` itself. `nn.Parameter` detaches, which a DTensor dispatches as an
-    operation: half the time of a `fully_shard` call.
+def distributed_parameter(tensor: DTensor, requires_grad: bool) -> Parameter:
+    """`tensor` as a parameter. `nn.Parameter` detaches, which a DTensor dispatches as an operation: half the time of a
+    `fully_shard` call.
     """
-    tensor = dtensor(local, spec)
     tensor._is_param = True  # what makes it an instance of nn.Parameter
     return cast(Parameter, tensor.requires_grad_(requires_grad))
 
@@ -178,7 +206,7 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTe
     """This rank's part of what all ranks have, without communication."""
     strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}
     if not strided or not all(_cuts_last(axis, mesh, placements) for axis in strided):
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        return as_sharded(distribute_tensor(whole, mesh, placements, src_data_rank=None))
     # Where parts are uneven, torch would cut otherwise.
     local = whole
     for axis, each in sorted(enumerate(placements), key=lambda pair: pair[0] in strided):
@@ -208,62 +236,6 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-class _Handlers(threading.local):
-    """What runs in place of operations on DTensors: `now`, on this thread; `usual`, on all that call nothing unhandled.
-
-    Torch has one dict for all threads. To take a handler out of that would let another thread, which may be another
-    rank, go on without it; and a lock meanwhile would let ranks wait for each other, for operations communicate.
-    """
-
-    usual: ClassVar[dict[Any, Callable[..., Any]]] = {}
-    now: dict[Any, Callable[..., Any]] = usual
-
-
-_handlers = _Handlers()
-
-
-@once
-def _have_handlers_by_thread() -> None:
-    """Have torch look up handlers in `_handlers.now`; and those who replace torch's dict replace the usual one."""
-    dispatcher: Any = DTensor._op_dispatcher
-
-    def replace(_: Any, handlers: dict[Any, Callable[..., Any]]) -> None:
-        _Handlers.usual = _Handlers.now = handlers
-
-    replace(dispatcher, vars(dispatcher).pop("_custom_op_handlers"))
-    dispatcher.fsdp2_handlers = _handlers
-    # No function of Python's: it is called for each operation on a DTensor.
-    by_thread = property(attrgetter("fsdp2_handlers.now"), replace)
-    cls = type(dispatcher)
-    dispatcher.__class__ = type(cls.__name__, (cls,), {"_custom_op_handlers": by_thread})
-
-
-def handle_operations(ops: Iterable[Any], handler: Callable[..., Any]) -> None:
-    """From now on `handler(op, args, kwargs)` runs in place of each of `ops` on DTensors, below autograd."""
-    _have_handlers_by_thread()
-    _handlers.usual.update(dict.fromkeys(ops, handler))
-
-
-def handler_of(op: Any) -> Callable[..., Any]:
-    """What runs in place of `op` on DTensors now."""
-    return _handlers.usual.get(op, call_unhandled)
-
-
-def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `op` does without the handler that it has."""
-    before = _handlers.now
-    others = before.copy()
-    del others[op]
-    _handlers.now = others
-    try:
-        return op(*args, **kwargs)
-    finally:
-        if before is _handlers.usual:
-            del _handlers.now  # the usual ones, whichever these are by then
-        else:
-            _handlers.now = before
-
-
 def explain_plans(explain: Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
     """From now on `explain(error, op, args, kwargs)` may change the text of an error about an operation that DTensor
     can't do. Plans of operations that it can do are kept in C++: none of this runs for them.
@@ -275,8 +247,7 @@ def explain_plans(explain: Callable[[Exception, Any, tuple[Any, ...], dict[str, 
         try:
             return plainly(op, args, kwargs, *rest, **options)
         except (NotImplementedError, RuntimeError) as error:
-            if "Torch says" not in str(error):
-                explain(error, op, args, kwargs)
+            explain(error, op, args, kwargs)
             raise
 
     dispatcher._propagate_op_sharding_dispatch_slow_path = plan

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from . import torch_compat
 from .context import Context
-from .corrections.all_of_them import correct_torch
+from .corrections.table import correct_torch
 from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .modes import are_in_force, hidden, hides_modes, num_dispatch_modes, num_function_modes, run_shown
 from .saved_tensors import make_way_where_disabled

@@ -78,7 +78,10 @@ class FSDPParam:
         rank's rows without padding. It is the same object as long as nobody replaces it.
     `full`: nn.Parameter, a leaf over the group's full storage, whose data is there between unshard and reshard; a plain
         tensor, or the DTensor that tensor parallelism has made.
+    `made`: how many there have been in this process.
     """
+
+    made = 0
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class FSDPParam:
         # Gradients are reduced as they come.
         self.is_usual = distribution.full_mesh is None and not self._is_scalar
         self.full = _NO_STORAGE
+        FSDPParam.made += 1
         self._shard(original)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,6 +128,7 @@ class FSDPParam:
         """Become usable, in a copy of which all modules are there."""
         self.full, self.memory = _NO_STORAGE, None
         self.sharded = self.slots[0].get()
+        dtensor_compat.as_sharded(self.sharded)  # type: ignore[arg-type]
         self.sharded.grad = None  # as copies of plain parameters have none
         self._prepare_gradients(self.local)
 
@@ -160,7 +165,9 @@ class FSDPParam:
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self._prepare_gradients(local)
-        sharded = dtensor_compat.distributed_parameter(local, self.dtensor_spec, original.requires_grad)
+        dtensor_compat.meshes_in_use.add(self.dtensor_spec.mesh)
+        tensor = dtensor_compat.dtensor(local, self.dtensor_spec)
+        sharded = dtensor_compat.distributed_parameter(tensor, original.requires_grad)
         sharded.__dict__.update(_user_attributes(original))
         torch_compat.take_hooks(original, sharded)
         return sharded
@@ -235,7 +242,7 @@ class FSDPParam:
         if kind.full_mesh is None:
             return nn.Parameter(value, requires_grad)
         spec = self._mesh.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, value.dtype)
-        return dtensor_compat.distributed_parameter(value, spec, requires_grad)
+        return dtensor_compat.distributed_parameter(dtensor_compat.new_dtensor(DTensor, value, spec), requires_grad)
 
     def own_rows(self, gathered: Tensor) -> Tensor:
         """This rank's rows of what the ranks of `mesh` share: a view."""
@@ -294,6 +301,7 @@ class FSDPParam:
         if found.stride() != contiguous_stride(self.shape):
             # Shards are always contiguous; the object must say so, and stay the one that users hold.
             torch.utils.swap_tensors(found, self._wrap(dtensor_compat.local_of(found).contiguous(), found))
+        dtensor_compat.as_sharded(found)
         self.sharded = found
         self._share_attributes()
         self._prepare_gradients(self.local)

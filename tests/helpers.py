@@ -27,11 +27,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 import fsdp2  # noqa: F401  imported before the fork, so that no rank pays for it
+from fsdp2.dtensor_compat import meshes_in_use
+from fsdp2.sharded_dtensor import as_sharded
 from hostile import hostile
 
 NIGHTLY = bool(os.environ.get("FSDP2_NIGHTLY"))
@@ -331,3 +333,9 @@ class Differences:
 
     def raise_first(self) -> None:
         assert not self.found, self.found[0]
+
+
+def sharded(whole: Tensor, mesh: Any, placements: Any = None, **options: Any) -> Any:
+    """Returns `whole` distributed as a sharded parameter is: of the class that has the fixes."""
+    meshes_in_use.add(mesh)
+    return as_sharded(distribute_tensor(whole, mesh, placements, **options))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache, wraps
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from ..corrections.switches import is_on
 from ..state import states_below
 from ..when_imported import when_imported
 
 
-@cache
 def register_full_in_pipelines() -> None:
     """Zero-bubble schedules look in `module.parameters()` for the leaves of the graph, between forward and backward.
 
@@ -28,7 +28,7 @@ def _adapt(stage: ModuleType) -> None:
 
     @wraps(original)
     def backward(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        states = [] if backward_type == "full" else list(states_below(self.submod))
+        states = [] if backward_type == "full" or not is_on("pipelines") else list(states_below(self.submod))
         for state in states:
             state.group.faces.install()
         try:

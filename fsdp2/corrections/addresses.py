@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..dtensor_compat import local_of
+from ..sharded_dtensor import replace_attribute
 from ..versions import sharded_in
 from .mixed_operands import describe
 
@@ -24,9 +25,8 @@ from .mixed_operands import describe
 _METHODS = ("tolist", "numpy", "__dlpack__", "__dlpack_device__")
 
 
-@cache
 def refuse_addresses() -> None:
-    """From now on these raise an error of a DTensor that names the parameter and says what to call instead, however the
+    """These raise an error of a ShardedDTensor that names the parameter and says what to call instead, however the
     library that asks was imported. Nothing else of a storage changes.
 
     - `data_ptr()` of its storage, typed or not: safetensors and `save_pretrained` of transformers and peft ask for it;
@@ -34,10 +34,10 @@ def refuse_addresses() -> None:
       it has no memory;
     - `tolist()`, `numpy()`, and `__dlpack__`, of which readers would crash.
     """
-    DTensor.untyped_storage = _untyped_storage  # type: ignore[method-assign, assignment]
-    DTensor.data_ptr = _data_ptr  # type: ignore[method-assign, assignment]
+    replace_attribute("untyped_storage", lambda _: _untyped_storage)
+    replace_attribute("data_ptr", lambda _: _data_ptr)
     for name in _METHODS:
-        setattr(DTensor, name, _refusing(name))
+        replace_attribute(name, partial(_refusing, name))
 
 
 class _StorageOfDTensor(torch.UntypedStorage):
@@ -76,7 +76,7 @@ def _data_ptr(self: DTensor) -> int:
     raise _error("data_ptr()", describe([self]))
 
 
-def _refusing(name: str) -> Callable[..., Any]:
+def _refusing(name: str, _: Any) -> Callable[..., Any]:
     def refuse(self: DTensor, *args: Any, **options: Any) -> Any:
         raise _error(f"{name}()", describe([self]))
 

@@ -9,7 +9,7 @@ torch.compile traces what is here; but for that it runs outside of graphs only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, wraps
+from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..graph_hooks import leaf_nodes
 from ..owners import Owned, all_states, sharded_owner
 from .full_tensor import owner_of
 from .own_numbers import refuse_own_numbers
+from .switches import is_on, switched
 
 _FREED = (
     "in a graph that an earlier backward built (create_graph=True), with another backward and a forward of the model "
@@ -29,13 +30,13 @@ _FREED = (
 )
 
 
-@cache
 def accept_sharded_inputs() -> None:
     """From now on `backward` computes gradients of sharded parameters among its `inputs`, and `grad` refuses to; and a
     function that waits for the gradients of several of them is called.
     """
-    torch.autograd.backward = _with_full_inputs(torch.autograd.backward)
-    torch.autograd.grad = _without_full_inputs(torch.autograd.grad)
+    backward, grad = torch.autograd.backward, torch.autograd.grad
+    torch.autograd.backward = switched("inputs", backward, _with_full_inputs(backward))
+    torch.autograd.grad = switched("inputs", grad, _without_full_inputs(grad))
     torch_compat.find_accumulators_of(_full_of)
 
 
@@ -145,6 +146,8 @@ def _leaf_nodes(outputs: Any) -> Iterator[Any]:
 
 def _full_of(tensor: Tensor) -> Tensor:
     """What stands in the graph of a forward for `tensor`."""
+    if not is_on("inputs"):
+        return tensor
     return next((owned.param.full for owned in _owned([tensor])), tensor)
 
 

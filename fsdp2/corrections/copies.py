@@ -5,30 +5,36 @@ Gradients do, which are reduced together. Their copies have memory of their own,
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..dtensor_compat import local_of
+from ..sharded_dtensor import replace_attribute
 
 
-@cache
 def copy_gradients() -> None:
-    """From now on these can be deep-copied, pickled and saved."""
-    DTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign, assignment]
-    DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign, assignment]
+    """These can be deep-copied, pickled and saved."""
+    replace_attribute("__deepcopy__", _deepcopying)
+    replace_attribute("__reduce_ex__", _reducing)
 
 
-def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
-    if id(self) in memo or not _lies_in_more(self):
-        return Tensor.__deepcopy__(self, memo)
-    return memo.setdefault(id(self), self.clone())
+def _deepcopying(plainly: Callable[..., Any]) -> Callable[..., Any]:
+    def deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
+        if id(self) in memo or not _lies_in_more(self):
+            return plainly(self, memo)
+        return memo.setdefault(id(self), self.clone())
+
+    return deepcopy
 
 
-def _reduce(self: DTensor, protocol: Any) -> Any:
-    return Tensor.__reduce_ex__(self.clone() if _lies_in_more(self) else self, protocol)
+def _reducing(plainly: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce(self: DTensor, protocol: Any) -> Any:
+        return plainly(self.clone() if _lies_in_more(self) else self, protocol)
+
+    return reduce
 
 
 def _lies_in_more(tensor: DTensor) -> bool:

@@ -8,7 +8,7 @@ that all operations use; so an assignment does nothing, without a word.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,20 +17,27 @@ from torch.distributed.tensor import DTensor
 
 from .. import dtensor_compat, torch_compat
 from ..owners import sharded_owner
+from ..sharded_dtensor import replace_attribute
 from ..versions import sharded_in, share_count
 
 _PLAIN: Any = torch.Tensor.data
 
 
-@cache
 def follow_data() -> None:
-    """From now on `.data` of a DTensor can be assigned another DTensor, and that of a sharded parameter a whole tensor,
-    of which it keeps its part, as `vector_to_parameters` does; and counts what is written to it, as does the local
-    tensor of what is a view of one. Nothing else changes for users.
+    """`.data` of a ShardedDTensor can be assigned another DTensor, and that of a sharded parameter a whole tensor,
+    of which it keeps its part, as `vector_to_parameters` does; and counts what is written to it.
     """
-    DTensor.data = property(_get, _set)  # type: ignore[assignment]
-    DTensor.to_local = _counted(DTensor.to_local)  # type: ignore[method-assign]
-    DTensor.detach = _outside_inference(DTensor.detach)
+    replace_attribute("data", lambda _: property(_get, _set))
+
+
+def count_local_writes() -> None:
+    """What is written to the local tensor of a view of a sharded parameter counts as written to that."""
+    replace_attribute("to_local", _counted)
+
+
+def detach_in_inference() -> None:
+    """A view, also in inference mode, of what was made outside it: state dicts have such. Torch has an error there."""
+    replace_attribute("detach", _outside_inference)
 
 
 def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -43,8 +50,6 @@ def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _outside_inference(detach: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A view, also in inference mode, of what was made outside it: state dicts have such. Torch has an error there."""
-
     @wraps(detach)
     def detached(self: DTensor) -> Tensor:
         if not torch.is_inference_mode_enabled():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, wraps
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import nn
 from .. import torch_compat
 from ..owners import owners_by_id
 from ..when_imported import when_imported
+from .switches import switched
 
 
-@cache
 def refuse_ddp_around() -> None:
     """From now on DDP raises an error that says what to do, where torch has one about views of DTensors."""
     when_imported("torch.nn.parallel.distributed", _guard)
@@ -29,7 +29,7 @@ def _guard(imported: ModuleType) -> None:
             _check(module)
         init(self, module, *args, **options)
 
-    ddp.__init__ = checked
+    ddp.__init__ = switched("ddp-around", init, checked)
 
 
 def _check(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ..comm import broadcast_over, moves_data
-from ..dtensor_compat import argument_names, call_unhandled, cut, handle_operations, local_of, whole_of
+from ..dtensor_compat import argument_names, cut, local_of, whole_of
+from ..sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten
 _DRAW_IN_PLACE = (
@@ -44,9 +45,8 @@ _DRAW_FROM = (
 )
 
 
-@cache
 def draw_like_plain_tensors() -> None:
-    """From now on what draws random values into a DTensor on a mesh of CPUs, or for one like it, gives each rank its
+    """What draws random values into a ShardedDTensor on a mesh of CPUs, or for one like it, gives each rank its
     part of what a plain tensor would get from the same seed, for any number of ranks. What ranks hold alike is drawn
     alike, whatever their seeds: from the generator of the first of them.
 

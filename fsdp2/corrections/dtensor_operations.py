@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..dtensor_compat import (
     FINDS_PLACES,
     argument_names,
-    call_unhandled,
     cut,
     dtensor,
     dtensor_spec,
-    handle_operations,
-    handler_of,
     is_strided,
     local_if_any,
     local_of,
@@ -31,9 +28,10 @@ from ..dtensor_compat import (
     whole_of,
     without_parts,
 )
+from ..sharded_dtensor import call_unhandled, handle_operations, handler_of
 from ..tree import map_tensors, tensors_in
-from .foreach_operations import operate_on_lists, specs_of
-from .partial_results import use_whole_results, write_in_place
+from .foreach_operations import specs_of
+from .partial_results import write_in_place
 
 _aten = torch.ops.aten
 # Steps of which torch has no rule for DTensors.
@@ -44,9 +42,9 @@ _FUSED = (
     _aten._fused_sgd_.tensor_lr,
 )
 _NEW = (_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default)
-_IN_PLACE = (_aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
-_ACCUMULATE = (
-    *(_aten.add_.Tensor, _aten.copy_.default, _aten.lerp_.Scalar),
+_IN_PLACE = (
+    *(_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
+    *(_aten.copy_.default, _aten.lerp_.Scalar),
     *(_aten.addcmul_.default, _aten.addcdiv_.default),
     *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
 )
@@ -79,44 +77,55 @@ _MEAN_LOSSES = {
 }
 
 
-@cache
-def compute_like_plain_tensors() -> None:
-    """From now on these do with DTensors what they do with plain tensors.
-
-    - `mse_loss` and its kin are the mean over all elements, also where ranks hold different numbers of them. Torch
-      takes the mean of the ranks' means.
-    - Extremes, and norms that are such, of parameters of which some ranks hold nothing are those of all elements. Torch
-      raises on these ranks, and the others wait. Their places are those in the whole; torch 2.11's in a rank's part.
-    - `item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
-      p.isnan().any():`, which all ranks come to, takes all parts together. Torch takes this rank's for the whole. Of a
-      sharded parameter of one element, all ranks read it, as all must. Torch raises on those that don't hold it.
-    - `torch.distributed`'s collectives raise an error that says what to do.
-    - foreach operations are possible where plain tensors are among DTensors, and count: see `operate_on_lists`. So are
-      norms.
-    - `total += p.norm()` of a plain total raises an error that says what to do.
-    - Reductions over the dims `()` are those over all dims, as the gradients of extremes have them. Torch reduces each
-      rank's part, and takes the results for parts of the whole.
-    - `p.select(-1, 0)` has a gradient. Torch takes a negative dim for another one.
-    - `dist` is the norm of the difference. Torch raises on ranks that hold nothing, and the others wait.
-    - What is cut along one dim by two axes of a mesh, unevenly, can be written to.
-    - SGD and Adagrad with `fused=True`, Rprop, Muon on fewer rows than ranks, and `p[mask] = number` work.
-    """
-    operate_on_lists()
-    use_whole_results()
+def put_by_masks() -> None:
+    """`p[mask] = number` is possible."""
     handle_operations([_aten.index_put_.default], _put)
     handle_operations([_aten.index_fill_.int_Scalar], _fill_places)
+
+
+def write_uneven_shards() -> None:
+    """What is cut along one dim by two axes of a mesh, unevenly, can be written to, and so can fewer rows than ranks;
+    `total += p.norm()` of a plain total raises an error that says what to do.
+    """
     handle_operations(_IN_PLACE, _write)
-    handle_operations(_ACCUMULATE, _accumulate)
     handle_operations(_NEW, _new)
+
+
+def average_losses() -> None:
+    """`mse_loss` and its kin are the mean over all elements, also where ranks hold different numbers of them."""
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten.binary_cross_entropy_with_logits.default], _mean_loss)
+
+
+def find_extremes() -> None:
+    """Extremes, and norms that are such, of parameters of which some ranks hold nothing are those of all elements.
+    Their places are those in the whole; torch 2.11's are in a rank's part.
+    """
     handle_operations(_EXTREMES, _extreme)
+
+
+def reduce_over_all_dims() -> None:
+    """Reductions over the dims `()` are those over all dims, as the gradients of extremes have them."""
     for op in _OVER_DIMS:
         handle_operations([op], partial(_over_all_dims, handler_of(op)))
+
+
+def select_backward() -> None:
+    """`p.select(-1, 0)` has a gradient. Torch takes a negative dim for another one."""
     handle_operations([_aten.select_backward.default], _select_backward)
-    handle_operations([_aten.dist.default], _dist)
+
+
+def read_numbers() -> None:
+    """`item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
+    p.isnan().any():`, which all ranks come to, takes all parts together. Of a sharded parameter of one element, all
+    ranks read it, as all must.
+    """
     handle_operations([_aten._local_scalar_dense.default], _item)
+
+
+def refuse_collectives() -> None:
+    """`torch.distributed`'s collectives raise an error that says what to do."""
     collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
     handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
 
@@ -137,11 +146,6 @@ def _over_all_dims(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], 
 def _select_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gradient, shape, dim, *rest = args
     return call_unhandled(op, (gradient, shape, dim % len(shape), *rest), kwargs)
-
-
-def _dist(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first, second, *order = args
-    return _aten.linalg_vector_norm.default(first - second, *order)
 
 
 def _mean_loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -232,11 +236,6 @@ def _fill_places(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    refuse_plain_target(op, args[0])
-    return args[0] if _write_alike(op, args, kwargs) else write_in_place(op, args, kwargs)
-
-
 def _write_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Do `op` on local tensors, if all operands are distributed alike, and whole: what happens to an element happens to
     it there. To plan that takes DTensor longer than to compute. Return whether it was done.
@@ -251,7 +250,7 @@ def _write_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return True
 
 
-def _accumulate(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is distributed in another way is brought to the target's, if torch may not: some ranks hold nothing, or two
     axes cut the same dim.
     """

@@ -5,7 +5,6 @@ parameters, buffers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from ..dtensor_compat import (
     DTensorSpec,
-    call_unhandled,
     dtensor,
     dtensor_spec,
-    handle_operations,
     local_if_any,
     spec_of,
 )
+from ..sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten
 # What an element of their results is made of is not one element only.
@@ -30,9 +28,8 @@ _OTHERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm")
 _FUSED = ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
 
 
-@cache
 def operate_on_lists() -> None:
-    """From now on these are possible where plain tensors are among DTensors, as in an optimizer's step; and those in
+    """These are possible where plain tensors are among ShardedDTensors, as in an optimizer's step; and those in
     place show in the DTensors' versions, as those on plain tensors do.
     """
     names = [name for name in dir(torch) if name.startswith("_foreach_") and name not in _OTHERS]

@@ -6,7 +6,8 @@ gradient, though their losses differ. In code that torch.compile has traced it s
 
 from __future__ import annotations
 
-from functools import cache, wraps
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,17 +18,19 @@ from ..graph_hooks import leaf_nodes
 from ..headers import Label
 from ..modes import hides_modes
 from ..owners import Owned, all_states, sharded_owner
+from ..sharded_dtensor import as_sharded, replace_attribute
 from ..small_collectives import all_reduce_over
 from .own_numbers import refuse_own_numbers
 
 
-@cache
 def average_in_full_tensor() -> None:
-    """From now on gradients through `DTensor.full_tensor` are averaged over the ranks that share the parameter, whether
+    """Gradients through `full_tensor` of a ShardedDTensor are averaged over the ranks that share the parameter, whether
     it is one that fully_shard has sharded, or is computed of such only.
     """
-    plainly = DTensor.full_tensor
+    replace_attribute("full_tensor", _averaging)
 
+
+def _averaging(plainly: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(plainly)
     def full_tensor(self: DTensor, **options: Any) -> Tensor:
         whole = plainly(self, **options)
@@ -39,7 +42,7 @@ def average_in_full_tensor() -> None:
                 whole.register_hook(_Average(owner))
         return whole
 
-    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
+    return full_tensor
 
 
 def owner_of(tensor: DTensor) -> Owned | None:
@@ -72,7 +75,8 @@ class _DistributedLike:
 
     def __call__(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
-            each if each is None else each.redistribute(placements=self._placements).contiguous() for each in gradients
+            each if each is None else as_sharded(each).redistribute(placements=self._placements).contiguous()
+            for each in gradients
         )
 
 

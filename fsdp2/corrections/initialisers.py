@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..dtensor_compat import (
-    call_unhandled,
     cut,
     follow_local,
-    handle_operations,
-    handler_of,
     local_of,
     set_local,
 )
+from ..sharded_dtensor import call_unhandled, handle_operations, handler_of
 from ..small_collectives import all_reduce_over
 from ..versions import sharded_in
 
@@ -26,9 +24,8 @@ _aten = torch.ops.aten
 _TURNS = {_aten.t_.default: _aten.t.default, _aten.transpose_.default: _aten.transpose.int}
 
 
-@cache
 def initialise_like_plain_tensors() -> None:
-    """From now on every function of `torch.nn.init` gives a sharded parameter the values of a plain one, on a mesh of
+    """Every function of `torch.nn.init` gives a sharded parameter the values of a plain one, on a mesh of
     CPUs from the same seed (see draws.py).
 
     - `eye_` writes this rank's part. Torch writes the whole to each part.

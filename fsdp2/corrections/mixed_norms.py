@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import torch_compat
+from ..sharded_dtensor import ShardedDTensor
+from .switches import switched
 
 
-@cache
 def refuse_mixed_norms() -> None:
     """From now on. Torch can't stack norms of several meshes, or plain ones beside distributed ones."""
     torch_compat.wrap_total_norm(_refusing)
@@ -22,11 +23,12 @@ def _refusing(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(total_norm)
     def refusing(tensors: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if len({each.device_mesh if isinstance(each, DTensor) else None for each in tensors}) > 1:
+        meshes = {each.device_mesh if isinstance(each, DTensor) else None for each in tensors}
+        if len(meshes) > 1 and any(isinstance(each, ShardedDTensor) for each in tensors):
             raise RuntimeError(
                 "torch can't find the norm of gradients on several meshes, or of plain ones beside sharded ones. "
                 "Call fsdp2.clip_grad_norm_(parameters, max_norm): it returns the norm, too."
             )
         return total_norm(tensors, *args, **options)
 
-    return refusing
+    return switched("mixed-norms", total_norm, refusing)

@@ -8,7 +8,7 @@ which a handler would slow down, the operators of Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from .. import dtensor_compat
 from ..dtensor_compat import local_of
 from ..owners import all_states
+from ..sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
 from ..tree import tensors_in
 from ..versions import sharded_in
 from .foreach_operations import overloads
 from .full_tensor import owner_of
-from .parts import Part
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "pow")
 _OPERATIONS = (
@@ -40,27 +40,29 @@ _OPERATIONS = (
 )
 
 _UNKNOWN = "a DTensor"
+# What torch says of an operation for which DTensor has no rule, or none that fits.
+_LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
 
-@cache
 def explain_mixed_operands() -> None:
     """From now on the errors of these begin with the parameter's name, if an operand is one, or its gradient, and with
     what to do. So do those of operations that DTensor has no rule for.
     """
     for each in _OPERATORS:
         name, reflected = f"__{each}__", f"__r{each}__"
-        setattr(DTensor, name, _explained_operator(name, getattr(DTensor, name)))
-        setattr(DTensor, reflected, _reflected(name, _explained_operator(reflected, getattr(DTensor, reflected))))
-    for op in overloads(_OPERATIONS):
-        dtensor_compat.handle_operations([op], partial(_explained, dtensor_compat.handler_of(op)))
-    dtensor_compat.explain_plans(_explain_lack)
+        replace_attribute(name, partial(_explained_operator, name))
+        replace_attribute(reflected, partial(_reflected, name))
+    if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
+        for op in overloads(_OPERATIONS):
+            handle_operations([op], partial(_explained, handler_of(op)))
+    explain_errors(_explain)
 
 
-def _reflected(name: str, plainly: Callable[..., Any]) -> Callable[..., Any]:
+def _reflected(name: str, reflected: Callable[..., Any]) -> Callable[..., Any]:
     """With what Python would call next, of the plain tensor at the left. Its error is explained, too, unless the
     DTensor is a user's own.
     """
-    of_left = getattr(Tensor, name)
+    of_left, plainly = getattr(Tensor, name), _explained_operator(name, reflected)
 
     @wraps(plainly)
     def operate(self: DTensor, other: Any) -> Any:
@@ -97,7 +99,15 @@ def _explained(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwar
         raise
 
 
-def _explain_mixed(error: RuntimeError, name: str, operands: Iterable[Any]) -> None:
+def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    text = str(error)
+    if "mixed torch.Tensor and DTensor" in text:
+        _explain_mixed(error, op._schema.name.removeprefix("aten::"), tensors_in(args, kwargs))
+    elif "Torch says" not in text and any(each in text for each in _LACKS):
+        _explain_lack(error, op, args, kwargs)
+
+
+def _explain_mixed(error: Exception, name: str, operands: Iterable[Any]) -> None:
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text and "Torch says" not in text:
         error.args = (
@@ -123,8 +133,8 @@ def describe(operands: Iterable[Any]) -> str:
     nothing.
     """
     first = next(each for each in operands if isinstance(each, DTensor))
-    while isinstance(first, Part):
-        first = first._base_of
+    while (base := vars(first).get("_base_of")) is not None:
+        first = base
     param, owner = sharded_in(local_of(first)), owner_of(first)
     if param is not None or owner is not None:
         return (param or owner.param).name  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ Torch leaves them plain, those of scalars in `set_optimizer_state_dict`, too, an
 
 from __future__ import annotations
 
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -15,12 +15,12 @@ from torch.optim.optimizer import Optimizer
 from ..dtensor_compat import dtensor
 from ..owners import sharded_owner
 from ..param import FSDPParam
+from .switches import switched
 
 # Of which torch's optimizers have one number for each parameter, of whatever shape.
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
-@cache
 def cut_loaded_states() -> None:
     """From now on each rank keeps its part of a whole state that is loaded. All must load the same."""
     plainly = Optimizer.load_state_dict
@@ -32,7 +32,7 @@ def cut_loaded_states() -> None:
             if isinstance(param, DTensor) and isinstance(state, dict):
                 _cut(param, state)
 
-    Optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+    Optimizer.load_state_dict = switched("optimizer-states", plainly, load_state_dict)  # type: ignore[method-assign]
 
 
 def _cut(param: DTensor, state: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -22,19 +22,23 @@ from ..comm import moves_data
 from ..guards.partial_settings import CheckedSettings, common_divisor
 from ..modes import hides_modes
 from ..owners import sharded_owner
-from ..param import SHARDED_AS, names_of_full
+from ..param import SHARDED_AS, FSDPParam, names_of_full
+from ..sharded_dtensor import ShardedDTensor
 from ..small_collectives import all_reduce_over
 from ..state import FSDPState, data_mesh_of, some_of
+from .switches import is_on
 
 
 class _Seen(NamedTuple):
-    """How many parameters an optimizer had when it was looked at, the states whose parameters were among them, and
-    whether their settings have been checked.
+    """What an optimizer had when it was looked at: how many parameters, and how many there were of sharded modules in
+    all; the states whose parameters were among them, and whether their settings have been checked; whether it steps
+    what is no parameter of a sharded module any more, or unsharded ones.
     """
 
-    num_params: int
+    counts: tuple[int, int]
     states: list[ref[FSDPState]]
     settings: CheckedSettings
+    has_stale: bool
 
     def alive(self) -> list[FSDPState]:
         return [state for each in self.states if (state := each()) is not None]
@@ -43,7 +47,6 @@ class _Seen(NamedTuple):
 _seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
 
 
-@cache
 def follow_optimizer_steps() -> None:
     """From now on a step shows in the versions of the DTensors that it changes, and raises if it can't change anything.
     And what a closure returns is averaged over the ranks: who searches along a line goes equally far on all.
@@ -63,6 +66,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         RuntimeError: gradients are still on their way; or settings reach only a part of the model.
     """
     seen = _look_at(optimizer)
+    if not seen.states or not is_on("optimizer-steps"):
+        return None
     states = seen.alive()
     if isinstance(optimizer, Adafactor) and states:
         raise NotImplementedError(
@@ -96,9 +101,10 @@ def _look_at(optimizer: Optimizer) -> _Seen:
     """Finds the states whose parameters it steps on. If it is new, has ranks look after trainable plain parameters that
     it has beside them, and that each rank steps on as it likes.
     """
-    params = _params_of(optimizer)
+    counts = sum(len(group["params"]) for group in optimizer.param_groups), FSDPParam.made
     seen = _seen.get(optimizer)
-    if seen is None or seen.num_params != len(params):
+    if seen is None or seen.counts != counts:
+        params = _params_of(optimizer)
         owners = (sharded_owner(param) for param in params if isinstance(param, DTensor))
         states = [*dict.fromkeys(owner.state for owner in owners if owner is not None)]
         plain = {i: each for i, each in enumerate(params) if not isinstance(each, DTensor) and each.grad is not None}
@@ -108,7 +114,8 @@ def _look_at(optimizer: Optimizer) -> _Seen:
         # A step in backward is one of a few parameters, of the same model.
         in_backward = seen is not None and states and states[0].group.gradients.steps.stepper is not None
         settings = seen.settings if seen is not None and in_backward else CheckedSettings()
-        seen = _seen[optimizer] = _Seen(len(params), [ref(state) for state in states], settings)
+        has_stale = any(SHARDED_AS in vars(param) or names_of_full(param) for param in params)
+        seen = _seen[optimizer] = _Seen(counts, [ref(state) for state in states], settings, has_stale)
     return seen
 
 
@@ -135,9 +142,12 @@ def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
 
 @hides_modes
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    seen = _look_at(optimizer)
+    if not (seen.states or seen.has_stale) or not is_on("optimizer-steps"):
+        return
     params = _params_of(optimizer)
-    increment_version([param for param in params if isinstance(param, DTensor) and param.grad is not None])
-    for state in _look_at(optimizer).alive():
+    increment_version([param for param in params if isinstance(param, ShardedDTensor) and param.grad is not None])
+    for state in seen.alive():
         if state.group.faces.installed and not state.running and not state.context.in_backward:
             state.group.unshard_again()  # behind unshard(): whoever reads them next finds the new ones
     kind = type(optimizer).__name__

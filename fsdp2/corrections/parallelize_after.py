@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, distribute_module
 
 from ..owners import sharded_owner
 from ..when_imported import when_imported
+from .switches import switched
 
 
-@cache
 def refuse_parallelize_after() -> None:
     """From now on parallelize_module, and distribute_module, say what to do where torch speaks of device meshes."""
     _check_in(distribute_module.__globals__)
@@ -33,4 +33,4 @@ def _check_in(names: dict[str, Any]) -> None:
         distributed: DTensor = distribute(tensor, *args, **options)
         return distributed
 
-    names["distribute_tensor"] = checked
+    names["distribute_tensor"] = switched("parallelize-after", distribute, checked)

@@ -5,24 +5,21 @@ the whole. Some operations take the parts for it, without a word.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..dtensor_compat import (
-    DIVIDES_BY_PARTS,
-    call_unhandled,
     dtensor,
     dtensor_spec,
-    handle_operations,
     local_of,
     parts_of,
     set_parts,
     whole_of,
     without_parts,
 )
+from ..sharded_dtensor import call_unhandled, handle_operations
 from .foreach_operations import overloads, specs_of
 
 _aten = torch.ops.aten
@@ -41,23 +38,31 @@ _ADDING = (_aten.add_.Tensor, _aten.sub_.Tensor, _aten.copy_.default)
 _SCALING = (_aten.mul_.Tensor, _aten.div_.Tensor)
 
 
-@cache
-def use_whole_results() -> None:
-    """From now on.
-
-    - `any()` and `all()` are whole at once. Torch counts the ranks that have found one.
-    - Norms are whole before they are summed. Torch takes norms of the ranks' sums.
-    - What is stacked or concatenated is whole before, unless all are parts of the same kind. Torch makes parts of norms
-      of all of them, which have no sign.
-    - What is divided by is whole before. Torch 2.11 divides by the ranks' parts, also in gradients of extremes.
-    - What is written in place to parts is written to the whole. Torch fills each part; or refuses.
-    """
+def find_whole_truths() -> None:
+    """`any()` and `all()` are whole at once. Torch counts the ranks that have found one."""
     handle_operations(_TRUTHS, _find)
+
+
+def sum_whole_norms() -> None:
+    """Norms are whole before they are summed. Torch takes norms of the ranks' sums."""
     handle_operations(_SUMS, _sum)
+
+
+def join_whole_parts() -> None:
+    """What is stacked or concatenated is whole before, unless all are parts of the same kind. Torch makes parts of
+    norms of all of them, which have no sign.
+    """
     handle_operations(_JOINS, _join)
+
+
+def divide_by_whole() -> None:
+    """What is divided by is whole before. Torch 2.11 divides by the ranks' parts, also in gradients of extremes."""
+    handle_operations([_aten.div.Tensor], _divide)
+
+
+def write_whole_parts() -> None:
+    """What is written in place to parts is written to the whole. Torch fills each part; or refuses."""
     handle_operations([_aten.fill_.Scalar], _fill)
-    if DIVIDES_BY_PARTS:
-        handle_operations([_aten.div.Tensor], _divide)
     handle_operations(overloads(_IN_PLACE), write_in_place)
 
 

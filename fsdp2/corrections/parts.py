@@ -8,7 +8,7 @@ cleared. Ours know what they are parts of, and write there, as views of plain te
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import dtensor_compat
 from ..dtensor_compat import local_of, set_local, spec_of
-from ..once import once
+from ..sharded_dtensor import ShardedDTensor, call_unhandled, handle_operations, handler_of
 from ..tree import map_tensors, tensors_in
 from .local_copies import LocalCopy, memory_of, version_of
 
@@ -39,22 +39,25 @@ _VIEWS = (
 View = Callable[[Tensor], Tensor]
 
 
-@cache
 def write_through_parts() -> None:
     """From now on writing to a part of a DTensor writes to the DTensor, and `p[...] = 0` is possible. It gathers the
     whole on every rank, each of which must do it, as each must to take the part.
     """
-    dtensor_compat.handle_operations(_VIEWS, _take_part)
-    dtensor_compat.handle_operations([_aten.view.default], _reshape)
-    dtensor_compat.handle_operations([_aten.detach.default, _aten.alias.default], _share)
-    dtensor_compat.handle_operations([_aten.fill_.Tensor], _fill)
+    handle_operations(_VIEWS, _take_part)
+    handle_operations([_aten.view.default], _reshape)
+    handle_operations([_aten.detach.default, _aten.alias.default], _share)
+    handle_operations([_aten.fill_.Tensor], _fill)
+    global _are_dispatched_to
+    _are_dispatched_to = dtensor_compat.DISPATCHES_TO_SUBCLASSES
 
 
+# Whether operations on parts are sent to them: torch 2.11 has to be told, when there is one.
+_are_dispatched_to = True
 # All of them, by identity.
 _parts: WeakValueDictionary[int, Part] = WeakValueDictionary()
 
 
-class Part(DTensor):
+class Part(ShardedDTensor):
     """`view(base)`, of which each rank holds a copy."""
 
     _base_of: DTensor
@@ -66,7 +69,7 @@ class Part(DTensor):
         part = cast(Part, dtensor_compat.new_dtensor(cls, local_of(copied), spec_of(copied)))
         part._base_of, part._view_of, part._version_of = base, view, version_of(_root(base))
         _parts[id(part)] = part
-        if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
+        if not _are_dispatched_to:
             _dispatch_to_parts()
         return part
 
@@ -127,7 +130,7 @@ def _take_part(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _take_alike(op, args, kwargs)
     if op is _aten.unbind.int and Shard([*args[1:], 0][0] % base.dim()) in base.placements:
         return _unbind_rows(op, args, kwargs)
-    result = dtensor_compat.call_unhandled(op, args, kwargs)
+    result = call_unhandled(op, args, kwargs)
     return _as_parts(result, base, op, args, kwargs) if _has_parts(base) else result
 
 
@@ -150,7 +153,7 @@ def _unbind_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _share(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same for `detach()`, of any DTensor, for torch takes longer."""
     if dtensor_compat.is_masked(args[0]):
-        return dtensor_compat.call_unhandled(op, args, kwargs)
+        return call_unhandled(op, args, kwargs)
     return dtensor_compat.dtensor(op(local_of(args[0])), spec_of(args[0]))
 
 
@@ -158,7 +161,7 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`p.view(-1)`: the rows of all ranks are no shards of it, unless each has as many. Torch refuses to, or copies."""
     base = args[0]
     try:
-        result = dtensor_compat.call_unhandled(op, args, kwargs)
+        result = call_unhandled(op, args, kwargs)
         return _as_parts(result, base, op, args, kwargs) if _has_parts(base) else result
     except RuntimeError:  # of planning: on every rank
         if not _has_parts(base) or any(each.is_partial() for each in base.placements):
@@ -173,7 +176,7 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _has_parts(base: DTensor) -> bool:
     """Not if it is an activation, of which autograd keeps what is written; what torch.compile traces is no memory."""
     is_activation = torch.is_grad_enabled() and base.grad_fn is not None
-    return type(base) is DTensor and not is_activation and type(local_of(base)) is Tensor
+    return type(base) in (DTensor, ShardedDTensor) and not is_activation and type(local_of(base)) is Tensor
 
 
 def _as_parts(result: Any, base: DTensor, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,11 +207,12 @@ def _count_distributed(tensor: DTensor) -> int:
     return sum(not each.is_replicate() for each in spec_of(tensor).placements)
 
 
-@once
 def _dispatch_to_parts() -> None:
-    """Torch 2.11 sends operations on parts where those on any DTensor go. What is only read is not renewed there."""
+    """torch 2.11 sends operations on parts where those on any DTensor go. What is only read is not renewed there."""
+    global _are_dispatched_to
+    _are_dispatched_to = True
     for op in dtensor_compat.views_and_writes():
-        dtensor_compat.handle_operations([op], partial(_parts_first, dtensor_compat.handler_of(op)))
+        handle_operations([op], partial(_parts_first, handler_of(op)))
 
 
 def _parts_first(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,11 +225,13 @@ def _parts_first(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kw
 
 
 def _plain(tensor: Any) -> Any:
-    """A DTensor of torch's that is in the memory of a part, which has the values of what it is part of."""
+    """What is in the memory of a part, which has the values of what it is part of, and is none itself."""
     if not isinstance(tensor, Part):
         return tensor
     _catch_up(tensor)
-    return dtensor_compat.dtensor(local_of(tensor), spec_of(tensor))
+    copied: Any = dtensor_compat.new_dtensor(ShardedDTensor, local_of(tensor), spec_of(tensor))
+    copied._base_of = tensor._base_of  # for errors
+    return copied
 
 
 def _catch_up(part: Part) -> None:
@@ -346,6 +352,6 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, value = args
     dtensor_compat.refuse_plain_target(op, target)
     if any(each.is_partial() for each in target.placements):
-        return dtensor_compat.call_unhandled(op, args, kwargs)
+        return call_unhandled(op, args, kwargs)
     local_of(target).fill_(dtensor_compat.whole_of(value) if isinstance(value, DTensor) else value)
     return target

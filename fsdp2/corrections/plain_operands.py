@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..sharded_dtensor import replace_attribute
 from .full_tensor import owner_of
 from .own_numbers import differ
 
 _OPERATORS = ("add", "sub", "mul", "truediv")
 
 
-@cache
 def meet_plain_numbers() -> None:
     """From now on these operators, between a plain tensor of no dims and a DTensor that is computed of sharded
     parameters, return plain tensors, where the former has a graph, or other values on other ranks; with grad enabled.
     """
     for name in _OPERATORS:
         function, plainly, reflected = getattr(operator, name), f"__{name}__", f"__r{name}__"
-        setattr(DTensor, plainly, _beside(function, getattr(DTensor, plainly)))
-        setattr(DTensor, reflected, _behind(function, getattr(DTensor, reflected)))
+        replace_attribute(plainly, partial(_beside, function))
+        replace_attribute(reflected, partial(_behind, function))
 
 
 def _beside(function: Callable[..., Any], plainly: Callable[..., Any]) -> Callable[..., Any]:

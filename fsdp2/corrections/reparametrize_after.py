@@ -7,7 +7,7 @@ attribute; or nothing, until the next forward misses the parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, wraps
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import nn
 
 from ..owners import owners_by_id, sharded_owner
 from ..when_imported import when_imported
+from .switches import is_on
 
 
-@cache
 def refuse_reparametrization_after() -> None:
     """From now on torch.nn.utils' prune and parametrize say what to do."""
     when_imported("torch.nn.utils.prune", _check_pruning)
@@ -47,7 +47,7 @@ def _refuse_pruning(places: Iterable[tuple[nn.Module, str]]) -> None:
     Raises:
         RuntimeError: a sharded parameter stands in one of them. A full one may be pruned, if that is made permanent.
     """
-    for module, name in places:
+    for module, name in places if is_on("reparametrize-after") else ():
         param = module._parameters.get(name)
         owner = None if param is None else sharded_owner(param)
         if owner is not None:
@@ -76,6 +76,8 @@ def _refuse_change(what: str, module: nn.Module, name: str) -> None:
     Raises:
         RuntimeError: fully_shard manages the parameter, or those that it is computed of.
     """
+    if not is_on("reparametrize-after"):
+        return
     originals = getattr(module, "parametrizations", {})
     params = [module._parameters.get(name), *(originals[name].parameters(False) if name in originals else ())]
     owners = owners_by_id()

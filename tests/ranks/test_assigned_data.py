@@ -14,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp2
 from helpers import assert_same, full, run_checks
@@ -165,21 +163,12 @@ def test_data_assigned_while_unsharded_is_refused_and_dropped(world_size: int) -
     run_checks(world_size, [(name, partial(check, *case)) for name, case in zip(names, chosen, strict=True)])
 
 
-def test_data_assigned_to_replicas_and_to_parts_of_tensor_parallelism_is_refused() -> None:
+def test_data_assigned_to_replicas_is_refused() -> None:
     def replicas(assign: Assign) -> None:
         torch.manual_seed(0)
         runs(fsdp2.replicate(Net()), assign)
 
-    def parallel() -> None:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        model = parallelize_module(Net(), mesh["tp"], {"middle": ColwiseParallel(output_layouts=None)})
-        fsdp2.fully_shard(model, mesh=mesh["dp"])
-        model.unshard()
-        weight: Any = model.middle.weight
-        weight.data = DTensor.from_local(torch.ones(3, WIDTH), weight.device_mesh, weight.placements)
-        refused(model.reshard)
-
-    run_checks(2, [*((each.__name__, partial(replicas, each)) for each in ASSIGNS), ("parallel", parallel)])
+    run_checks(2, [(each.__name__, partial(replicas, each)) for each in ASSIGNS])
 
 
 def test_a_local_tensor_of_other_rows_is_refused() -> None:

@@ -86,8 +86,8 @@ def replaced_since() -> None:
     model.wide.load_state_dict({"weight": state["wide.weight"], "bias": state["wide.bias"]}, assign=True)
     strangers, lacking = check(model, optimizer)
     assert strangers.names == (
-        "param_groups[0][0], a DTensor (7, 5)",
-        "param_groups[0][1], a DTensor (7,)",
+        "param_groups[0][0], a ShardedDTensor (7, 5)",
+        "param_groups[0][1], a ShardedDTensor (7,)",
     )
     expect([lacking], ("optimizer lacks", ALL[:2], BOTH))
     expect(check(model, sgd(model)))

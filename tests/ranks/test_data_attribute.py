@@ -10,25 +10,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from fsdp2 import fully_shard
-from fsdp2.corrections.data_attribute import follow_data
-from helpers import assert_same, run_checks, run_ranks
+from fsdp2.corrections.table import correct_torch
+from helpers import assert_same, run_checks, run_ranks, sharded
 
 
 def test_data_of_any_dtensor() -> None:
     def body(rank: int, _: int) -> None:
-        follow_data()
+        correct_torch()
         mesh = init_device_mesh("cpu", (2,))
         first, second = torch.arange(5.0), torch.arange(5.0) * 2
-        param = nn.Parameter(distribute_tensor(first, mesh, [Shard(0)]))
+        param = nn.Parameter(sharded(first, mesh, [Shard(0)]))
         kept = param.data
         kept.add_(1)
         assert_same(param.full_tensor(), first + 1, 0, 0, "written")
         assert not kept.requires_grad
 
-        param.data = distribute_tensor(second, mesh, [Shard(0)])
+        param.data = sharded(second, mesh, [Shard(0)])
         assert_same(param.full_tensor(), second, 0, 0, "assigned")
         assert_same(kept.full_tensor(), first + 1, 0, 0, "kept")
         (param * param).sum().backward()
@@ -36,7 +36,7 @@ def test_data_of_any_dtensor() -> None:
         param.grad.data = param.grad.data * 0.5
         assert_same(param.grad.full_tensor(), second, 0, 0, "gradient assigned")
 
-        param.data = distribute_tensor(second.double(), mesh, [Replicate()])
+        param.data = sharded(second.double(), mesh, [Replicate()])
         assert (param.placements, param.dtype) == ((Replicate(),), torch.float64)
         assert_same(param.full_tensor(), second.double(), 0, 0, "of another dtype, distributed otherwise")
         with pytest.raises(TypeError, match=r"global shape \(5,\): expected a DTensor, got Tensor"):
@@ -51,7 +51,7 @@ def test_the_local_tensor_in_a_graph() -> None:
 
     def body(_: int, __: int) -> None:
         fully_shard(nn.Linear(3, 3))(torch.ones(2, 3))  # from then on torch.compile traces little of ours
-        param = nn.Parameter(distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)]))
+        param = nn.Parameter(sharded(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)]))
         compiled = torch.compile(lambda tensor: (2 * tensor).to_local() + 1, fullgraph=True, backend="aot_eager")
         output = compiled(param)
         assert_same(output, 2 * param.to_local() + 1, 0, 0, "compiled")
@@ -78,7 +78,7 @@ def test_what_autograd_has_saved_is_refused_when_any_way_to_it_was_written_to(re
     def check(write: Callable[[nn.Parameter], object], save: Callable[[nn.Parameter], Tensor]) -> None:
         model = fully_shard(nn.Linear(2, 3, bias=False))
         if replaced:
-            model.load_state_dict({"weight": distribute_tensor(torch.ones(3, 2), init_device_mesh("cpu", (2,)))})
+            model.load_state_dict({"weight": sharded(torch.ones(3, 2), init_device_mesh("cpu", (2,)))})
             model.weight.data = model.weight.data.clone()
             model(torch.ones(2))
         loss = save(model.weight)

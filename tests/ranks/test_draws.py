@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp2 import fully_shard
-from fsdp2.corrections.draws import draw_like_plain_tensors
+from fsdp2.corrections.table import correct_torch
 from fsdp2.dtensor_compat import DISPATCHES_TO_SUBCLASSES
-from helpers import assert_same, run_ranks
+from helpers import assert_same, run_ranks, sharded
 
 
 def distributed(whole: Tensor, placement: Any) -> Any:
-    return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [placement], src_data_rank=None)
+    return sharded(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [placement], src_data_rank=None)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -31,7 +31,7 @@ def test_draws_like_a_weight_are_those_like_a_plain_tensor(world_size: int) -> N
     ]
 
     def body(rank: int, _: int) -> None:
-        draw_like_plain_tensors()
+        correct_torch()
         for i, draw in enumerate(draws):
             for placement in (Shard(0), Shard(1), Replicate()):
                 like = distributed(torch.zeros(5, 3, dtype=torch.float64), placement)
@@ -73,7 +73,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_draws_are_those_into_a_plain_tensor(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
-        draw_like_plain_tensors()
+        correct_torch()
         for name, draw in DRAWS.items():
             for placement in (Shard(0), Shard(1), Replicate()):
                 own = distributed(PLAIN.clone(), placement)
@@ -89,11 +89,11 @@ def test_ranks_of_different_seeds_draw_alike_what_they_hold_alike() -> None:
     """What one of them would draw for its replica; and each one's generator goes on as its own."""
 
     def body(rank: int, _: int) -> list[Tensor]:
-        draw_like_plain_tensors()
+        correct_torch()
         mesh, found = init_device_mesh("cpu", (2, 2)), []
         for name, draw in DRAWS.items():
             for placements in ((Replicate(), Shard(0)), (Shard(0), Replicate()), (Replicate(), Replicate())):
-                own = distribute_tensor(PLAIN.clone(), mesh, placements, src_data_rank=None)
+                own = sharded(PLAIN.clone(), mesh, placements, src_data_rank=None)
                 torch.manual_seed(rank)
                 found.append(draw(own).full_tensor())
                 after = torch.get_rng_state()
@@ -130,7 +130,7 @@ def test_draws_into_a_weight_that_two_axes_cut_unevenly(rows: int) -> None:
 
 def test_rrelu_draws_for_plain_tensors_only() -> None:
     def body(rank: int, _: int) -> None:
-        draw_like_plain_tensors()
+        correct_torch()
         own = distributed(PLAIN.clone() - 0.5, Shard(0))
         with pytest.raises(NotImplementedError, match=r"rrelu of a DTensor.*full_tensor"):
             nn.functional.rrelu(own, training=True)

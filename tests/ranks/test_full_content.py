@@ -148,7 +148,8 @@ def parallel(model: Tower) -> None:
 def test_other_kinds_of_full_parameters() -> None:
     def body(_: int, __: int) -> None:
         for shard in (cast, offloaded, parallel):
-            for write in (scaled, assigned):
+            # To assign the `.data` of what tensor parallelism has made does nothing, here as without fsdp2.
+            for write in (scaled, assigned) if shard is not parallel else (scaled,):
                 torch.manual_seed(1)
                 model = Tower()
                 shard(model)

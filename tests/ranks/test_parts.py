@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import dtensor_compat, fully_shard
-from fsdp2.corrections.dtensor_operations import compute_like_plain_tensors
-from fsdp2.corrections.parts import Part, write_through_parts
-from helpers import assert_same, run_ranks
+from fsdp2.corrections.parts import Part
+from fsdp2.corrections.table import correct_torch
+from fsdp2.sharded_dtensor import ShardedDTensor
+from helpers import assert_same, run_ranks, sharded
 
 PLAIN = torch.arange(24, dtype=torch.float64).reshape(6, 4) - 9
 PLACEMENTS = (Shard(0), Shard(1), Replicate())
@@ -93,14 +94,14 @@ WRITES_OF_PLAIN_TENSORS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_what_is_written_to_a_part_is_written(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
-        write_through_parts()
+        correct_torch()
         mesh = init_device_mesh("cpu", (world_size,))
         cases = [(*item, placement) for item in WRITES.items() for placement in PLACEMENTS]
         for name, write, placement in cases + [(*item, Shard(0)) for item in WRITES_OF_PLAIN_TENSORS.items()]:
             torch.manual_seed(1)
             write(plain := PLAIN.clone())
             torch.manual_seed(1)
-            own = nn.Parameter(distribute_tensor(PLAIN.clone(), mesh, [placement]))
+            own = nn.Parameter(sharded(PLAIN.clone(), mesh, [placement]))
             local, version = own.to_local().data_ptr(), own._version
             with torch.no_grad():
                 write(own)
@@ -135,14 +136,14 @@ def test_what_is_written_to_a_view_of_parts_of_numbers_is_written(world_size: in
     """As torch writes it up to 2.13; then it has copies of parts of norms."""
 
     def body(rank: int, _: int) -> None:
-        write_through_parts()
-        compute_like_plain_tensors()
+        correct_torch()
+        correct_torch()
         meshes = [(init_device_mesh("cpu", (world_size,)), [Shard(0)])]
         if world_size == 4:
             meshes.append((init_device_mesh("cpu", (2, 2)), [Shard(0), Replicate()]))
         for mesh, placements in meshes:
             for (name, compute), (kind, view) in itertools.product(NUMBERS.items(), VIEWS_OF_NUMBERS.items()):
-                own = compute(distribute_tensor(PLAIN, mesh, placements, src_data_rank=None))
+                own = compute(sharded(PLAIN, mesh, placements, src_data_rank=None))
                 plain = compute(PLAIN)
                 for numbers in (own, plain):
                     view(numbers).mul_(2)
@@ -157,12 +158,12 @@ def test_what_is_written_to_a_view_of_few_rows_is_written(world_size: int) -> No
     """Torch 2.15 gathers to transpose what some ranks hold nothing of; any does for a view that rows don't fit."""
 
     def body(rank: int, _: int) -> None:
-        write_through_parts()
+        correct_torch()
         mesh = init_device_mesh("cpu", (world_size,))
         for view in (torch.t, lambda t: t.view(t.shape[1], t.shape[0]), lambda t: t.view(-1)):
             for dim, shape in enumerate([(2, 3), (3, 2)]):
                 plain = torch.arange(6.0).reshape(shape)
-                own = distribute_tensor(plain.clone(), mesh, [Shard(dim)], src_data_rank=None)
+                own = sharded(plain.clone(), mesh, [Shard(dim)], src_data_rank=None)
                 for tensor in (own, plain):
                     view(tensor).mul_(2).add_(1)
                 assert_same(own.full_tensor(), plain, 0, 0, f"dim {dim}")
@@ -185,10 +186,10 @@ def test_flat_parameters_of_uneven_shards() -> None:
     """Read, written to, and with gradients, as optimizers and pruning do; of an activation torch's error stays."""
 
     def body(rank: int, _: int) -> None:
-        write_through_parts()
+        correct_torch()
         mesh = init_device_mesh("cpu", (4,))
         tensors = [torch.arange(float(rows * 3)).reshape(rows, 3) for rows in (5, 8, 1)]
-        own = [nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in tensors]
+        own = [nn.Parameter(sharded(each, mesh, [Shard(0)])) for each in tensors]
         plain = [each.clone().requires_grad_() for each in tensors]
         for params in (own, plain):
             flat = nn.utils.parameters_to_vector(params)
@@ -209,14 +210,15 @@ def test_flat_parameters_of_uneven_shards() -> None:
 
 def test_parts_are_read_like_any_dtensor() -> None:
     def body(rank: int, _: int) -> None:
-        write_through_parts()
+        correct_torch()
         mesh = init_device_mesh("cpu", (2,))
         for name, read in READS.items():
-            own = distribute_tensor(PLAIN.clone(), mesh, [Shard(0)])
+            own = sharded(PLAIN.clone(), mesh, [Shard(0)])
             part = own[1:3]
             assert isinstance(part, Part)
             result = read(part)
-            assert type(result) is (Part if name == "a view" else DTensor), name
+            kind = {"a view": Part, "pickled": DTensor}.get(name, ShardedDTensor)
+            assert type(result) is kind, name
             assert_same(of_plain(result), read(PLAIN[1:3]), 0, 0, name)
             own.mul_(3)
             if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
@@ -231,9 +233,9 @@ def test_what_is_written_to_a_local_copy_is_written() -> None:
     """As checkpoints are loaded. A second part has it, too; one that can't know says so."""
 
     def body(rank: int, _: int) -> None:
-        write_through_parts()
+        correct_torch()
         mesh = init_device_mesh("cpu", (2,))
-        own, plain = distribute_tensor(PLAIN.clone(), mesh, [Shard(0)]), PLAIN.clone()
+        own, plain = sharded(PLAIN.clone(), mesh, [Shard(0)]), PLAIN.clone()
         rows, row = own[1:5], own[2]
         rows.to_local()[1:].mul_(2)
         rows.to_local()[0] = 7
@@ -255,9 +257,9 @@ def test_what_is_written_to_a_local_copy_is_written() -> None:
 
 def test_gradients_flow_through_parts() -> None:
     def body(rank: int, _: int) -> None:
-        write_through_parts()
+        correct_torch()
         mesh = init_device_mesh("cpu", (2,))
-        own, plain = nn.Parameter(distribute_tensor(PLAIN, mesh, [Shard(0)])), PLAIN.clone().requires_grad_()
+        own, plain = nn.Parameter(sharded(PLAIN, mesh, [Shard(0)])), PLAIN.clone().requires_grad_()
         for each in (own, plain):
             of_plain((each[1:4] * each[2]).sum() + each[0].square().sum()).backward()
         assert_same(own.grad.full_tensor(), plain.grad, 0, 0, "gradient")
@@ -272,11 +274,11 @@ def test_on_two_axes() -> None:
     """Cut along one dim by each, and with a placement that torch has no way to cut by."""
 
     def body(rank: int, _: int) -> None:
-        write_through_parts()
+        correct_torch()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Shard(0))):
             plain = PLAIN.clone()
-            own = distribute_tensor(PLAIN.clone(), mesh, placements)
+            own = sharded(PLAIN.clone(), mesh, placements)
             for each in (own, plain):
                 each[1].zero_()
                 each[2:4, 1:3] = 5
@@ -328,9 +330,9 @@ def test_activations_are_left_alone() -> None:
     """Autograd knows what is written to them."""
 
     def body(rank: int, _: int) -> None:
-        write_through_parts()
+        correct_torch()
         mesh = init_device_mesh("cpu", (2,))
-        own: Tensor = distribute_tensor(PLAIN.clone(), mesh, [Shard(0)]).requires_grad_()
+        own: Tensor = sharded(PLAIN.clone(), mesh, [Shard(0)]).requires_grad_()
         assert not isinstance((own * 2)[1], Part)
         assert not isinstance(own[:, 1], Part)
 

@@ -55,6 +55,10 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def whole_of(tensor: DTensor) -> Tensor:
+    return tensor.full_tensor()
+
+
 @pytest.mark.parametrize("mesh", ["shards", "replicas"])
 def test_functions_that_meet_a_number_of_a_ranks_own_say_so(mesh: str) -> None:
     """Whose gradients depend on it; and are exact where all ranks have the same."""
@@ -66,7 +70,7 @@ def test_functions_that_meet_a_number_of_a_ranks_own_say_so(mesh: str) -> None:
         own, common = torch.tensor([1.0 + rank // (size // 2), 2.0], dtype=torch.float64).unbind()
         for name, function in FUNCTIONS.items():
             penalty = model.head.weight.norm()
-            for end in (Tensor.backward, DTensor.full_tensor, partial(operator.add, own)):
+            for end in (Tensor.backward, whole_of, partial(operator.add, own)):
                 met = function(own, penalty)
                 with pytest.raises(RuntimeError, match=r"head\.weight: a plain number.*full_tensor\(\)"):
                     end(met)

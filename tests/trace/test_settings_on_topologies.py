@@ -22,7 +22,7 @@ import torch
 from recorder import RecordingComm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp2
 from fsdp2 import (
@@ -37,6 +37,7 @@ from fsdp2 import (
     share_comm_ctx,
 )
 from fsdp2.module import public_methods
+from fsdp2.sharded_dtensor import ShardedDTensor
 from fsdp2.state import states_below
 from helpers import fake_world
 
@@ -390,7 +391,7 @@ def watch(model: Any, lines: list[str]) -> None:
 
 def show(gradient: Tensor | None) -> Any:
     """Its kind; where the rank holds all of it, its values: others are simulated."""
-    if type(gradient) is not DTensor:
+    if type(gradient) is not ShardedDTensor:
         return type(gradient)
     local = gradient.to_local()
     return gradient.dtype, local.shape, local.tolist() if local.shape == gradient.shape else None

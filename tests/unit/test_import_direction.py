@@ -38,7 +38,7 @@ ORDER = (
     "forward_method",
     "units",
     "hooks",
-    "corrections.all_of_them",
+    "corrections.table",
     "context",
     "prefetch",
     "guards.rank_guard",
@@ -61,6 +61,7 @@ ORDER = (
     "corrections.mixed_norms",
     "corrections.initialisers",
     "bridge.pipelining",
+    "corrections.switches",
     "guards.entry_points",
     "guards.partial_settings",
     "owners",
@@ -114,6 +115,7 @@ ORDER = (
     "policy",
     "corrections.parts",
     "corrections.local_copies",
+    "sharded_dtensor",
     "graph_hooks",
     "transforms",
     "tree",
@@ -128,7 +130,7 @@ ORDER = (
 COMMS = ("comm", "any_comm")
 REFUSED = "only comm.py and any_comm.py may use it"
 # Where private names of torch stand.
-COMPAT = ("modes", "torch_compat", "dtensor_compat", "group_compat")
+COMPAT = ("modes", "torch_compat", "dtensor_compat", "group_compat", "sharded_dtensor")
 WHERE = "it belongs in torch_compat.py, dtensor_compat.py or group_compat.py"
 # The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
 BRIDGE = ("bridge.patch",)
