@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -97,20 +98,32 @@ def build_starts(libraries: Sequence[Library]) -> dict[str, Callable[[], Callabl
 
 
 def count(precision: str, worlds: Sequence[int], names: Sequence[str]) -> Iterator[Row]:
+    job = json.dumps([precision, worlds, names])
+    with run_watched([sys.executable, "-m", __spec__.name, "--train", job]) as (labels, folder):
+        counts = read_counts(labels, folder)
+    return (make_row(setting, values) for setting, values in counts.items())
+
+
+@contextmanager
+def run_watched(program: Sequence[str]) -> Iterator[tuple[list[str], Path]]:
+    """Runs `program` under valgrind. Yields what it printed, a label for each count, and the folder of the counts."""
     with tempfile.TemporaryDirectory() as folder:
-        job = json.dumps([precision, worlds, names])
         toggle = [f"--toggle-collect={WATCHED}", f"--dump-after={WATCHED}", "--collect-atstart=no"]
-        valgrind = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/counts", *toggle]
-        command = [*valgrind, sys.executable, "-m", __spec__.name, "--train", job]
+        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/counts", *toggle, *program]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "ATEN_CPU_CAPABILITY": "default"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE.parent)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-        counts: dict[str, dict[str, float]] = {}
-        for index, line in enumerate(done.stdout.splitlines(), start=1):
-            setting, name, per = json.loads(line)
-            counts.setdefault(setting, {})[name] = total(Path(folder, f"counts.{index}")) / per / 1e3
-    return (make_row(setting, values) for setting, values in counts.items())
+        yield done.stdout.splitlines(), Path(folder)
+
+
+def read_counts(labels: Sequence[str], folder: Path) -> dict[str, dict[str, float]]:
+    """Returns setting -> name -> thousand instructions of one."""
+    counts: dict[str, dict[str, float]] = {}
+    for index, line in enumerate(labels, start=1):
+        setting, name, per = json.loads(line)
+        counts.setdefault(setting, {})[name] = total(folder / f"counts.{index}") / per / 1e3
+    return counts
 
 
 def total(dump: Path) -> int:

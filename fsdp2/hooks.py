@@ -26,7 +26,7 @@ from .graph_hooks import after_leaf, after_tensors, before_nodes
 from .modes import are_in_force, hidden, hides_modes, num_dispatch_modes, num_function_modes, run_shown
 from .saved_tensors import make_way_where_disabled
 from .state import STATE, FSDPState, hide_full, names_below, show_full, states_among, states_of
-from .torch_compat import innermost_transform
+from .torch_compat import runs_transform
 from .transforms import is_inside, outside, run_outside
 from .tree import cast_floating, map_tensors, tensors_in, to_device
 from .versions import refuse_written
@@ -114,7 +114,7 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
 
     It surrounds all hooks of the module: what they do to parameters, they do to the full ones.
     """
-    if innermost_transform() is not None:
+    if runs_transform():
         return _run_transformed(state, module, forward, args, kwargs)
     if (num_dispatch_modes() or num_function_modes()) and are_in_force():
         with hidden():
@@ -314,7 +314,7 @@ def use_in_backward(state: FSDPState) -> None:
 
 def before_backward(state: FSDPState, recomputes: bool = False) -> None:
     """Backward has reached `state`, or a weight of it is needed, or checkpointing runs its forward again."""
-    if (innermost_transform() is not None or num_dispatch_modes() or num_function_modes()) and is_inside():
+    if (runs_transform() or num_dispatch_modes() or num_function_modes()) and is_inside():
         with outside():
             return before_backward(state, recomputes)
     state.context.enter_backward(recomputes)

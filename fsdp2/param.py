@@ -165,7 +165,8 @@ class FSDPParam:
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self._prepare_gradients(local)
-        dtensor_compat.meshes_in_use.add(self.dtensor_spec.mesh)
+        if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
+            dtensor_compat.meshes_in_use.add(self.dtensor_spec.mesh)
         tensor = dtensor_compat.dtensor(local, self.dtensor_spec)
         sharded = dtensor_compat.distributed_parameter(tensor, original.requires_grad)
         sharded.__dict__.update(_user_attributes(original))

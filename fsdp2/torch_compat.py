@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -202,8 +203,11 @@ def disables_hooks() -> bool:
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
 
 
-# () -> the innermost of torch.func's transforms that run on this thread, or None.
-innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+# () -> whether one of torch.func's transforms runs on this thread. To ask for the innermost one would give the thread a
+# list of transforms for good, which autograd copies into each node of each graph: 2 % of the instructions of a step.
+runs_transform: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+)
 # What a tensor that such a transform has wrapped is seen as from outside it.
 unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

@@ -22,7 +22,7 @@ Forward = Callable[..., Any]
 
 def outside_transforms() -> AbstractContextManager[list[Any]]:
     """Inside it no transform runs; it gives the list of those that will again."""
-    if torch_compat.innermost_transform() is None:
+    if not torch_compat.runs_transform():
         return nullcontext([])
     clear, _ = torch_compat.transform_stacks()
     context: AbstractContextManager[list[Any]] = clear()
@@ -31,7 +31,7 @@ def outside_transforms() -> AbstractContextManager[list[Any]]:
 
 def is_inside() -> bool:
     """Returns True if transforms of torch.func run, or modes of the user's are in force."""
-    return torch_compat.innermost_transform() is not None or are_in_force()
+    return torch_compat.runs_transform() or are_in_force()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .modes import run_hidden
-from .torch_compat import innermost_transform
+from .torch_compat import runs_transform
 
 _ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, torch.device, nn.Module)
 
@@ -90,7 +90,7 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `tensor.to(dtype)`, whose gradient is cast back where the user's modes don't see it."""
-    if not (tensor.requires_grad and torch.is_grad_enabled()) or innermost_transform() is not None:
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or runs_transform():
         return tensor.to(dtype)
     return _Cast.apply(tensor, dtype)
 

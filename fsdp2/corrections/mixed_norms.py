@@ -23,8 +23,7 @@ def _refusing(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(total_norm)
     def refusing(tensors: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        meshes = {each.device_mesh if isinstance(each, DTensor) else None for each in tensors}
-        if len(meshes) > 1 and any(isinstance(each, ShardedDTensor) for each in tensors):
+        if ShardedDTensor in set(map(type, tensors)) and _lie_on_several_meshes(tensors):
             raise RuntimeError(
                 "torch can't find the norm of gradients on several meshes, or of plain ones beside sharded ones. "
                 "Call fsdp2.clip_grad_norm_(parameters, max_norm): it returns the norm, too."
@@ -32,3 +31,7 @@ def _refusing(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return total_norm(tensors, *args, **options)
 
     return switched("mixed-norms", total_norm, refusing)
+
+
+def _lie_on_several_meshes(tensors: Iterable[Tensor]) -> bool:
+    return len({each.device_mesh if isinstance(each, DTensor) else None for each in tensors}) > 1

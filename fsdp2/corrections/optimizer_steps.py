@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ class _Seen(NamedTuple):
 
 
 _seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
+# Identity of an optimizer that stepped nothing of ours when it was looked at -> how many parameters of sharded modules
+# there were then, and how many groups it had.
+_others: dict[int, tuple[int, int]] = {}
 
 
 def follow_optimizer_steps() -> None:
@@ -57,9 +60,23 @@ def follow_optimizer_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-@hides_modes
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`args` begin with the optimizer.
+    return None if _is_known_to_be_of_others(optimizer) else _prepare(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if not _is_known_to_be_of_others(optimizer):
+        _follow(optimizer)
+
+
+def _is_known_to_be_of_others(optimizer: Optimizer) -> bool:
+    """Returns True if it has been looked at, and steps nothing of ours: that is all the time that it loses."""
+    return _others.get(id(optimizer)) == (FSDPParam.made, len(optimizer.param_groups))
+
+
+@hides_modes
+def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Looks at what is about to be stepped. `args` begin with the optimizer.
 
     Raises:
         NotImplementedError: it computes what torch has not for DTensors.
@@ -116,6 +133,10 @@ def _look_at(optimizer: Optimizer) -> _Seen:
         settings = seen.settings if seen is not None and in_backward else CheckedSettings()
         has_stale = any(SHARDED_AS in vars(param) or names_of_full(param) for param in params)
         seen = _seen[optimizer] = _Seen(counts, [ref(state) for state in states], settings, has_stale)
+        if not (states or has_stale):
+            if id(optimizer) not in _others:
+                finalize(optimizer, _others.pop, id(optimizer), None)
+            _others[id(optimizer)] = (FSDPParam.made, len(optimizer.param_groups))
     return seen
 
 
@@ -141,7 +162,8 @@ def _averaged_loss(closure: Callable[[], Any], states: list[FSDPState]) -> Any:
 
 
 @hides_modes
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
+def _follow(optimizer: Optimizer) -> None:
+    """Counts what was stepped. Raises RuntimeError if that can't have changed a model."""
     seen = _look_at(optimizer)
     if not (seen.states or seen.has_stale) or not is_on("optimizer-steps"):
         return
