@@ -14,7 +14,7 @@ from .comm import Comm
 from .full_places import FullPlaces
 from .gather import GatherPlan, PendingGather
 from .layout import GatherLayout, gather_layout
-from .pack import alias, leaf_over, view_bytes
+from .pack import Copies, alias, group_copies, leaf_over, view_bytes
 from .param import FSDPParam
 from .transfers import Transfer, Transfers
 
@@ -46,7 +46,7 @@ class GroupBuffers:
         self._full_nbytes, kept = layout.full_nbytes, None
         if few is not None:
             kept = _kept_layout(layout, few)
-            self._full_nbytes = max(self._full_nbytes, kept.packed_start + kept.packed_nbytes * few.size)
+            self._full_nbytes = max(self._full_nbytes, kept.full_nbytes)
         if not self.layout.aliased:
             self._full = torch.empty(self._full_nbytes, dtype=torch.uint8, device=device)
         # Keep the full storage when it is given up, so that pointers into it stay valid.
@@ -186,23 +186,23 @@ class _KeptPart:
         self._part = torch.empty(self._nbytes, dtype=torch.uint8, device=full.device)
         self._storage = self._part.untyped_storage()
         self._plan = GatherPlan(layout, few.rank, self._part, full)
-        self._targets, self._sources = self._plan_fill(layout, few.rank, full)
+        self._copies = group_copies(self._plan_fill(layout, few.rank, full))
         self._storage.resize_(0)
 
-    def _plan_fill(self, layout: GatherLayout, rank: int, full: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        targets, sources = [], []
+    def _plan_fill(self, layout: GatherLayout, rank: int, full: Tensor) -> Copies:
+        copies = []
         for spec, offset, full_offset in zip(layout.specs, layout.shard_offsets, layout.full_offsets, strict=True):
             shape, (first, last) = spec.local_shape(rank), spec.rows(rank)
             whole = view_bytes(full, full_offset, spec.numel, spec.compute_dtype).view(spec.shape)
             own = whole.narrow(spec.dim, first, last - first)
-            targets.append(view_bytes(self._part, offset, own.numel(), spec.compute_dtype).view(shape))
-            sources.append(own)
-        return targets, sources
+            copies.append((view_bytes(self._part, offset, own.numel(), spec.compute_dtype).view(shape), own))
+        return copies
 
     def fill(self) -> None:
         self.is_filled = True
         self._storage.resize_(self._nbytes)
-        torch_compat.copy_all(self._targets, self._sources)
+        for copies in self._copies:
+            torch_compat.copy_all(*copies)
 
     def drop(self) -> None:
         if self.is_filled:

@@ -143,8 +143,9 @@ class CastRun(NamedTuple):
 class GatherLayout:
     """Byte offsets of one group: shard buffer (one rank's part, at rest), full storage (all of it, in compute dtypes).
 
-    `packed_offsets[i]` is where packed parameter i lies in one rank's packed segment of `packed_nbytes`; the W
-    segments land at `packed_start` of the full storage, behind the parameters, and are copied out from there.
+    `packed_offsets[i]` is where packed parameter i lies in one rank's packed segment of `packed_nbytes`, of which the
+    last `tail_nbytes` are padding; the W segments land at `packed_start` of the full storage, behind the parameters,
+    and are copied out from there. Behind them is room for the W tails, where one copy splits all of a segment.
     """
 
     world_size: int
@@ -156,12 +157,18 @@ class GatherLayout:
     full_offsets: tuple[int, ...]
     packed_offsets: dict[int, int]
     packed_nbytes: int
+    tail_nbytes: int
     packed_start: int
-    full_nbytes: int
     # How the packed part of the shard buffer becomes the segment to send; none if it already is that.
     casts: tuple[CastRun, ...]
     # One rank and no cast: the shard buffer already is the full storage, nothing is copied.
     aliased: bool
+
+    @cached_property
+    def full_nbytes(self) -> int:
+        """Of the full storage."""
+        tails = align(self.tail_nbytes * self.world_size, RANK_ALIGNMENT)  # of which there are views in all dtypes
+        return self.packed_start + self.packed_nbytes * self.world_size + tails
 
     @property
     def payload_nbytes(self) -> int:
@@ -188,8 +195,8 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
         set(range(len(specs))) - set(direct),
         key=lambda i: (-specs[i].compute_dtype.itemsize, -specs[i].storage_dtype.itemsize, *_dtype_names(specs[i])),
     )
-    packed_offsets, packed_nbytes = _offsets({i: specs[i].compute_nbytes for i in packed}, 1)
-    packed_nbytes = align(packed_nbytes, RANK_ALIGNMENT)
+    packed_offsets, end = _offsets({i: specs[i].compute_nbytes for i in packed}, 1)
+    packed_nbytes = align(end, RANK_ALIGNMENT)
 
     alignment = PARAM_ALIGNMENT if aliased else RANK_ALIGNMENT
     shard_offsets, shard_nbytes = _offsets({i: specs[i].storage_nbytes for i in direct}, alignment)
@@ -219,8 +226,8 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
         full_offsets=tuple(full_offsets.values()),
         packed_offsets=packed_offsets,
         packed_nbytes=packed_nbytes,
+        tail_nbytes=packed_nbytes - end,
         packed_start=packed_start,
-        full_nbytes=packed_start + packed_nbytes * world_size,
         casts=tuple(casts),
         aliased=aliased,
     )

@@ -6,6 +6,7 @@ Shape legend:  W ranks,  S elements of one padded shard,  P elements of one rank
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -45,6 +46,26 @@ def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.
     """A tensor over `buffer`'s storage with a version counter of its own: to autograd, refilling is no change."""
     leaf = torch.empty(0, dtype=dtype, device=buffer.device)
     return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
+
+
+# Pairs of a target and a source.
+Copies = list[tuple[Tensor, Tensor]]
+
+
+def group_copies(copies: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Targets and sources of foreach copies that together do `copies`.
+
+    A foreach copy is one kernel on CUDA if its targets have one dtype, its sources have one, and each is laid out like
+    the other; otherwise it is one for each pair. (Before torch 2.12, https://github.com/pytorch/pytorch/pull/173531, it
+    also wrote wrong bytes where targets differed in dtype.)
+    """
+    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in copies:
+        is_alike = target.is_contiguous() and source.is_contiguous()
+        targets, sources = groups.setdefault((target.dtype, source.dtype, is_alike), ([], []))
+        targets.append(target)
+        sources.append(source)
+    return [*groups.values()]
 
 
 def split_chunks(whole: Tensor, spec: ParamSpec) -> list[Tensor]:

@@ -36,8 +36,9 @@ class ReducePlan:
         self.is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
         self.is_even = all(spec.is_even for spec in packed)
         self.is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES
-        # Elements behind the last of them, of all segments.
+        # Elements behind the last of them, of all segments; and zeros for them, which a hook of a user's sees.
         self.tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
+        self._tails: dict[torch.dtype, list[Tensor]] = {}
         self.pieces = self._split(MAX_PIECES) if len(specs) == 1 else []
         self.halves = self._split(2) if layout.packed and len(layout.indices) == 1 < len(specs) else []
 
@@ -69,7 +70,9 @@ class ReducePlan:
         if not self._is_one_operation(packed, segments):
             segments.fill(packed)
             return
-        tail = [out_WP.new_zeros(self.tail_numel, dtype=dtype)] if self.tail_numel else []
+        if self.tail_numel and dtype not in self._tails:
+            self._tails[dtype] = [out_WP.new_zeros(self.tail_numel, dtype=dtype)]
+        tail = self._tails.get(dtype, [])
         if dtype == out_WP.dtype or not out_WP.is_cpu:
             torch_compat.chunk_cat([*packed, *tail], out_WP)
         else:

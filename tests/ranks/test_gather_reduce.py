@@ -101,12 +101,19 @@ class Comm(PairwiseComm):
 
 
 def check_gather(case: Case, rank: int, world_size: int) -> None:
+    """As on CPU, and as on a device that copies the packed parameters out by one kernel."""
+    for splits in (False, True):
+        check_gather_by(splits, case, rank, world_size)
+
+
+def check_gather_by(splits: bool, case: Case, rank: int, world_size: int) -> None:
     """Twice with one plan, as in training: new values, and a full buffer that holds the old ones."""
     specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
     layout = gather_layout(specs, world_size, case.direct_min_bytes)
     shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
     full = shards if layout.aliased else torch.full((layout.full_nbytes,), 255, dtype=torch.uint8)
-    plan = GatherPlan(layout, rank, shards, full)
+    plan = GatherPlan(layout, rank, shards, full, splits)
+    assert splits or plan.split is None
     for seed in (1, 2):
         for i, spec in enumerate(specs):
             rows = own_rows(case.whole(i, spec.storage_dtype, seed), rank, world_size)

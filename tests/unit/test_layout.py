@@ -99,8 +99,10 @@ def test_gather_regions_do_not_overlap() -> None:
         stored = [(o, spec.storage_nbytes) for o, spec in zip(layout.shard_offsets, specs, strict=True)]
         full = [(o, spec.compute_nbytes * world_size) for o, spec in zip(layout.full_offsets, specs, strict=True)]
         segments = (layout.packed_start, layout.packed_nbytes * world_size)
+        tails = (sum(segments), layout.tail_nbytes * world_size)
         assert_disjoint(stored, layout.shard_nbytes)
-        assert_disjoint([*full, segments], layout.full_nbytes)
+        assert_disjoint([*full, segments, tails], layout.full_nbytes)
+        assert sum(specs[i].compute_nbytes for i in layout.packed) + layout.tail_nbytes == layout.packed_nbytes
         assert_disjoint(packed_regions(layout), layout.packed_nbytes)
 
 
@@ -261,10 +263,10 @@ def test_layouts_by_pencil_and_paper() -> None:
     layout = gather_layout(tuple(specs), 2, direct_min_bytes=128)
     assert (layout.direct, layout.packed) == ((0,), (2, 1))
     assert layout.packed_offsets == {2: 0, 1: 8}
-    assert (layout.packed_nbytes, layout.shard_nbytes) == (16, 80)
+    assert (layout.packed_nbytes, layout.tail_nbytes, layout.shard_nbytes) == (16, 6, 80)
     assert layout.shard_offsets == (0, 72, 64)
     assert layout.full_offsets == (0, 128, 256)
-    assert (layout.packed_start, layout.full_nbytes) == (384, 416)
+    assert (layout.packed_start, layout.full_nbytes) == (384, 432)
 
     bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=128)
     assert (bucket.direct, bucket.packed, bucket.offsets) == ((0,), (2,), {0: 0, 2: 16})
