@@ -49,7 +49,7 @@ class _FirstOffered:
 class AnyComm:
     """A Comm over a process group of which nothing is known but that torch.distributed's functions work on it."""
 
-    direct_min_bytes = 1024 * 1024
+    direct_min_bytes = 512 * 1024
     force_sum = True
     sums_on_arrival = False  # unless the dtypes differ
 

@@ -18,6 +18,8 @@ from .streams import GroupStreams
 MAX_BUCKETS = 4
 MAX_BUCKETS_OF_COPIES = 8
 MIN_BUCKET_BYTES = 1024 * 1024
+# Of so many ranks; among more, each rank's part stays as large as it is among these, since latency grows with ranks.
+MIN_BUCKET_RANKS = 64
 
 
 def wire_dtypes(
@@ -42,7 +44,9 @@ def find_buckets(
     expected = sorted(trainable, reverse=True)
     are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
     count = MAX_BUCKETS if are_sent else MAX_BUCKETS_OF_COPIES
-    return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, MIN_BUCKET_BYTES)
+    num_ranks = max((specs[i].world_size for i in expected), default=1)
+    min_bytes = max(MIN_BUCKET_BYTES, MIN_BUCKET_BYTES * num_ranks // MIN_BUCKET_RANKS)
+    return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, min_bytes)
 
 
 class Bucket:

@@ -28,6 +28,15 @@ import torch
 RANK_ALIGNMENT = 16
 # Start of every full parameter, for vectorised kernels.
 PARAM_ALIGNMENT = 128
+# A coalesced call is one kernel of NCCL's, in which 16 to 32 channels work side by side, each on one operation after
+# the other. An operation takes its bytes' time and the latency of a round over all ranks; as many of them as there are
+# channels take one latency together, hundreds take it again and again (980 reduce-scatters of 2 KB: 70 times as long as
+# one of them all, https://github.com/NVIDIA/nccl/issues/725). So a call has at most this many operations.
+MAX_OPERATIONS = 16
+# What does not fit into one call is packed, which costs memory and a copy, unless each rank's part of it is this large:
+# then a further call of MAX_OPERATIONS brings 1 MiB from each rank, whose time is several times its latency. Neither
+# number is measured on several GPUs.
+LARGE_SHARD_BYTES = 64 * 1024
 
 
 def align(value: int, alignment: int) -> int:
@@ -184,15 +193,16 @@ class GatherLayout:
 
 @lru_cache(1024)
 def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_bytes: int) -> GatherLayout:
-    """Lay out one group. `direct_min_bytes`: parameters of at least so many bytes are gathered straight into place.
+    """Lay out one group. `direct_min_bytes`: parameters of which a rank holds so many are gathered straight into place.
 
     Equal groups share the layout: the blocks of a transformer are one.
     """
     aliased = world_size == 1 and all(spec.storage_dtype == spec.compute_dtype for spec in specs)
-    direct = [i for i, spec in enumerate(specs) if world_size == 1 or _is_direct(spec, direct_min_bytes)]
+    everything = range(len(specs))
+    direct = [*everything] if world_size == 1 else _find_direct(specs, everything, direct_min_bytes)
     # Wide dtypes first: then every offset is a multiple of its own item size without gaps.
     packed = sorted(
-        set(range(len(specs))) - set(direct),
+        set(everything) - set(direct),
         key=lambda i: (-specs[i].compute_dtype.itemsize, -specs[i].storage_dtype.itemsize, *_dtype_names(specs[i])),
     )
     packed_offsets, end = _offsets({i: specs[i].compute_nbytes for i in packed}, 1)
@@ -233,10 +243,15 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
     )
 
 
-def _is_direct(spec: ParamSpec, direct_min_bytes: int) -> bool:
-    nbytes = spec.compute_nbytes
+def _find_direct(specs: Sequence[ParamSpec], indices: Iterable[int], min_bytes: int) -> list[int]:
+    """Those of `indices` that are an operation of their own: with one for the others, no more than a call may have,
+    unless they are large.
+    """
     # Chunks along another dim interleave in the parameter: they must be copied to their places.
-    return spec.dim == 0 and nbytes * spec.world_size >= direct_min_bytes and nbytes % RANK_ALIGNMENT == 0
+    sizes = {i: specs[i].compute_nbytes for i in indices if specs[i].dim == 0}
+    able = [i for i, nbytes in sizes.items() if nbytes >= min_bytes and nbytes % RANK_ALIGNMENT == 0]
+    largest = sorted(able, key=sizes.__getitem__, reverse=True)
+    return sorted(i for place, i in enumerate(largest) if place < MAX_OPERATIONS - 1 or sizes[i] >= LARGE_SHARD_BYTES)
 
 
 def _dtype_names(spec: ParamSpec) -> tuple[str, str]:
@@ -294,11 +309,9 @@ def bucket_layout(
     indices, wire_dtype = tuple(indices), wire_dtype or reduce_dtype
     itemsize = wire_dtype.itemsize  # what is aligned in it is so in a wider dtype
     # A gradient goes direct if it needs neither a cast nor padding: then it already lies rank-major.
-    direct = tuple(
-        i
-        for i in indices
-        if specs[i].arrives_in(wire_dtype) and specs[i].is_even and _is_direct(specs[i], direct_min_bytes)
-    )
+    as_they_are = [i for i in indices if specs[i].arrives_in(wire_dtype) and specs[i].is_even]
+    largest = _find_direct(specs, as_they_are, direct_min_bytes)
+    direct = tuple(i for i in as_they_are if i in largest)
     packed = tuple(i for i in indices if i not in direct)
     offsets, packed_start = _offsets({i: specs[i].shard_numel for i in direct}, RANK_ALIGNMENT // itemsize)
     packed_offsets, packed_numel = _offsets({i: specs[i].shard_numel for i in packed}, 1)
@@ -337,8 +350,9 @@ def split_buckets(
 ) -> list[tuple[int, ...]]:
     """Cut the parameters `indices` of a group, in the order their gradients are expected, into buckets.
 
-    A bucket holds one (reduce dtype, wire dtype, storage dtype) and at least `min_bytes`. If its parameters allow that,
-    it holds no more than 1 / max_buckets of the group: there may be up to twice as many buckets.
+    A bucket holds one (reduce dtype, wire dtype, storage dtype) and at least `min_bytes`, unless all of that kind are
+    less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, and what is left over: there
+    may be up to twice as many buckets.
     """
     by_dtype: dict[tuple[torch.dtype, ...], list[int]] = {}
     for i in indices:
@@ -356,5 +370,7 @@ def split_buckets(
                 bucket, filled = [], 0
             bucket.append(i)
             filled += sizes[i]
+        if filled < min_bytes and filled < sum(sizes.values()):
+            bucket = [*buckets.pop(), *bucket]
         buckets.append(tuple(bucket))
     return buckets

@@ -199,7 +199,7 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
     received, first_messages = 1.0, 0
     if pairwise:
         monkeypatch.setattr(reduce, "make_comm", lambda group, *_: PairwiseComm(group) if group else SoloComm())
-        monkeypatch.setattr(PairwiseComm, "direct_min_bytes", 128 * 1024)
+        monkeypatch.setattr(PairwiseComm, "direct_min_bytes", 16 * 1024)
         monkeypatch.setattr(headers, "differ", lambda *_: False)  # those of simulated ranks never come
         longest_first = PairwiseComm(dist.group.WORLD).longest_first
         slice_nbytes = GROUP / 4 / 2 / RANKS

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from fsdp2.layout import (
+    LARGE_SHARD_BYTES,
+    MAX_OPERATIONS,
     PARAM_ALIGNMENT,
     RANK_ALIGNMENT,
     BucketLayout,
@@ -16,6 +18,7 @@ from fsdp2.layout import (
     align,
     bucket_layout,
     gather_layout,
+    param_spec,
     split_buckets,
 )
 
@@ -41,7 +44,7 @@ def random_groups() -> Iterator[tuple[list[ParamSpec], int, int]]:
     rng = random.Random(0)
     for _ in range(GROUPS):
         world_size = rng.choice((1, 2, 3, 4, 5, 8, 64))
-        yield random_specs(rng, world_size), world_size, rng.choice((0, 64, 1024, 1 << 30))
+        yield random_specs(rng, world_size), world_size, rng.choice((0, 16, 256, 1 << 30))
 
 
 def assert_disjoint(regions: Sequence[tuple[int, int]], end: int) -> None:
@@ -127,8 +130,25 @@ def test_gather_is_direct_or_packed() -> None:
         layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         assert sorted((*layout.direct, *layout.packed)) == list(range(len(specs)))
         for i in layout.direct:
-            assert world_size == 1 or specs[i].compute_nbytes * world_size >= direct_min_bytes
+            assert world_size == 1 or specs[i].compute_nbytes >= direct_min_bytes
         assert world_size > 1 or not layout.packed
+
+
+def test_few_parameters_are_operations_of_their_own_unless_they_are_large() -> None:
+    """NCCL works through hundreds in one call one after the other. The smaller ones are packed, in gathers and in
+    reductions, of whichever numbers and sizes there are.
+    """
+    sizes = {"small": 1024, "large": LARGE_SHARD_BYTES // 4}  # elements of a rank's part
+    for few, many in ((0, 40), (3, 40), (20, 3), (40, 0), (0, 15), (0, 16)):
+        specs = tuple(param_spec((4 * sizes["large"],), F32, F32, 4) for _ in range(few))
+        specs += tuple(param_spec((4 * sizes["small"] + 4 * (i % 3) * 8,), F32, F32, 4) for i in range(many))
+        gathered = gather_layout(specs, 4, 4 * sizes["small"])
+        reduced = bucket_layout(specs, reversed(range(len(specs))), F32, 4 * sizes["small"])
+        for direct in (gathered.direct, reduced.direct):
+            assert len(direct) == min(few + many, max(few, MAX_OPERATIONS - 1))
+            assert set(range(few)) <= set(direct)
+        smallest = min((specs[i].numel for i in gathered.direct), default=0)
+        assert all(specs[i].numel <= smallest for i in gathered.packed)
 
 
 def test_what_needs_no_cast_is_the_segment_to_send() -> None:
@@ -254,13 +274,13 @@ def test_bucket_direct_gradients_need_neither_cast_nor_padding() -> None:
         for i in layout.direct:
             assert specs[i].is_even
             assert specs[i].compute_dtype == layout.wire_dtype
-            assert specs[i].compute_nbytes * specs[i].world_size >= direct_min_bytes
+            assert specs[i].compute_nbytes >= direct_min_bytes
 
 
 def test_layouts_by_pencil_and_paper() -> None:
     """Two ranks: 'a' (4 x 8 fp32: 64 bytes a shard) goes direct; 'b' (3 fp32) and 'c' (2 bf16) share 16 bytes."""
     specs = [ParamSpec((4, 8), F32, F32, 2), ParamSpec((2,), BF16, BF16, 2), ParamSpec((3,), F32, F32, 2)]
-    layout = gather_layout(tuple(specs), 2, direct_min_bytes=128)
+    layout = gather_layout(tuple(specs), 2, direct_min_bytes=64)
     assert (layout.direct, layout.packed) == ((0,), (2, 1))
     assert layout.packed_offsets == {2: 0, 1: 8}
     assert (layout.packed_nbytes, layout.tail_nbytes, layout.shard_nbytes) == (16, 6, 80)
@@ -268,11 +288,11 @@ def test_layouts_by_pencil_and_paper() -> None:
     assert layout.full_offsets == (0, 128, 256)
     assert (layout.packed_start, layout.full_nbytes) == (384, 432)
 
-    bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=128)
+    bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=64)
     assert (bucket.direct, bucket.packed, bucket.offsets) == ((0,), (2,), {0: 0, 2: 16})
     assert (bucket.packed_start, bucket.packed_numel, bucket.shard_numel) == (16, 4, 20)
 
-    bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=128, wire_dtype=BF16)
+    bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=64, wire_dtype=BF16)
     assert (bucket.direct, bucket.packed, bucket.offsets) == ((), (2, 0), {2: 0, 0: 2})
     assert (bucket.packed_start, bucket.packed_numel, bucket.shard_numel) == (0, 24, 24)
 
@@ -313,7 +333,7 @@ def test_a_bucket_holds_one_kind() -> None:
 
 
 def test_buckets_are_neither_too_many_nor_too_small() -> None:
-    """Below `min_bytes` a collective costs more in latency than it saves: only what is left over may be so small."""
+    """Below `min_bytes` a collective costs more in latency than it saves: only all of one kind may be so small."""
     for specs, kinds, _, max_buckets, min_bytes, buckets in random_splits():
         by_kind: dict[object, list[int]] = {}
         for bucket in buckets:
@@ -323,7 +343,7 @@ def test_buckets_are_neither_too_many_nor_too_small() -> None:
             )
         for sizes in by_kind.values():
             assert len(sizes) <= 2 * max_buckets
-            assert all(size >= min_bytes for size in sizes[:-1]), (sizes, min_bytes)
+            assert len(sizes) == 1 or min(sizes) >= min_bytes, (sizes, min_bytes)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +354,8 @@ def test_buckets_are_neither_too_many_nor_too_small() -> None:
         ([4, 4, 4, 4], 4, 1 << 20, [(0, 1, 2, 3)]),
         ([4, 4, 4, 4], 1, 0, [(0, 1, 2, 3)]),
         ([12, 2, 2], 2, 0, [(0,), (1, 2)]),
+        ([12, 2], 2, 128, [(0, 1)]),
+        ([12, 2, 4, 1], 4, 128, [(0,), (1, 2, 3)]),
         ([], 4, 0, []),
     ],
 )

@@ -21,7 +21,7 @@ from helpers import fake_world
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = BLOCKS | EXPERTS
 WORLDS = range(1, 513)
-DIRECT_MIN_BYTES = (128 * 1024, 1024 * 1024)
+DIRECT_MIN_BYTES = (8 * 1024, 512 * 1024)
 
 
 def specs_of(name: str, world_size: int, stored: torch.dtype = F32) -> list[ParamSpec]:

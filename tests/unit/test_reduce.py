@@ -44,7 +44,7 @@ class Exchange:
 class RankComm:
     """A Comm of one simulated rank."""
 
-    direct_min_bytes = 256
+    direct_min_bytes = 64
     # Of what it is given, and of what it is to fill.
     dtypes = (F32, F32)
 
