@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .layout import ParamSpec, split_buckets
+from .layout import ParamSpec
 from .policy import MixedPrecisionPolicy
 from .streams import GroupStreams
 
@@ -47,6 +47,42 @@ def find_buckets(
     num_ranks = max((specs[i].world_size for i in expected), default=1)
     min_bytes = max(MIN_BUCKET_BYTES, MIN_BUCKET_BYTES * num_ranks // MIN_BUCKET_RANKS)
     return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, min_bytes)
+
+
+def split_buckets(
+    specs: Sequence[ParamSpec],
+    reduce_dtypes: Sequence[torch.dtype],
+    wire_dtypes: Sequence[torch.dtype],
+    indices: Iterable[int],
+    max_buckets: int,
+    min_bytes: int,
+) -> list[tuple[int, ...]]:
+    """Cut the parameters `indices` of a group, in the order their gradients are expected, into buckets.
+
+    A bucket holds one (reduce dtype, wire dtype, storage dtype) and at least `min_bytes`, unless all of that kind are
+    less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, and what is left over: there
+    may be up to twice as many buckets.
+    """
+    by_dtype: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for i in indices:
+        by_dtype.setdefault((reduce_dtypes[i], wire_dtypes[i], specs[i].storage_dtype), []).append(i)
+    buckets = []
+    for (reduce_dtype, *_), members in by_dtype.items():
+        sizes = {i: specs[i].shard_numel * specs[i].world_size * reduce_dtype.itemsize for i in members}
+        target = max(sum(sizes.values()) / max_buckets, min_bytes)
+        bucket: list[int] = []
+        filled = 0
+        for i in members:
+            # The largest bucket is what the peak of a step depends on.
+            if filled >= max(min_bytes, 1) and filled + sizes[i] > target:
+                buckets.append(tuple(bucket))
+                bucket, filled = [], 0
+            bucket.append(i)
+            filled += sizes[i]
+        if filled < min_bytes and filled < sum(sizes.values()):
+            bucket = [*buckets.pop(), *bucket]
+        buckets.append(tuple(bucket))
+    return buckets
 
 
 class Bucket:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import broadcast  # by name, as in any_comm.py
 
-from . import group_compat
+from . import group_compat, torch_compat
 from .any_comm import AnyComm
 from .gloo_threads import let_callers_finish
 from .headers import GOODBYE, HEADER_NBYTES, REDUCING, SUMMING, Conversation, Exchange, Label, differ
@@ -109,15 +109,19 @@ class CoalescedComm:
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         if outputs[0].dtype != inputs[0].dtype:
             return self._exchange(outputs, inputs, divisor)
-        averages = backend_averages(self, divisor)
-        options = _AVERAGE_SCATTER if averages else _SUM_SCATTER
+        if backend_averages(self, divisor):
+            return self._scatter(outputs, inputs, _AVERAGE_SCATTER)
+        if outputs[0].dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
+            inputs = torch_compat.quotients([*inputs], divisor)  # autograd may have lent theirs
+            return AllWork([self._scatter(outputs, inputs, _SUM_SCATTER)], inputs)
+        return DividedWork([self._scatter(outputs, inputs, _SUM_SCATTER)], outputs, divisor)
+
+    def _scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any) -> Work:
         if len(outputs) == 1:
-            work = self._reduce_scatter_one(outputs[0], inputs[0], options)
-        elif self._coalesces:
-            work = _in_calls(self.group.reduce_scatter_tensor_coalesced, outputs, inputs, options)
-        else:
-            work = AllWork([self._reduce_scatter_one(*each, options) for each in zip(outputs, inputs, strict=True)])
-        return work if averages else DividedWork([work], outputs, divisor)
+            return self._reduce_scatter_one(outputs[0], inputs[0], options)
+        if self._coalesces:
+            return _in_calls(self.group.reduce_scatter_tensor_coalesced, outputs, inputs, options)
+        return AllWork([self._reduce_scatter_one(*each, options) for each in zip(outputs, inputs, strict=True)])
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         """All to all, a launch for each tensor; the sums are made when they are waited for."""
@@ -127,9 +131,18 @@ class CoalescedComm:
         return SumWork(works, [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        averages = backend_averages(self, divisor)
-        work = self.group.allreduce([tensor], _AVERAGE_ALL if averages else _SUM_ALL)
-        return work if averages else DividedWork([work], [tensor], divisor)
+        if backend_averages(self, divisor):
+            return self.group.allreduce([tensor], _AVERAGE_ALL)
+        divisor = _divide_before(tensor, divisor)
+        return DividedWork([self.group.allreduce([tensor], _SUM_ALL)], [tensor], divisor)
+
+
+def _divide_before(tensor: Tensor, divisor: float) -> float:
+    """Divide what is to be summed, if it is in fp16: the sum could pass 65504. Return what is left to divide by."""
+    if tensor.dtype != torch.float16:
+        return divisor
+    tensor.div_(divisor)
+    return 1
 
 
 def _in_calls(
@@ -196,9 +209,7 @@ class PairwiseComm:
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         exchange = self._exchange(SUMMING, [tensor], [], [])
         exchange.wait()  # gloo's own messages have no header: ranks must agree before there are any
-        if tensor.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-            tensor.div_(divisor)
-            divisor = 1
+        divisor = _divide_before(tensor, divisor)
         exchange.rest[self.rank] = [self.group.allreduce([tensor], _SUM_ALL)]
         return DividedWork([exchange], [tensor], divisor)
 

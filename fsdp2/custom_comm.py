@@ -53,12 +53,15 @@ class CustomComm:
         if self._scatter is None:
             return self._comm.reduce_scatter(outputs, inputs, divisor)
         averages = backend_averages(self, divisor)
+        before = divisor if not averages and inputs[0].dtype == torch.float16 else 1  # its sums could pass 65504
         works, copies, sources = [], [], []
         for output, whole in zip(outputs, inputs, strict=True):
             source, shard = (
                 self._scatter.allocate(each.shape, dtype=each.dtype, device=each.device) for each in (whole, output)
             )
             source.copy_(whole)
+            if before != 1:
+                source.div_(before)
             work = self._scatter(
                 output_tensor=shard,
                 input_tensor=source,
@@ -70,7 +73,7 @@ class CustomComm:
             copies.append((output, shard))
             sources.append(source)
         copy = CopyWork(works, copies, sources)
-        return copy if averages else DividedWork([copy], outputs, divisor)
+        return copy if averages else DividedWork([copy], outputs, divisor / before)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         return self._comm.all_reduce(tensor, divisor)

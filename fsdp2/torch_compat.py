@@ -98,6 +98,16 @@ def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def divide_each(tensors: list[Tensor], divisor: float) -> None:
+    """tensors[i] /= divisor; one launch where the device allows it."""
+    torch._foreach_div_(tensors, divisor)
+
+
+def quotients(tensors: list[Tensor], divisor: float) -> list[Tensor]:
+    """tensors[i] / divisor; one launch where the device allows it."""
+    return [*torch._foreach_div(tensors, divisor)]
+
+
 # A view of all of a tensor, whose gradient takes no operation: that of `view_as` takes one.
 alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
 

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from . import torch_compat
+
 
 class Work(Protocol):
     """A collective in flight."""
@@ -37,7 +39,7 @@ class AllWork:
 
 
 class DividedWork(AllWork):
-    """Divides what arrived."""
+    """Divides what arrived, all of it by one operation."""
 
     def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], divisor: float) -> None:
         super().__init__(works, outputs)
@@ -46,8 +48,7 @@ class DividedWork(AllWork):
     def wait(self) -> None:
         super().wait()
         outputs, self._outputs = self._outputs, ()
-        for output in outputs:
-            output.div_(self._divisor)
+        _divide(outputs, self._divisor)
 
 
 class SumWork(AllWork):
@@ -69,6 +70,8 @@ class SumWork(AllWork):
         waiting, self._parts = self._parts, []
         for output, parts in zip(self._outputs, waiting):  # noqa: B905  the second wait finds no parts
             _sum(parts, output, self._divisor)
+        # Those in fp16 are divided as they are summed.
+        _divide([output for output in self._outputs if output.dtype != torch.float16] if waiting else [], self._divisor)
 
 
 class CopyWork(AllWork):
@@ -87,8 +90,15 @@ class CopyWork(AllWork):
             target.copy_(source)
 
 
+def _divide(tensors: Sequence[Tensor], divisor: float) -> None:
+    if tensors and divisor != 1:
+        torch_compat.divide_each([*tensors], divisor)
+
+
 def _sum(parts: Sequence[Tensor] | Tensor, output: Tensor, divisor: float) -> None:
-    """output := the sum of `parts`, tensors or rows of one, divided by `divisor`. Added up in the dtype of `output`."""
+    """output := the sum of `parts`, tensors or rows of one. Added up in the dtype of `output`, or if that is fp16 in
+    fp32, and then divided by `divisor`.
+    """
     if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
         total = parts[0].float()
         for part in parts[1:]:
@@ -106,4 +116,3 @@ def _sum(parts: Sequence[Tensor] | Tensor, output: Tensor, divisor: float) -> No
             output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
         for part in rest:
             output.add_(part)
-    output.div_(divisor)

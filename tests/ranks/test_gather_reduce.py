@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2 import gather, reduce
+from fsdp2.bucket import split_buckets
 from fsdp2.comm import PairwiseComm
 from fsdp2.gather import GatherPlan
-from fsdp2.layout import ParamSpec, bucket_layout, gather_layout, split_buckets
+from fsdp2.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.pack import view_bytes
 from fsdp2.reduce import Reduction
 from fsdp2.reduce_plan import ReducePlan

@@ -7,6 +7,7 @@ from itertools import chain, pairwise
 import pytest
 import torch
 
+from fsdp2.bucket import split_buckets
 from fsdp2.layout import (
     LARGE_SHARD_BYTES,
     MAX_OPERATIONS,
@@ -19,7 +20,6 @@ from fsdp2.layout import (
     bucket_layout,
     gather_layout,
     param_spec,
-    split_buckets,
 )
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
