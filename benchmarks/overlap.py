@@ -61,23 +61,23 @@ class _Busy(torch.autograd.Function):
 class _Block(nn.Module):
     """Linear layers, each of which is as slow as if its matrix were many times larger."""
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(layers))
         self.compute = compute
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = _Busy.apply(layer(x), FORWARD_SECONDS / LAYERS, self.compute)
+            x = _Busy.apply(layer(x), FORWARD_SECONDS / len(self.layers), self.compute)
         return x
 
 
 class SlowStack(nn.Module):
     """Equal blocks, and nothing in the root."""
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute, layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Block(compute) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(_Block(compute, layers) for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -98,22 +98,29 @@ def floor_seconds(transfer: float, forward: float, backward: float, blocks: int)
 
 
 class Stage:
-    """One process group with a link, models that run on it, and a clock for both. Close it."""
+    """One process group with a link, models that run on it, and a clock for both. Close it.
 
-    def __init__(self, world_size: int, clock: Clock, libraries: Sequence[Library]) -> None:
+    `layers`: of each block. `mixed`: gathers in bf16, and reductions, which take twice as long, in fp32.
+    """
+
+    def __init__(
+        self, world_size: int, clock: Clock, libraries: Sequence[Library], layers: int = LAYERS, mixed: bool = False
+    ) -> None:
         self._clock, self._world_size = clock, world_size
+        self._block_nbytes = layers * DIM**2 * (2 if mixed else 4)
+        dtypes = (torch.bfloat16, torch.float32) if mixed else None
         self._link, self._compute = Link(clock, LATENCY_SECONDS), Compute(clock)
         start_timed_group(world_size, self._link)
         mesh = dist.init_device_mesh("cpu", (world_size,))
-        models = {each.name: each.shard(SlowStack(self._compute), mesh) for each in libraries}
-        models["plain"] = SlowStack(self._compute)
+        models = {each.name: each.shard(SlowStack(self._compute, layers), mesh, dtypes) for each in libraries}
+        models["plain"] = SlowStack(self._compute, layers)
         self.steps: dict[str, Call] = {
             name: partial(run_step, model, make_vectors(DIM)) for name, model in models.items()
         }
 
     def set_transfer(self, seconds: float) -> None:
-        """So long a collective of a whole block is to take."""
-        nbytes = LAYERS * DIM**2 * 4 * (self._world_size - 1) / self._world_size
+        """So long a gather of a whole block is to take."""
+        nbytes = self._block_nbytes * (self._world_size - 1) / self._world_size
         self._link.bandwidth = nbytes / (seconds - LATENCY_SECONDS)
 
     def seconds_outside_compute(self, step: Call) -> float:
@@ -163,9 +170,9 @@ def _simulated_row(world_size: int, ratio: float, libraries: Sequence[Library]) 
     return Row("overlap", "of it by order alone", setting, values, limit=floor_of(transfer) * 1e3)
 
 
-def exposed_by_order(library: Library, world_size: int, transfer: float) -> float:
+def exposed_by_order(library: Library, world_size: int, transfer: float, **options: Any) -> float:
     """Seconds per step in steady state, if all but compute and link were infinitely fast. Exact."""
-    stage = Stage(world_size, SimulatedClock(), [library])
+    stage = Stage(world_size, SimulatedClock(), [library], **options)
     stage.set_transfer(transfer)
     step = stage.steps[library.name]
     repeat(2, step)

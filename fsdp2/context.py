@@ -210,7 +210,8 @@ class Context:
                     state.release()
         self.pass_has_grad, self._thread = torch.is_grad_enabled(), get_ident()
         self.prefetcher.begin_pass()
-        self._reductions.max_running = max(state.max_reductions for state in self.states)
+        sent = [state.group.gradients.sent_nbytes for state in self.states]
+        self._reductions.limit(max([state.max_reductions for state in self.states]), sent)
         self.forget_stale(self.states)
 
     def _begin_anew(self) -> None:

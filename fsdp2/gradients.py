@@ -67,6 +67,8 @@ class GroupGradients:
         self._wire_dtypes: tuple[torch.dtype, ...] = ()
         self._waited_wire_dtypes: tuple[torch.dtype, ...] = ()
         self._buckets: list[Bucket] = []
+        # What all gradients take when they are sent.
+        self.sent_nbytes = 0
         self._plan, self._names = cache(self._make_plan), cache(self._make_names)
         # Full parameters that tell a bucket of their gradients.
         self._followed: list[Tensor] = []
@@ -110,7 +112,10 @@ class GroupGradients:
             torch_compat.on_accumulated(full, _KEY, None)
         buckets = find_buckets(specs, self._reduce_dtypes, self._wire_dtypes, trainable)
         self._buckets = [Bucket(indices, self._progress) for indices in buckets]
-        self._followed = [self._params[i].full for bucket in self._buckets for i in bucket.indices]
+        expected = [i for indices in buckets for i in indices]
+        per_rank = sum([specs[i].shard_numel * self._wire_dtypes[i].itemsize for i in expected])
+        self.sent_nbytes = per_rank * self.reduction.shards.size
+        self._followed = [self._params[i].full for i in expected]
         for bucket in self._buckets:
             arrive = bucket.arrive if self._streams is None else noting(self._streams, bucket)
             for i in bucket.indices:

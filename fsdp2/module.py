@@ -156,8 +156,9 @@ class FSDPModule(RootMethods):
             state.completes = False
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let so many reductions be in flight while the next is packed (default 1); each holds its input. The largest
-        number set below the root counts, from the next forward on. On one rank no reduction needs time.
+        """Let so many reductions be in flight while the next is packed (default 1); each holds its input. There may be
+        more if they are small: up to a quarter of a typical group's gradients, and for each one above 1 all of them.
+        The largest number set below the root counts, from the next forward on. On one rank no reduction needs time.
 
         Raises:
             ValueError: less than 1.

@@ -66,7 +66,8 @@ class PendingReduce:
     """A reduction in flight; holds its buffers, and the gradients it reads, until `finish`.
 
     `carried`: index -> flat padded shard that an earlier reduction has left for this one to include.
-    `num_halves`: 1 if the rest of its bucket is a FirstHalf. `give_back`: to be called when the inputs have been read.
+    `nbytes`: of its inputs. `num_halves`: 1 if the rest of its bucket is a FirstHalf. `give_back`: to be called when
+    the inputs have been read.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class PendingReduce:
         output: Tensor,
         inputs: list[Tensor],
         carried: Mapping[int, Tensor],
+        nbytes: int,
         num_halves: int = 2,
         give_back: Callable[[], None] | None = None,
     ) -> None:
-        self.num_halves, self._give_back = num_halves, give_back
+        self.nbytes, self.num_halves, self._give_back = nbytes, num_halves, give_back
         self._layout, self._reduction, self._work, self._output = layout, reduction, work, output
         self._inputs_kept_alive, self._carried = inputs, carried
         self._is_scattered = False
@@ -165,8 +167,8 @@ class _Local:
     is_partial = False
     num_halves = 2
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
+    def __init__(self, shards: Shards, nbytes: int) -> None:
+        self._shards, self.nbytes = shards, nbytes
 
     def start_return(self) -> bool:
         return False
@@ -186,8 +188,8 @@ class FirstHalf:
     is_partial = False
     num_halves = 1
 
-    def __init__(self, output: Tensor, work: Work) -> None:
-        self.output, self._work = output, work
+    def __init__(self, output: Tensor, work: Work, nbytes: int) -> None:
+        self.output, self._work, self.nbytes = output, work, nbytes
 
     def start_return(self) -> bool:
         return False
@@ -212,7 +214,7 @@ def start_half(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Red
         return None
     gradient = gradients[plan.layout.indices[0]]
     output = gradient.new_empty(plan.layout.shard_numel, dtype=plan.layout.reduce_dtype)
-    return FirstHalf(output, _start_piece(gradient, plan, reduction, output, *plan.halves[0]))
+    return FirstHalf(output, _start_piece(gradient, plan, reduction, output, *plan.halves[0]), plan.nbytes // 2)
 
 
 def start(
@@ -228,15 +230,15 @@ def start(
     """
     if half is not None:
         rest = _start_piece(gradients[plan.layout.indices[0]], plan, reduction, half.output, *plan.halves[1])
-        return PendingReduce(plan.layout, reduction, rest, half.output, [], carried, num_halves=1)
+        return PendingReduce(plan.layout, reduction, rest, half.output, [], carried, plan.nbytes // 2, num_halves=1)
     layout, comm = plan.layout, reduction.shards
     if comm.size == 1:
         if reduction.replicas is None and reduction.hook is None and reduction.transfers is None:
-            return _Local({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices})
+            return _Local({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices}, plan.nbytes)
         output = _as_one(gradients, layout, _allocator(reduction))
         if reduction.replicas is None and reduction.divisor is not None:
             output.div_(reduction.divisor)
-        return PendingReduce(layout, reduction, None, output, [], carried)
+        return PendingReduce(layout, reduction, None, output, [], carried, plan.nbytes)
     device = gradients[layout.indices[0]].device
     allocate = _allocator(reduction)
     output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
@@ -245,7 +247,8 @@ def start(
         work: Work | None = _start_in_pieces(gradient, plan, reduction, output)
         # Where the caller has not waited for the pieces to be packed.
         inputs = [gradient] if streams.exist_on(device) else []
-        return PendingReduce(layout, reduction, work, output, inputs, carried)
+        nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
+        return PendingReduce(layout, reduction, work, output, inputs, carried, nbytes)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     give_back = None
@@ -258,7 +261,7 @@ def start(
         outputs.append(output[layout.packed_start :] if outputs else output)
         give_back = partial(plan.give_back, segments)
     work = comm.reduce_scatter(outputs, inputs, reduction.divisors()[0]) if outputs else None
-    return PendingReduce(layout, reduction, work, output, inputs, carried, give_back=give_back)
+    return PendingReduce(layout, reduction, work, output, inputs, carried, plan.nbytes, give_back=give_back)
 
 
 def _allocator(reduction: Reduction) -> Callable[..., Tensor]:
@@ -296,7 +299,7 @@ def resume(
 ) -> PendingReduce:
     """Begin to sum between replicas what earlier reductions have left, where no gradient has come since."""
     output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
-    return PendingReduce(layout, reduction, None, output, [], carried)
+    return PendingReduce(layout, reduction, None, output, [], carried, layout.payload_nbytes)
 
 
 def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple[Tensor, int]:

@@ -29,6 +29,7 @@ class ReducePlan:
         self.layout, self.spec = layout, specs[layout.indices[0]]
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
         self._specs, self.world_size = specs, world_size
+        self.nbytes = layout.payload_nbytes * world_size  # of what is sent
         # Those that no reduction uses: CPUs take as long to make views of others as to fill them.
         self._spare: Segments | None = None
         packed = [specs[i] for i in layout.packed]

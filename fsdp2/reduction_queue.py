@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from operator import attrgetter
+from statistics import median_low
 from typing import NamedTuple, Protocol
 
 from .reduce import Pending, PendingReduce, Reduction
@@ -13,6 +15,9 @@ from .reduce import Pending, PendingReduce, Reduction
 # So many reduced buckets may be on their way to the CPU, or be stepped on there, before the host waits for the oldest:
 # what one group has at most, or two. That bounds what they take on the device, and in page-locked memory.
 MAX_RETURNING = 8
+# While more are packed, one of so many parts of a typical group's gradients may be in flight: the largest part in which
+# they are reduced, see bucket.py.
+PARTS_OF_WINDOW = 4
 
 
 class Owner(Protocol):
@@ -37,28 +42,36 @@ class _Entry(NamedTuple):
     step: Future[None] | None = None
 
 
-_num_halves = attrgetter("pending.num_halves")
+_num_halves, _nbytes = attrgetter("pending.num_halves"), attrgetter("pending.nbytes")
 
 
 class ReductionQueue:
     """The reductions in flight of all groups under one root, oldest first.
 
-    At most `max_running` buckets, or as many halves as that is, run while the next is packed; older ones are finished
-    first, which bounds what they hold.
+    While the next bucket is packed, reductions whose inputs take at most `window` bytes run, or `max_running` buckets
+    of any size, or their halves; older ones are finished first, which bounds what they hold. The window is a quarter of
+    a typical group, one or two buckets: then compute waits in the middle of a group only where a gather and a reduction
+    of a group take longer than its backward, so that it would have to wait in any case.
     """
 
     def __init__(self) -> None:
-        self.max_running = 1
+        self.max_running, self.window = 1, 0
         self._running: deque[_Entry] = deque()
         # Behind them: those that are reduced, and now are copied to the CPU, or stepped on.
         self._returning: deque[_Entry] = deque()
 
     def make_room(self) -> None:
-        while sum(map(_num_halves, self._running)) > 2 * self.max_running:
+        running = self._running
+        while sum(map(_num_halves, running)) > 2 * self.max_running and sum(map(_nbytes, running)) > self.window:
             self._finish_oldest()
-        for entry in self._running:
+        for entry in running:
             if isinstance(entry.pending, PendingReduce) and entry.pending.has_second_stage:
                 entry.pending.advance()
+
+    def limit(self, max_running: int, group_nbytes: Iterable[int]) -> None:
+        """Choose how many may run. `group_nbytes`: what the gradients of each group take when they are sent."""
+        typical = median_low([nbytes for nbytes in group_nbytes if nbytes] or [0])
+        self.max_running, self.window = max_running, typical // PARTS_OF_WINDOW + (max_running - 1) * typical
 
     def add(self, owner: Owner, pending: Pending) -> None:
         self._running.append(_Entry(owner, pending, owner.backward_pass))

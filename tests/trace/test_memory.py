@@ -28,9 +28,9 @@ BF16_WIRE = dataclasses.replace(BF16_REDUCE_FP32, wire_dtype=torch.bfloat16)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -39,11 +39,15 @@ class Block(nn.Module):
 
 
 class Stack(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*[Block() for _ in range(BLOCKS)])
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(*[Block(layers) for _ in range(BLOCKS)])
 
     def example(self) -> Tensor:
         return torch.ones(1, DIM, requires_grad=True)
+
+
+def eight_layers() -> Stack:
+    return Stack(8)
 
 
 VOCAB = 9 * GROUP // (4 * 4 * DIM)  # an embedding, and a head, of 2.25 groups each
@@ -84,7 +88,7 @@ def build(model: nn.Module, shard: Callable[..., Any] = fully_shard, **options: 
     return shard(model, **options)
 
 
-def measure(kind: type[nn.Module] = Stack, in_backward: bool = False, **options: Any) -> dict[str, float]:
+def measure(kind: Callable[[], nn.Module] = Stack, in_backward: bool = False, **options: Any) -> dict[str, float]:
     """Resting bytes, peaks of forward and of the whole step above resting, bytes that outlive the model.
 
     `in_backward`: clear each gradient as soon as it is there, as an optimizer that steps then does.
@@ -183,6 +187,15 @@ def test_large_matrices_are_cast_and_sent_in_halves(monkeypatch: pytest.MonkeyPa
     gradients = full / 4 + 3 * (GROUP / 8)
     expected = 2 * full + gradients + (BLOCKS - 1) * GROUP / RANKS
     assert 0.98 * expected <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= expected + SLACK
+
+
+def test_many_small_matrices_are_as_many_bytes_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, of eight buckets: three of the eighths in which a group is sent are there at once."""
+    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
+    full = 8 * DIM * DIM * 2
+    gradients = full / 8 + 3 * (2 * full / 8)
+    expected = 2 * full + gradients + (BLOCKS - 1) * 2 * full / RANKS
+    assert 0.98 * expected <= measure(eight_layers, mp_policy=BF16_REDUCE_FP32)["step"] <= expected + SLACK
 
 
 @pytest.mark.parametrize("pairwise", [False, True])

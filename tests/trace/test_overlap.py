@@ -22,6 +22,17 @@ def test_first_gather_and_last_bucket_are_all_that_is_exposed(per_compute: float
     assert exposed < floor_of(transfer)
 
 
+@pytest.mark.parametrize("layers", [8, 16])
+@pytest.mark.parametrize("per_compute", [0.3, 0.56, 0.66])
+def test_compute_waits_in_no_block_that_hides_a_gather_and_a_reduction(layers: int, per_compute: float) -> None:
+    """Reductions in fp32 take twice as long as gathers in bf16, so that both take 3/2 of `per_compute` backwards of a
+    block. Many buckets must not mean that few bytes are on their way: the last eighth alone is exposed.
+    """
+    transfer = per_compute * FORWARD_SECONDS
+    exposed = exposed_by_order(load_library("fsdp2"), 8, transfer, layers=layers, mixed=True)
+    assert transfer * (1 + 2 / 8) <= exposed <= transfer * (1 + 2 / 8) + 3 * SLACK
+
+
 @pytest.mark.parametrize("per_compute", [1.5, 3.0])
 def test_a_slow_link_is_never_idle_for_long(per_compute: float) -> None:
     """What does not fit beside compute is exposed, and hardly more than that."""
