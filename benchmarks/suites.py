@@ -12,6 +12,7 @@ from .cuda import measure_cuda
 from .gloo_group import measure_gloo
 from .host import measure_host
 from .jobs import Job
+from .launches import measure_launches
 from .libraries import PEERS, Library
 from .memory import measure_memory
 from .overlap import measure_overlap
@@ -153,6 +154,15 @@ SUITES = {
         quick_worlds=(8, 64),
         together=True,
         peers=("fsdp1", "ddp", "simple"),
+    ),
+    "launches": Suite(
+        measure_launches,
+        "What a block in steady state would launch on a GPU, counted on one of N simulated ranks with the sizes of "
+        "real models, in which nothing large is computed. Launches: kernels, copies and fills, those included by which "
+        "operations on lists of tensors upload addresses, collectives not; a foreach operation is one for each tensor "
+        "unless all are alike, as in torch 2.13. A reduction is what a training step takes beside two gathers.",
+        worlds=(8, 64, 1024),
+        quick_worlds=(8,),
     ),
     "cuda": Suite(
         measure_cuda,

@@ -52,6 +52,8 @@ class Link:
     free_at: float = 0.0
     # Kind, begin and end of each transfer, in order.
     transfers: list[tuple[str, float, float]] = field(default_factory=list)
+    # How many operations each of them is: those of a coalesced call are one transfer.
+    operations: list[int] = field(default_factory=list)
 
     def send(self, kind: str, nbytes: float) -> "TimedWork":
         begin = max(self.clock.now(), self.free_at)
@@ -80,6 +82,7 @@ class TimedGroup(dist.ProcessGroup):
 
     def _send(self, kind: str, full: Sequence[Tensor], times: int = 1) -> TimedWork:
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in full)
+        self.link.operations.append(len(full))
         return self.link.send(kind, times * nbytes * (self.size() - 1) / self.size())
 
     def _gather_one(self, output: Tensor, *_: Any, **__: Any) -> TimedWork:

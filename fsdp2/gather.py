@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import torch_compat
+from . import pack, torch_compat
 from .comm import Comm
 from .layout import GatherLayout
 from .pack import Copies, group_copies, split_chunks, view_bytes
@@ -22,14 +22,12 @@ class GatherPlan:
     """How one group's shards (`shards`, uint8, at rest) become its full parameters (`full`, uint8).
 
     The plan keeps views into both buffers. `full`'s storage may be freed between gathers and must be allocated again
-    before `start`. `splits`: copy all packed parameters out by one operation, if they allow that. It is one kernel on
-    CUDA, where a foreach copy to other strides takes one for each tensor; on CPU it takes half as long again, and
-    copies the rows that are padding, too.
+    before `start`. Where operations cost launches, one copies all packed parameters out, if they allow that: on
+    CUDA it is one kernel, and a foreach copy to other strides is one for each tensor. On CPU it takes half as long
+    again, and copies the rows that are padding, too.
     """
 
-    def __init__(
-        self, layout: GatherLayout, rank: int, shards: Tensor, full: Tensor, splits: bool | None = None
-    ) -> None:
+    def __init__(self, layout: GatherLayout, rank: int, shards: Tensor, full: Tensor) -> None:
         self._layout, self._rank, self._shards, self._full = layout, rank, shards, full
         self._world_size = layout.world_size
         # Casts write this rank's own slot of an output, which then is the collective's input too.
@@ -45,7 +43,7 @@ class GatherPlan:
             for i in layout.direct:
                 self._plan_direct(i)
             if layout.packed_nbytes:
-                self._plan_packed(full.device.type != "cpu" if splits is None else splits)
+                self._plan_packed(pack.costs_launches(full.device))
         self.casts, self.copies_out = group_copies(self._casts), group_copies(self._copies_out)
 
     def _plan_direct(self, i: int) -> None:

@@ -48,6 +48,13 @@ def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.
     return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
 
 
+def costs_launches(device: torch.device) -> bool:
+    """Whether few operations are worth more than few bytes: each is a kernel, which takes longer to launch than little
+    takes to copy.
+    """
+    return device.type != "cpu"
+
+
 # Pairs of a target and a source.
 Copies = list[tuple[Tensor, Tensor]]
 

@@ -74,7 +74,7 @@ class ReducePlan:
         if self.tail_numel and dtype not in self._tails:
             self._tails[dtype] = [out_WP.new_zeros(self.tail_numel, dtype=dtype)]
         tail = self._tails.get(dtype, [])
-        if dtype == out_WP.dtype or not out_WP.is_cpu:
+        if dtype == out_WP.dtype or segments.costs_launches:
             torch_compat.chunk_cat([*packed, *tail], out_WP)
         else:
             uncast = torch.empty_like(out_WP, dtype=dtype)
@@ -82,8 +82,12 @@ class ReducePlan:
             out_WP.copy_(uncast)
 
     def _is_one_operation(self, packed: list[Tensor], segments: Segments) -> bool:
-        is_cpu = segments.flat.is_cpu
-        if not self.is_one_cat or (is_cpu and (segments.has_single_rows or not (self.is_even or self.is_little))):
+        if not self.is_one_cat:
+            return False
+        if segments.costs_launches:
+            takes_one_copy = self.is_even and len(packed) == 1  # a concatenation also uploads where its inputs lie
+            return not takes_one_copy and len({each.dtype for each in packed}) == 1
+        if segments.has_single_rows or not (self.is_even or self.is_little):
             return False
         dtypes = {each.dtype for each in packed}  # those that have waited come in the reduce dtype
-        return dtypes == {segments.flat.dtype} or (len(dtypes) == 1 and (self.is_little or not is_cpu))
+        return dtypes == {segments.flat.dtype} or (len(dtypes) == 1 and self.is_little)

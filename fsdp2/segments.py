@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from . import torch_compat
+from . import pack, torch_compat
 from .layout import BucketLayout, ParamSpec
 from .pack import contiguous_stride, split_chunks
 
@@ -29,6 +29,7 @@ class Segments:
         self.flat = self.of_ranks.view(-1)
         # Whether gradients are copied as they are.
         self.has_single_rows = all(spec.has_single_rows for spec in self._specs)
+        self.costs_launches = pack.costs_launches(device)
         self._storage, self._nbytes = self.flat.untyped_storage(), self.flat.nbytes
 
     def allocate(self) -> None:

@@ -4,13 +4,14 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2 import gather, reduce
+from fsdp2 import gather, pack, reduce
 from fsdp2.bucket import split_buckets
 from fsdp2.comm import PairwiseComm
 from fsdp2.gather import GatherPlan
@@ -103,18 +104,18 @@ class Comm(PairwiseComm):
 
 def check_gather(case: Case, rank: int, world_size: int) -> None:
     """As on CPU, and as on a device that copies the packed parameters out by one kernel."""
-    for splits in (False, True):
-        check_gather_by(splits, case, rank, world_size)
+    check_gather_once(case, rank, world_size)
+    with mock.patch.object(pack, "costs_launches", return_value=True):
+        check_gather_once(case, rank, world_size)
 
 
-def check_gather_by(splits: bool, case: Case, rank: int, world_size: int) -> None:
+def check_gather_once(case: Case, rank: int, world_size: int) -> None:
     """Twice with one plan, as in training: new values, and a full buffer that holds the old ones."""
     specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
     layout = gather_layout(specs, world_size, case.direct_min_bytes)
     shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
     full = shards if layout.aliased else torch.full((layout.full_nbytes,), 255, dtype=torch.uint8)
-    plan = GatherPlan(layout, rank, shards, full, splits)
-    assert splits or plan.split is None
+    plan = GatherPlan(layout, rank, shards, full)
     for seed in (1, 2):
         for i, spec in enumerate(specs):
             rows = own_rows(case.whole(i, spec.storage_dtype, seed), rank, world_size)
@@ -145,6 +146,13 @@ def expected_mean(case: Case, i: int, spec: ParamSpec, reduce_dtype: torch.dtype
 
 
 def check_reduce(case: Case, rank: int, world_size: int) -> None:
+    """As on CPU, and as on a device that packs by few kernels."""
+    check_reduce_once(case, rank, world_size)
+    with mock.patch.object(pack, "costs_launches", return_value=True):
+        check_reduce_once(case, rank, world_size)
+
+
+def check_reduce_once(case: Case, rank: int, world_size: int) -> None:
     """All buckets of the group are in flight at the same time, and finished out of order."""
     specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
     trainable = [i for i, spec in enumerate(specs) if spec.compute_dtype.is_floating_point]

@@ -1,0 +1,137 @@
+"""What gathers and reductions would launch on a GPU, on one of many simulated ranks, for blocks of real sizes: see
+benchmarks/launches.py, which has the rules by which CUDA needs one kernel or many.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.launches import LaunchMeter, count_group
+from benchmarks.libraries import load_library
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.layout import MAX_OPERATIONS
+from helpers import fake_world
+
+# (block, precision, ranks) -> launches of a gather, of a reduction; collective calls of each. A gather is a cast, a
+# kernel that copies out, and the upload of what that is to copy. Where a reduction casts, it is cut into up to eight
+# buckets, or twelve with halves, each of which is packed by a kernel, or two of them.
+CEILINGS = {
+    ("GPT-2 124M", "bf16/fp32", 8): ((3, 8), (1, 4)),
+    ("GPT-2 124M", "fp32", 8): ((2, 6), (1, 4)),
+    ("GPT-2 124M", "bf16/fp32", 1024): ((3, 2), (1, 1)),
+    ("GPT-2 124M", "fp32", 1024): ((2, 2), (1, 1)),
+    ("Llama-7B", "bf16/fp32", 8): ((4, 14), (1, 13)),
+    ("Llama-7B", "fp32", 8): ((2, 2), (1, 5)),
+    ("Llama-7B", "bf16/fp32", 1024): ((3, 18), (1, 13)),
+    ("Llama-7B", "fp32", 1024): ((2, 10), (1, 7)),
+    ("64 experts", "bf16/fp32", 64): ((6, 18), (13, 9)),
+    ("64 experts", "fp32", 64): ((2, 3), (13, 17)),
+    ("64 experts", "bf16/fp32", 1024): ((3, 18), (1, 9)),
+}
+
+
+@pytest.mark.parametrize(("name", "precision", "ranks"), CEILINGS, ids=str)
+def test_launches_are_bounded(name: str, precision: str, ranks: int) -> None:
+    """Also the operations in one collective call, of which NCCL works through hundreds one after the other."""
+    both = count_group(name, precision, load_library("fsdp2"), ranks)
+    launches, calls = CEILINGS[name, precision, ranks]
+    for counts, most_launches, most_calls in zip(both, launches, calls, strict=True):
+        assert counts.launches <= most_launches
+        assert counts.calls <= most_calls
+        assert counts.largest_call <= MAX_OPERATIONS
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16/fp32"])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("GPT-2 124M", 8), ("GPT-2 124M", 1024), ("Llama-7B", 8), ("Llama-7B", 64)]
+)
+def test_a_gather_launches_no_more_than_torch(name: str, ranks: int, precision: str) -> None:
+    """torch copies all shards into one buffer, and all parameters out of it."""
+    ours, theirs = (count_group(name, precision, load_library(each), ranks)[0] for each in ("fsdp2", "torch"))
+    assert ours.launches < theirs.launches
+    assert ours.written_nbytes < theirs.written_nbytes
+    assert ours.calls == theirs.calls == 1
+
+
+class Mixed(nn.Module):
+    """Parameters that are cast, and some that aren't; few of them large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(shape) for shape in ((256, 256), (7, 5), (64,), (3,), (12, 8)))
+        self.scales = nn.ParameterList(torch.ones(shape) for shape in ((5, 3), (64, 64), (2,)))
+        self.halves = nn.ParameterList(torch.ones(shape, dtype=torch.float64) for shape in ((4, 2), (33,)))
+
+    def forward(self) -> None:
+        pass
+
+
+class Copies(TorchDispatchMode):
+    """Pairs of dtypes in each foreach copy, and the number of other copies to several places."""
+
+    sees_fsdp2 = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[set[tuple[torch.dtype, torch.dtype]]] = []
+        self.splits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.__name__ == "_foreach_copy_.default":
+            self.pairs.append({(to.dtype, source.dtype) for to, source in zip(*args[:2], strict=True)})
+        self.splits += func.__name__ == "split_with_sizes_copy.out"
+        return func(*args, **(kwargs or {}))
+
+
+def keep_scales(module: nn.Module) -> MixedPrecisionPolicy:
+    names = dict(module.named_parameters())
+    kept = {id(names[name]) for name in names if name.startswith("scales")}
+    return MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, param_dtype_override_fn=lambda p: torch.float32 if id(p) in kept else None
+    )
+
+
+@pytest.mark.parametrize("few", [True, 2])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_copies_of_one_call_have_one_pair_of_dtypes(ranks: int, few: int) -> None:
+    """torch 2.11 on CUDA writes to all destinations as to the first. In gathers whose casts differ, on one rank, in
+    copies of a part that stays, and where parameters that aren't cast are packed beside others.
+    """
+    with fake_world(ranks), mock.patch("fsdp2.pack.costs_launches", return_value=True):
+        model = Mixed()
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (ranks,)), mp_policy=keep_scales(model), reshard_after_forward=few
+        )
+        with Copies() as copies:
+            for _ in range(2):
+                model.unshard()
+                model.reshard()
+    assert copies.pairs
+    assert all(len(pairs) == 1 for pairs in copies.pairs)
+    assert copies.splits == (2 if ranks > 1 else 0)
+
+
+def test_the_meter_tells_one_launch_from_many() -> None:
+    """By sizes, strides, dtypes, and the numbers that fit into one kernel."""
+    x, y, double, half = torch.zeros(64, 8), torch.zeros(64, 8), torch.zeros(8).double(), torch.zeros(64, 8).half()
+    alike, other = [torch.zeros(4) for _ in range(65)], [torch.zeros(4) for _ in range(65)]
+    cases = [
+        (lambda: torch._foreach_copy_([x[:, :4], x[:, 4:]], [y[:, :4], y[:, 4:]]), 2),
+        (lambda: torch._foreach_copy_([x, x[0]], [y, double]), 2),
+        (lambda: torch._foreach_copy_([x, x[0]], [y, y[0]]), 1),
+        (lambda: torch._foreach_copy_(alike, other), 2),
+        (lambda: torch._foreach_div_(alike, 2.0), 1),
+        (lambda: torch._foreach_copy_([torch.empty(321 * 65536)], [torch.empty(321 * 65536)]), 2),
+        (lambda: torch.split_with_sizes_copy(x, [3, 5], 1, out=[torch.empty(64, 3), torch.empty(64, 5)]), 2),
+        (lambda: torch.split_with_sizes_copy(x, [3, 5], 1, out=[y[:, :3], y[:, 3:]]), 2),
+        (lambda: torch._chunk_cat([x, y], 0, 4, out=torch.empty(4, 256)), 2),
+        (lambda: torch._chunk_cat([half, half], 0, 4, out=torch.empty(4, 256)), 5),
+    ]
+    for number, (call, launches) in enumerate(cases):
+        with LaunchMeter() as meter:
+            call()
+        assert meter.launches.total() == launches, number
