@@ -220,8 +220,8 @@ class _Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one group: launches that are no collective, collective calls, operations in all of these and in the largest,
-    bytes that launches write.
+    """Of one group: launches that are no collective, collective calls, operations in all of these and in the largest
+    of the kind that is counted, bytes that launches write.
     """
 
     launches: int
@@ -235,7 +235,7 @@ class Counts:
             self.launches - other.launches,
             self.calls - other.calls,
             self.operations - other.operations,
-            max(self.largest_call, other.largest_call),
+            self.largest_call,
             self.written_nbytes - other.written_nbytes,
         )
 
@@ -262,9 +262,9 @@ def _count_steps(
     with LaunchMeter():
         library.shard(model, mesh, PRECISIONS[precision] if is_mixed(precision) else None)
         repeat(4, lambda: _train(model, x))
-    step = _count(lambda: _train(model, x), link)
+    step = _count(lambda: _train(model, x), link, "reduce")
     with torch.no_grad():
-        return _count(lambda: model(x), link), step
+        return _count(lambda: model(x), link, "gather"), step
 
 
 def _train(model: nn.Module, x: Tensor) -> None:
@@ -273,14 +273,17 @@ def _train(model: nn.Module, x: Tensor) -> None:
     x.grad = None
 
 
-def _count(call: Callable[[], object], link: Link) -> Counts:
+def _count(call: Callable[[], object], link: Link, kind: str) -> Counts:
+    """`kind`: of the collectives whose largest call counts."""
     link.operations.clear()
+    link.transfers.clear()
     with LaunchMeter() as meter:
         call()
     if meter.unknown:
         raise RuntimeError(f"say in launches.py how many launches these are: {', '.join(sorted(meter.unknown))}")
     calls = link.operations
-    return Counts(meter.launches.total(), len(calls), sum(calls), max(calls, default=0), meter.written_nbytes)
+    largest = max(size for size, (each, _, _) in zip(calls, link.transfers, strict=True) if each == kind)
+    return Counts(meter.launches.total(), len(calls), sum(calls), largest, meter.written_nbytes)
 
 
 # ---- the suite
@@ -298,6 +301,8 @@ def _rows(name: str, precision: str, world_size: int, libraries: Sequence[Librar
         for quantity, value in _QUANTITIES.items():
             values = {library: value(both[place]) for library, both in counts.items()}
             yield Row("launches", f"{what}: {quantity}", setting, values)
+    values = {library: 2 * gather.launches + reduction.launches for library, (gather, reduction) in counts.items()}
+    yield Row("launches", "two gathers and a reduction: launches", setting, values)
 
 
 _QUANTITIES: dict[str, Callable[[Counts], float]] = {
