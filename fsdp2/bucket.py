@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from . import pack
 from .layout import ParamSpec
 from .policy import MixedPrecisionPolicy
 from .streams import GroupStreams
@@ -18,6 +19,9 @@ from .streams import GroupStreams
 MAX_BUCKETS = 4
 MAX_BUCKETS_OF_COPIES = 8
 MIN_BUCKET_BYTES = 1024 * 1024
+# So many times that where an operation is a launch: a block of some 30 MB, as GPT-2's, is soon computed, and then the
+# host is late that launches four buckets in place of one; they would save little memory. Not measured on a GPU.
+LAUNCHES_TIMES = 16
 # Of so many ranks; among more, each rank's part stays as large as it is among these, since latency grows with ranks.
 MIN_BUCKET_RANKS = 64
 
@@ -39,6 +43,7 @@ def find_buckets(
     reduce_dtypes: Sequence[torch.dtype],
     wire_dtypes: Sequence[torch.dtype],
     trainable: Iterable[int],
+    device: torch.device,
 ) -> list[tuple[int, ...]]:
     """The parameters of a group whose gradients are reduced together; they are expected in reverse order."""
     expected = sorted(trainable, reverse=True)
@@ -46,6 +51,8 @@ def find_buckets(
     count = MAX_BUCKETS if are_sent else MAX_BUCKETS_OF_COPIES
     num_ranks = max((specs[i].world_size for i in expected), default=1)
     min_bytes = max(MIN_BUCKET_BYTES, MIN_BUCKET_BYTES * num_ranks // MIN_BUCKET_RANKS)
+    if pack.costs_launches(device):
+        min_bytes = max(min_bytes, MIN_BUCKET_BYTES * LAUNCHES_TIMES)
     return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, min_bytes)
 
 

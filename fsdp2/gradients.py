@@ -110,7 +110,8 @@ class GroupGradients:
         self._waited_wire_dtypes = wire_dtypes(specs, policy, as_they_come=False)
         for full in self._followed:
             torch_compat.on_accumulated(full, _KEY, None)
-        buckets = find_buckets(specs, self._reduce_dtypes, self._wire_dtypes, trainable)
+        device = self._params[0].full.device if self._params else torch.device("cpu")
+        buckets = find_buckets(specs, self._reduce_dtypes, self._wire_dtypes, trainable, device)
         self._buckets = [Bucket(indices, self._progress) for indices in buckets]
         expected = [i for indices in buckets for i in indices]
         per_rank = sum([specs[i].shard_numel * self._wire_dtypes[i].itemsize for i in expected])

@@ -212,18 +212,22 @@ def _group_padding(state: FSDPState) -> GroupPadding:
         name=group.name,
         num_ranks=size,
         gather=gather,
-        reduce=_reduce_padding(specs, trainable, policy, reduces) if size > 1 else Padded(0, 0),
+        reduce=_reduce_padding(specs, trainable, policy, reduces, group.mesh.device) if size > 1 else Padded(0, 0),
         parameters=tuple(sorted(uneven, key=lambda each: -each.gather.waste)),
     )
 
 
 def _reduce_padding(
-    specs: Sequence[ParamSpec], trainable: Iterable[int], policy: MixedPrecisionPolicy, comm: Comm
+    specs: Sequence[ParamSpec],
+    trainable: Iterable[int],
+    policy: MixedPrecisionPolicy,
+    comm: Comm,
+    device: torch.device,
 ) -> Padded:
     reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
     dtypes = wire_dtypes(specs, policy, comm.sums_on_arrival)
     nbytes = padded_nbytes = 0
-    for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable):
+    for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable, device):
         first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
         layout = bucket_layout(specs, indices, reduce_dtypes[indices[0]], comm.direct_min_bytes, wire_dtype)
         nbytes += sum(specs[i].numel for i in indices) * wire_dtype.itemsize

@@ -20,8 +20,8 @@ from helpers import fake_world
 # kernel that copies out, and the upload of what that is to copy. Where a reduction casts, it is cut into up to eight
 # buckets, or twelve with halves, each of which is packed by a kernel, or two of them.
 CEILINGS = {
-    ("GPT-2 124M", "bf16/fp32", 8): ((3, 8), (1, 4)),
-    ("GPT-2 124M", "fp32", 8): ((2, 6), (1, 4)),
+    ("GPT-2 124M", "bf16/fp32", 8): ((3, 2), (1, 1)),
+    ("GPT-2 124M", "fp32", 8): ((2, 2), (1, 1)),
     ("GPT-2 124M", "bf16/fp32", 1024): ((3, 2), (1, 1)),
     ("GPT-2 124M", "fp32", 1024): ((2, 2), (1, 1)),
     ("Llama-7B", "bf16/fp32", 8): ((4, 14), (1, 13)),

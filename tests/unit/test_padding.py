@@ -21,6 +21,7 @@ from helpers import fake_world
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = BLOCKS | EXPERTS
 WORLDS = range(1, 513)
+CPU = torch.device("cpu")
 DIRECT_MIN_BYTES = (8 * 1024, 512 * 1024)
 
 
@@ -29,7 +30,8 @@ def specs_of(name: str, world_size: int, stored: torch.dtype = F32) -> list[Para
 
 
 def reductions(specs: Sequence[ParamSpec], direct_min_bytes: int, wire: torch.dtype | None) -> Iterator:
-    for indices in find_buckets(specs, [F32] * len(specs), [wire or F32] * len(specs), range(len(specs))):
+    wires = [wire or F32] * len(specs)
+    for indices in find_buckets(specs, [F32] * len(specs), wires, range(len(specs)), CPU):
         yield bucket_layout(specs, indices, F32, direct_min_bytes, wire)
 
 
@@ -95,7 +97,7 @@ def test_padding_is_bounded(name: str) -> None:
 def test_gradients_that_are_cast_to_be_sent_travel_in_smaller_parts(wire: torch.dtype, parts: int) -> None:
     """Of twelve equal matrices that compute in bf16; sent as they come, three at a time, else one by one."""
     specs = [ParamSpec((1024, 1024), F32, BF16, 8)] * 12
-    buckets = find_buckets(specs, [F32] * 12, [wire] * 12, range(12))
+    buckets = find_buckets(specs, [F32] * 12, [wire] * 12, range(12), CPU)
     assert {len(bucket) for bucket in buckets} == {12 // parts}
     assert [i for bucket in buckets for i in bucket] == [*reversed(range(12))]
 
