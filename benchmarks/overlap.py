@@ -61,7 +61,7 @@ class _Busy(torch.autograd.Function):
 class _Block(nn.Module):
     """Linear layers, each of which is as slow as if its matrix were many times larger."""
 
-    def __init__(self, compute: Compute, layers: int) -> None:
+    def __init__(self, compute: Compute, layers: int = LAYERS) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(layers))
         self.compute = compute
@@ -75,7 +75,7 @@ class _Block(nn.Module):
 class SlowStack(nn.Module):
     """Equal blocks, and nothing in the root."""
 
-    def __init__(self, compute: Compute, layers: int) -> None:
+    def __init__(self, compute: Compute, layers: int = LAYERS) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(_Block(compute, layers) for _ in range(BLOCKS))
 

@@ -20,10 +20,9 @@ MAX_BUCKETS = 4
 MAX_BUCKETS_OF_COPIES = 8
 MIN_BUCKET_BYTES = 1024 * 1024
 # So many times that where an operation is a launch: a block of some 30 MB, as GPT-2's, is soon computed, and then the
-# host is late that launches four buckets in place of one; they would save little memory. Not measured on a GPU.
+# host is late that launches four buckets in place of one; they would save little memory. Among 1,024 ranks, each one's
+# part is 16 KiB then, which takes no longer than its latency. Not measured on a GPU.
 LAUNCHES_TIMES = 16
-# Of so many ranks; among more, each rank's part stays as large as it is among these, since latency grows with ranks.
-MIN_BUCKET_RANKS = 64
 
 
 def wire_dtypes(
@@ -49,10 +48,7 @@ def find_buckets(
     expected = sorted(trainable, reverse=True)
     are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
     count = MAX_BUCKETS if are_sent else MAX_BUCKETS_OF_COPIES
-    num_ranks = max((specs[i].world_size for i in expected), default=1)
-    min_bytes = max(MIN_BUCKET_BYTES, MIN_BUCKET_BYTES * num_ranks // MIN_BUCKET_RANKS)
-    if pack.costs_launches(device):
-        min_bytes = max(min_bytes, MIN_BUCKET_BYTES * LAUNCHES_TIMES)
+    min_bytes = MIN_BUCKET_BYTES * (LAUNCHES_TIMES if pack.costs_launches(device) else 1)
     return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, min_bytes)
 
 

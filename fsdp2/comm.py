@@ -87,9 +87,9 @@ def backend_averages(comm: Comm, divisor: float) -> bool:
 class CoalescedComm:
     """One coalesced launch per call: NCCL and the backends that follow its interface."""
 
-    # Not measured on several GPUs. A smaller part of each rank's takes its time in latency, not in bytes, and a channel
-    # all the same; a copy of all of it, 512 KiB on 64 ranks, takes less than a microsecond.
-    direct_min_bytes = 8 * 1024
+    # Not measured on several GPUs. The few operations of a call, see MAX_OPERATIONS, run side by side, so that a small
+    # one takes no longer than what is packed, which is copied and is there twice; of less there is nothing to save.
+    direct_min_bytes = 1024
     sums_on_arrival = False  # unless the dtypes differ: it takes another collective
 
     def __init__(self, group: dist.ProcessGroup, label: Label | None = None) -> None:

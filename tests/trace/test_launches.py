@@ -16,16 +16,16 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.layout import MAX_OPERATIONS
 from helpers import fake_world
 
-# (block, precision, ranks) -> launches of a gather, of a reduction; collective calls of each. A gather is a cast, a
-# kernel that copies out, and the upload of what that is to copy. Where a reduction casts, it is cut into up to eight
-# buckets, or twelve with halves, each of which is packed by a kernel, or two of them.
+# (block, precision, ranks) -> launches of a gather, of a reduction; collective calls of each. A gather is a cast, and if
+# something is packed a kernel that copies out and the upload of its addresses; a reduction a kernel and an upload where
+# something is packed. Large ones that cast are cut into up to eight buckets, or twelve with halves.
 CEILINGS = {
     ("GPT-2 124M", "bf16/fp32", 8): ((3, 2), (1, 1)),
     ("GPT-2 124M", "fp32", 8): ((2, 2), (1, 1)),
     ("GPT-2 124M", "bf16/fp32", 1024): ((3, 2), (1, 1)),
     ("GPT-2 124M", "fp32", 1024): ((2, 2), (1, 1)),
-    ("Llama-7B", "bf16/fp32", 8): ((4, 14), (1, 13)),
-    ("Llama-7B", "fp32", 8): ((2, 2), (1, 5)),
+    ("Llama-7B", "bf16/fp32", 8): ((2, 14), (1, 13)),
+    ("Llama-7B", "fp32", 8): ((0, 0), (1, 5)),
     ("Llama-7B", "bf16/fp32", 1024): ((3, 18), (1, 13)),
     ("Llama-7B", "fp32", 1024): ((2, 10), (1, 7)),
     ("64 experts", "bf16/fp32", 64): ((6, 18), (13, 9)),

@@ -22,7 +22,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = BLOCKS | EXPERTS
 WORLDS = range(1, 513)
 CPU = torch.device("cpu")
-DIRECT_MIN_BYTES = (8 * 1024, 512 * 1024)
+DIRECT_MIN_BYTES = (1024, 512 * 1024)
 
 
 def specs_of(name: str, world_size: int, stored: torch.dtype = F32) -> list[ParamSpec]:
