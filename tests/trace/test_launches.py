@@ -49,12 +49,17 @@ def test_launches_are_bounded(name: str, precision: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"), [("GPT-2 124M", 8), ("GPT-2 124M", 1024), ("Llama-7B", 8), ("Llama-7B", 64)]
 )
-def test_a_gather_launches_no_more_than_torch(name: str, ranks: int, precision: str) -> None:
-    """torch copies all shards into one buffer, and all parameters out of it."""
-    ours, theirs = (count_group(name, precision, load_library(each), ranks)[0] for each in ("fsdp2", "torch"))
-    assert ours.launches < theirs.launches
-    assert ours.written_nbytes < theirs.written_nbytes
-    assert ours.calls == theirs.calls == 1
+def test_launches_are_no_more_than_those_of_torch(name: str, ranks: int, precision: str) -> None:
+    """torch copies all shards into one buffer, and all parameters out of it; all gradients into one, and reduces them at
+    once. Those that are cast we reduce in parts if they are large, which are more launches in all.
+    """
+    ours, theirs = (count_group(name, precision, load_library(each), ranks) for each in ("fsdp2", "torch"))
+    assert ours[0].launches < theirs[0].launches
+    assert ours[0].written_nbytes < theirs[0].written_nbytes
+    assert ours[0].calls == theirs[0].calls == 1
+    if precision == "fp32" or name == "GPT-2 124M":
+        in_all = [2 * gather.launches + reduction.launches for gather, reduction in (ours, theirs)]
+        assert in_all[0] < in_all[1]
 
 
 class Mixed(nn.Module):
