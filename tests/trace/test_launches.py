@@ -16,9 +16,9 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.layout import MAX_OPERATIONS
 from helpers import fake_world
 
-# (block, precision, ranks) -> launches of a gather, of a reduction; collective calls of each. A gather is a cast, and if
-# something is packed a kernel that copies out and the upload of its addresses; a reduction a kernel and an upload where
-# something is packed. Large ones that cast are cut into up to eight buckets, or twelve with halves.
+# (block, precision, ranks) -> launches of a gather, of a reduction; collective calls of each. A gather is a cast, and
+# if something is packed a kernel that copies out and the upload of its addresses; a reduction a kernel and an upload
+# where something is packed. Large ones that cast are cut into up to eight buckets, or twelve with halves.
 CEILINGS = {
     ("GPT-2 124M", "bf16/fp32", 8): ((3, 2), (1, 1)),
     ("GPT-2 124M", "fp32", 8): ((2, 2), (1, 1)),
@@ -50,8 +50,8 @@ def test_launches_are_bounded(name: str, precision: str, ranks: int) -> None:
     ("name", "ranks"), [("GPT-2 124M", 8), ("GPT-2 124M", 1024), ("Llama-7B", 8), ("Llama-7B", 64)]
 )
 def test_launches_are_no_more_than_those_of_torch(name: str, ranks: int, precision: str) -> None:
-    """torch copies all shards into one buffer, and all parameters out of it; all gradients into one, and reduces them at
-    once. Those that are cast we reduce in parts if they are large, which are more launches in all.
+    """torch copies all shards into one buffer, and all parameters out of it; all gradients into one, and reduces them
+    at once. Those that are cast we reduce in parts if they are large, which are more launches in all.
     """
     ours, theirs = (count_group(name, precision, load_library(each), ranks) for each in ("fsdp2", "torch"))
     assert ours[0].launches < theirs[0].launches
