@@ -51,6 +51,8 @@ class Fix:
         attach: has the class of sharded parameters do that. It is called anew whenever a fix is switched.
         patch: has a function of torch do that, for good; the function asks whether the fix is in force.
         releases: of torch, in which torch does that.
+        situations: how many of the situations that the tests know end wrong without the fix alone, in torch 2.13; some
+            are not among them.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Fix:
     attach: Callable[[], None] | None = None
     patch: Callable[[], None] | None = None
     releases: str = ALL
+    situations: int = 0
 
 
 FIXES = (
@@ -67,31 +70,42 @@ FIXES = (
         "takes what ranks compute of `p.full_tensor()` for the same: each rank keeps its part of its own gradient",
         "gradients are averaged over the ranks, as all others",
         average_in_full_tensor,
+        situations=2,
     ),
     Fix(
         "plain-numbers",
         "takes a plain number beside a DTensor (`loss * p.norm()`) for the same on all ranks; backward fails, or not",
         "`+ - * /` with a plain number that has a graph, or differs between ranks, are those of `full_tensor()`",
         meet_plain_numbers,
+        situations=3,
     ),
     Fix(
         "data",
         "`p.data = other` changes nothing; `p.data` is no DTensor that counts what is written to it",
         "an assignment is seen, also of the whole tensor; what is written to `p.data` counts",
         follow_data,
+        situations=3,
     ),
     Fix(
         "local-versions",
         "what is written to `to_local()` of a state dict's view of a parameter does not count as a write",
         "it counts, so that kept copies are not used, and autograd refuses what it has saved",
         count_local_writes,
+        situations=1,
     ),
-    Fix("inference-detach", "`detach()` in inference mode fails", "it is a view", detach_in_inference),
+    Fix(
+        "inference-detach",
+        "`detach()` in inference mode fails",
+        "it is a view",
+        detach_in_inference,
+        situations=1,
+    ),
     Fix(
         "copies",
         "`copy.deepcopy(p.grad)`, pickling and saving it fail where gradients share a storage",
         "copies have memory of their own",
         copy_gradients,
+        situations=4,
     ),
     Fix(
         "pipelines",
@@ -104,18 +118,21 @@ FIXES = (
         "`backward(inputs=[p])` does nothing; `torch.autograd.grad` and hooks on several gradients neither",
         "the gradients come; `torch.autograd.grad`, which has none to reduce, raises",
         patch=accept_sharded_inputs,
+        situations=6,
     ),
     Fix(
         "views",
         "`p[2]`, `p.split(4)`, `p.diagonal()` are copies, what is written to them is lost; `p.view(-1)` fails",
         "they are views to whoever writes to them",
         write_through_parts,
+        situations=5,
     ),
     Fix(
         "foreach",
         "foreach and fused steps fail where plain tensors are among DTensors, or have no rule; no version counts them",
         "they run on local tensors, and count",
         operate_on_lists,
+        situations=2,
     ),
     Fix(
         "truths",
@@ -123,6 +140,7 @@ FIXES = (
         "they are whole at once",
         partial_results.find_whole_truths if IS_OLD else None,
         releases=OLD,
+        situations=1,
     ),
     Fix(
         "sums-of-norms",
@@ -130,18 +148,21 @@ FIXES = (
         "norms are whole first",
         partial_results.sum_whole_norms if IS_OLD else None,
         releases=OLD,
+        situations=1,
     ),
     Fix(
         "joined-parts",
         "stacking a norm with others makes parts of norms of all, which have no sign",
         "what is stacked is whole first, unless all are alike",
         partial_results.join_whole_parts,
+        situations=1,
     ),
     Fix(
         "written-parts",
         "a number written in place to a sum of which ranks hold parts is written to each part",
         "it is written to the whole",
         partial_results.write_whole_parts,
+        situations=1,
     ),
     Fix(
         "divisions",
@@ -156,18 +177,21 @@ FIXES = (
         "writing to what two mesh axes cut unevenly, or to few rows, fails on some ranks while others wait",
         "each rank writes to its rows",
         dtensor_operations.write_uneven_shards,
+        situations=1,
     ),
     Fix(
         "mean-losses",
         "`mse_loss` and its kin are the mean of the ranks' means",
         "they are the mean over all elements",
         dtensor_operations.average_losses,
+        situations=1,
     ),
     Fix(
         "extremes",
         "extremes and their places, of parameters of which some rank holds nothing, fail there while others wait",
         "they are those of the whole",
         dtensor_operations.find_extremes,
+        situations=1,
     ),
     Fix(
         "no-dims",
@@ -187,18 +211,21 @@ FIXES = (
         "`item()` of what each rank holds a part of is this rank's part",
         "it raises, and says what to write; truths are those of all ranks",
         dtensor_operations.read_numbers,
+        situations=2,
     ),
     Fix(
         "collectives",
         "`torch.distributed`'s collectives on a sharded tensor mix the ranks' parts, or fail",
         "they raise, and say what to write",
         dtensor_operations.refuse_collectives,
+        situations=2,
     ),
     Fix(
         "random",
         "random values drawn on CPU give each rank's part the same ones",
         "each rank gets its part of what a plain tensor would get from that seed",
         draw_like_plain_tensors,
+        situations=5,
     ),
     Fix(
         "initialisers",
@@ -217,12 +244,14 @@ FIXES = (
         "errors about plain tensors beside DTensors, and missing rules, name no parameter",
         "they name it, and say what to write",
         explain_mixed_operands,  # behind all that handle operations
+        situations=2,
     ),
     Fix(
         "optimizer-steps",
         "foreach and fused steps count nowhere; a closure's loss differs between ranks; Adafactor fails",
         "steps count; the loss is averaged; what can't change the model, or can't be stepped, raises",
         patch=follow_optimizer_steps,
+        situations=6,
     ),
     Fix(
         "optimizer-states",
@@ -235,6 +264,7 @@ FIXES = (
         "DDP around a sharded model fails with an error about views",
         "it raises, and says what to do",
         patch=refuse_ddp_around,
+        situations=1,
     ),
     Fix(
         "parallelize-after",
@@ -303,14 +333,15 @@ def dtensor_fixes(enabled: bool, *names: str) -> None:
 
 def describe_fixes() -> str:
     """Returns the table as Markdown: a line for each fix, with what torch does, what is done instead, the releases of
-    torch in which it does that, and whether the fix is in force with this torch and this environment.
+    torch in which it does that, whether the fix is in force with this torch and this environment, and how many of the
+    tests' situations end wrong without it.
     """
     switches.read_environment(NAMES)
-    lines = ["| fix | in force | torch | does | instead |", "|---|---|---|---|---|"]
+    lines = ["| fix | in force | torch | does | instead | situations |", "|---|---|---|---|---|---|"]
     for fix in FIXES:
         applies = fix.attach is not None or fix.patch is not None
         state = "yes" if applies and switches.is_on(fix.name) else "off" if applies else "not needed"
-        lines.append(f"| {fix.name} | {state} | {fix.releases} | {fix.torch} | {fix.instead} |")
+        lines.append(f"| {fix.name} | {state} | {fix.releases} | {fix.torch} | {fix.instead} | {fix.situations} |")
     return "\n".join(lines)
 
 

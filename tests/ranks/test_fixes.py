@@ -5,10 +5,12 @@ A program of each fix ends wrong while the fix is off. If one fails because it e
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -398,6 +400,14 @@ def test_switches() -> None:
         dtensor_fixes("views")  # type: ignore[arg-type]
     for name in NAMES:
         assert f"| {name} |" in describe_fixes()
+
+
+def test_the_table_has_the_numbers_of_the_newest_report() -> None:
+    """Of tests/run_fixes.py: how many situations end wrong without each."""
+    report = max((Path(__file__).parents[2] / "benchmarks" / "results").glob("*-fixes.md")).read_text()
+    counted = {name: int(number) for name, number in re.findall(r"^\| ([a-z-]+) \| (\d+) \|", report, re.M)}
+    assert counted == {fix.name: fix.situations for fix in FIXES if fix.name in counted}
+    assert {*counted} >= {*NAMES} - {"divisions"}  # which this torch does not need
 
 
 def test_all_off_means_plain_dtensors() -> None:
