@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
+import fake_gpu
 import fsdp2  # noqa: F401  imported before the fork, so that no rank pays for it
 from fsdp2.dtensor_compat import meshes_in_use
 from fsdp2.sharded_dtensor import as_sharded
@@ -75,13 +76,19 @@ class _Rank:
         return f"--- rank {self.rank} ---\n{text}\n{log}"
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, device: str = "cpu"
+) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on `world_size` forked gloo ranks; return the results in rank order.
+
+    `device`: "cpu", or `fake_gpu.KIND`, which the ranks then have; the test is skipped where that can't be compiled.
 
     `fn` may be a local function. A result must be picklable, its tensors plain (not DTensors); they come back detached.
     Every rank starts with the parent's random state. Raises RankError with the full traceback of each rank that
     failed, or, after `timeout` seconds, with the names of the ranks that did not return and where they stood.
     """
+    if device != "cpu":
+        fake_gpu.built()
     if dist.is_initialized():
         raise RuntimeError("run_ranks: the parent owns a process group, which a forked rank would inherit")
     # The parent's objects stay out of the ranks' garbage collections, each of which would copy all of its memory.
@@ -92,7 +99,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         folder = Path(name)
         try:
             for rank in range(world_size):
-                body = functools.partial(_run_in_group, rank, world_size, fn, args, folder)
+                body = functools.partial(_run_in_group, rank, world_size, fn, args, folder, device)
                 ranks.append(_fork(rank, body, folder, (release_read, release_write), timeout))
             _collect(ranks, time.monotonic() + timeout)
             _raise_problems(ranks, timeout)
@@ -113,7 +120,9 @@ def alone(fn: Callable[[], Any]) -> Any:
     return run_ranks(1, lambda rank, world_size: fn())[0]
 
 
-def run_checks(world_size: int, checks: Sequence[tuple[str, Callable[[], None]]], timeout: float = 60) -> None:
+def run_checks(
+    world_size: int, checks: Sequence[tuple[str, Callable[[], None]]], timeout: float = 60, device: str = "cpu"
+) -> None:
     """Run named checks one after the other on forked ranks, in one launch; fail with the name of each that raises.
 
     The ranks meet after each check, so that one that fails on some ranks only does not disturb the next.
@@ -131,7 +140,7 @@ def run_checks(world_size: int, checks: Sequence[tuple[str, Callable[[], None]]]
             dist.barrier()
         return failed
 
-    failed = run_ranks(world_size, body, timeout=timeout)
+    failed = run_ranks(world_size, body, timeout=timeout, device=device)
     if any(failed):
         pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)
 
@@ -180,12 +189,19 @@ def _report(body: Callable[[], Any]) -> bytes:
         return _dumps((False, traceback.format_exc()))
 
 
-def _run_in_group(rank: int, world_size: int, fn: Callable[..., Any], args: tuple, folder: Path) -> Any:
+def _run_in_group(
+    rank: int, world_size: int, fn: Callable[..., Any], args: tuple, folder: Path, device: str
+) -> Any:
     torch.set_num_threads(1)
     gc.set_threshold(10_000)  # a rank is short-lived: collections at the usual rate take a tenth of its time
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if device == "cpu":
+        backends = "gloo"
+    else:
+        fake_gpu.install(device=1)
+        backends = f"cpu:gloo,{device}:{fake_gpu.BACKEND}"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size)
     with hostile(seed=rank) if os.environ.get("FSDP2_HOSTILE") else contextlib.nullcontext():
         return fn(rank, world_size, *args)
 
@@ -278,7 +294,7 @@ def assert_same(actual: Tensor | None, expected: Tensor | None, rtol: float, ato
         if (actual is None) != (expected is None):
             raise AssertionError(f"{name}: expected {_describe(expected)}, got {_describe(actual)}")
         return
-    actual, expected = full(actual), full(expected)
+    actual, expected = full(actual).cpu(), full(expected).cpu()
     if actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected):
         return  # what assert_close finds out in ten times the time
     torch.testing.assert_close(

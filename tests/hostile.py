@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp2.comm import PairwiseComm
+from fsdp2.comm import Comm, CoalescedComm, PairwiseComm
 from fsdp2.work import Work
 
 POISON = 0xFF
@@ -135,17 +135,17 @@ def _place(tensor: Tensor) -> tuple[torch.UntypedStorage, int, int]:
     return tensor.untyped_storage(), tensor.storage_offset() * itemsize, tensor.numel() * itemsize
 
 
-def _changes(enemy: Enemy) -> dict[str, Callable[..., Any]]:
-    """The collectives, each replaced by a hostile one that uses it."""
-    gather, scatter, sum_all = PairwiseComm.all_gather, PairwiseComm.reduce_scatter, PairwiseComm.all_reduce
+def _changes(enemy: Enemy, cls: type[Any]) -> dict[str, Callable[..., Any]]:
+    """The collectives of a kind of Comm, each replaced by a hostile one that uses it."""
+    gather, scatter, sum_all = cls.all_gather, cls.reduce_scatter, cls.all_reduce
 
-    def all_gather(comm: PairwiseComm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+    def all_gather(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         return enemy.issue("all_gather", lambda *private: gather(comm, *private), outputs, inputs)
 
-    def reduce_scatter(comm: PairwiseComm, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+    def reduce_scatter(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         return enemy.issue("reduce_scatter", lambda *private: scatter(comm, *private, divisor), outputs, inputs)
 
-    def all_reduce(comm: PairwiseComm, tensor: Tensor, divisor: float) -> Work:
+    def all_reduce(comm: Comm, tensor: Tensor, divisor: float) -> Work:
         def start(outputs: Sequence[Tensor], _: Sequence[Tensor]) -> Work:
             outputs[0].copy_(own)
             return sum_all(comm, outputs[0], divisor)
@@ -182,8 +182,9 @@ def hostile(seed: int, on_event: Callable[[str], None] | None = None) -> Iterato
     enemy = Enemy(seed, on_event)
     mode = torch.get_deterministic_debug_mode()
     with contextlib.ExitStack() as stack:
-        for name, change in _changes(enemy).items():
-            stack.enter_context(mock.patch.object(PairwiseComm, name, change))
+        for cls in (PairwiseComm, CoalescedComm):
+            for name, change in _changes(enemy, cls).items():
+                stack.enter_context(mock.patch.object(cls, name, change))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _poisoning_resize(enemy)))
         stack.callback(torch.set_deterministic_debug_mode, mode)
         # New tensors hold NaN, see torch.utils.deterministic. (use_deterministic_algorithms imports inductor.)

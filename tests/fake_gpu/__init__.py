@@ -1,0 +1,53 @@
+"""A device that is not the CPU, for ranks without a GPU: see README.md. `install` makes it in a forked rank."""
+
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .build import built, load
+
+KIND = "fakegpu"
+BACKEND = "fakeccl"
+
+__all__ = ["BACKEND", "KIND", "built", "install", "native"]
+
+
+def native() -> Any:
+    """The compiled module, after `install`."""
+    return sys.modules["fake_gpu_native"]
+
+
+def install(device: int = 0) -> None:
+    """Makes the device, and its backend for process groups, known to torch in this process, for good.
+
+    `device`: the current one of this thread. Other threads begin at 0, as CUDA's do.
+    """
+    torch.utils.rename_privateuse1_backend(KIND)
+    module = load()
+    functions: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 2,
+        "current_device": module.current_device,
+        "set_device": lambda device: module.set_device(torch.device(KIND, device).index),
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda *_: torch.get_rng_state(),  # its random numbers are the CPU's
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+    }
+    device_module = types.ModuleType(f"torch.{KIND}")
+    device_module.__dict__.update(functions)
+    torch._register_device_module(KIND, device_module)
+    module.set_device(device)
+    dist.Backend.register_backend(BACKEND, _new_backend, devices=[KIND])
+
+
+def _new_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    return native().FakeBackend(gloo, torch.Stream(torch.device(KIND, native().current_device())).stream_id)

@@ -1,0 +1,133 @@
+"""Compiles the device once for each version of torch, of Python and of the sources, for all processes of all runs."""
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+NAME = "fake_gpu_native"
+SOURCES = ("device.cpp", "process_group.cpp")
+HEADER = "fake_gpu.h"
+REQUIRED = "2.13"
+"""The release of torch on which the device must compile if there is a compiler. On others its tests are skipped."""
+FOLDER = Path(__file__).parent
+
+
+class CannotBuild(RuntimeError):
+    """There is no compiler, or it does not know this torch's headers."""
+
+
+def _compiler() -> str:
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if found is None or sys.platform == "win32":
+        raise CannotBuild("the fake GPU needs a C++ compiler: c++, g++, clang++ or $CXX")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        raise CannotBuild("the fake GPU needs Python's headers")
+    return found
+
+
+def _path(compiler: str) -> Path:
+    """Where the library for these sources, this torch and this compiler is or will be."""
+    digest = hashlib.sha256()
+    for name in (*SOURCES, HEADER, "build.py"):
+        digest.update((FOLDER / name).read_bytes())
+    for text in (torch.__version__, torch.__file__, sys.version, compiler):
+        digest.update(text.encode())
+    cache = Path(os.environ.get("FSDP2_TEST_CACHE") or Path(tempfile.gettempdir()) / f"fsdp2-tests-{os.getuid()}")
+    return cache / f"{NAME}-{digest.hexdigest()[:16]}.so"
+
+
+def _commands(compiler: str, folder: Path, output: Path) -> tuple[list[list[str]], list[str]]:
+    """One for each source, which may run at the same time, and then the linker's."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    standard = "-std=c++20" if torch.__version__ >= "2.12" else "-std=c++17"
+    flags = [standard, "-O0", "-w", "-fPIC", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}"]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+    for path in (*include_paths(), sysconfig.get_path("include")):
+        flags += ["-isystem", path]
+    objects = [str(folder / f"{source}.o") for source in SOURCES]
+    compiling = [
+        [compiler, *flags, "-c", str(FOLDER / source), "-o", target]
+        for source, target in zip(SOURCES, objects, strict=True)
+    ]
+    libraries = [f"-L{path}" for path in library_paths()]
+    names = [f"-l{name}" for name in ("c10", "torch_cpu", "torch", "torch_python")]
+    return compiling, [compiler, "-shared", *objects, *libraries, *names, "-o", str(output)]
+
+
+def _build(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+        folder = Path(name)
+        compiling, linking = _commands(compiler, folder, folder / path.name)
+        running = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True) for each in compiling]
+        messages = [process.communicate()[1] for process in running]
+        failed = [text for process, text in zip(running, messages, strict=True) if process.returncode]
+        if not failed:
+            linked = subprocess.run(linking, stderr=subprocess.PIPE, text=True)
+            failed = [linked.stderr] if linked.returncode else []
+        if failed:
+            raise CannotBuild(f"the fake GPU does not compile with torch {torch.__version__}:\n{failed[0][:4000]}")
+        os.replace(folder / path.name, path)
+
+
+def build() -> Path:
+    """The library. Built by the first process that asks; the others wait.
+
+    Raises:
+        CannotBuild: it can't be.
+    """
+    compiler = _compiler()
+    path = _path(compiler)
+    path.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
+    failure = path.with_suffix(".failed")
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if failure.exists():
+            raise CannotBuild(failure.read_text())
+        if not path.exists():
+            try:
+                _build(compiler, path)
+            except CannotBuild as error:
+                failure.write_text(str(error))
+                raise
+    return path
+
+
+@functools.cache
+def _built() -> Path | CannotBuild:
+    try:
+        return build()
+    except CannotBuild as error:
+        return error
+
+
+def built() -> Path:
+    """The library, before ranks are forked that `load` it. Skips the test if it can't be built, where that is allowed."""
+    path = _built()
+    if isinstance(path, CannotBuild):
+        if torch.__version__.startswith(f"{REQUIRED}.") and "does not compile" in str(path):
+            pytest.fail(str(path))
+        pytest.skip(str(path))
+    return path
+
+
+def load() -> Any:
+    """Its module, in a process that is to have the device."""
+    spec = importlib.util.spec_from_file_location(NAME, build())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[NAME] = module
+    return module

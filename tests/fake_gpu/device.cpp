@@ -1,0 +1,576 @@
+// A device whose memory is the host's, and whose operations run at once, by the CPU's kernels. What a GPU has and a CPU
+// lacks is real: a type and an index of its own, a current device and current streams for each thread, events, pinned
+// memory, an allocator, and autograd's thread for each device. See README.md.
+#include "fake_gpu.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace fake_gpu {
+
+using at::Tensor;
+using c10::Device;
+using c10::DeviceIndex;
+using c10::Stream;
+
+// ---- the log
+
+namespace {
+std::mutex mutex; // of the log and of the pinned memory
+std::vector<Entry> entries;
+std::atomic<bool> is_logging{false};
+std::atomic<int64_t> next_event{1}, next_stream{kDevices}, waits{0};
+} // namespace
+
+void log(Kind kind, int64_t stream, int64_t first, int64_t last, const std::string& name) {
+  if (!is_logging)
+    return;
+  std::lock_guard<std::mutex> lock(mutex);
+  entries.push_back({kind, stream, first, last, name});
+}
+
+void log_access(Kind kind, int64_t stream, const Tensor& tensor, const std::string& name) {
+  if (!is_logging || tensor.numel() == 0 || tensor.device().type() != kType)
+    return;
+  int64_t extent = 1;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    extent += (tensor.size(dim) - 1) * tensor.stride(dim);
+  auto first = reinterpret_cast<int64_t>(tensor.const_data_ptr());
+  log(kind, stream, first, first + extent * int64_t(tensor.element_size()), name);
+}
+
+int64_t record(int64_t stream) {
+  int64_t event = next_event++;
+  log(kRecord, stream, event, 0, "");
+  return event;
+}
+
+void block(int64_t stream, int64_t event) {
+  log(kBlock, stream, event, 0, "");
+}
+
+void wait_on_host(int64_t stream, const std::string& name) {
+  ++waits;
+  log(kHostWaits, -1, record(stream), 0, name);
+}
+
+void start_log() {
+  std::lock_guard<std::mutex> lock(mutex);
+  entries.clear();
+  is_logging = true;
+}
+
+std::vector<Entry> take_log() {
+  is_logging = false;
+  std::lock_guard<std::mutex> lock(mutex);
+  return std::move(entries);
+}
+
+int64_t host_waits() {
+  return waits;
+}
+
+// ---- devices, streams and events
+
+namespace {
+
+thread_local DeviceIndex device_of_thread = 0;
+thread_local int64_t streams_of_thread[kDevices] = {0, 1}; // at first the default ones
+
+struct Event {
+  int64_t number;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override {
+    return kType;
+  }
+  DeviceIndex deviceCount() const noexcept override {
+    return kDevices;
+  }
+  Device getDevice() const override {
+    return Device(kType, device_of_thread);
+  }
+  void setDevice(Device device) const override {
+    uncheckedSetDevice(device);
+  }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    device_of_thread = device.index();
+  }
+  Device exchangeDevice(Device device) const override {
+    Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  Stream getStream(Device device) const override {
+    return Stream(Stream::UNSAFE, device, streams_of_thread[device.index()]);
+  }
+  Stream getDefaultStream(Device device) const override {
+    return Stream(Stream::UNSAFE, device, device.index());
+  }
+  Stream getNewStream(Device device, int) const override {
+    return Stream(Stream::UNSAFE, device.has_index() ? device : getDevice(), next_stream++);
+  }
+  Stream exchangeStream(Stream stream) const override {
+    Stream before = getStream(stream.device());
+    streams_of_thread[stream.device_index()] = stream.id();
+    return before;
+  }
+  void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
+    if (*event == nullptr)
+      *event = new Event();
+    static_cast<Event*>(*event)->number = fake_gpu::record(stream.id());
+  }
+  void block(void* event, const Stream& stream) const override {
+    if (event != nullptr)
+      fake_gpu::block(stream.id(), static_cast<Event*>(event)->number);
+  }
+  void destroyEvent(void* event, DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+  bool queryEvent(void*) const override {
+    return true;
+  }
+  bool queryStream(const Stream&) const override {
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    ++waits;
+    if (event != nullptr)
+      log(kHostWaits, -1, static_cast<Event*>(event)->number, 0, "event.synchronize");
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    wait_on_host(stream.id(), "stream.synchronize");
+  }
+  void synchronizeDevice(DeviceIndex) const override {
+    for (int64_t stream = 0; stream < next_stream; ++stream)
+      wait_on_host(stream, "synchronize");
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    log(kUse, stream.id(), reinterpret_cast<int64_t>(data.get()), 0, "record_stream");
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+} // namespace
+
+c10::Stream current_stream() {
+  return Guard().getStream(Guard().getDevice());
+}
+
+void set_device(int64_t index) {
+  TORCH_CHECK(0 <= index && index < kDevices, "expected a device below ", kDevices, ", got ", index);
+  device_of_thread = DeviceIndex(index);
+}
+
+int64_t current_device() {
+  return device_of_thread;
+}
+
+// ---- memory
+
+namespace {
+
+constexpr size_t kAlignment = 512;
+
+void* new_poisoned(size_t nbytes) {
+  void* data = nbytes ? std::aligned_alloc(kAlignment, (nbytes + kAlignment - 1) / kAlignment * kAlignment) : nullptr;
+  if (data)
+    std::memset(data, 0xFF, nbytes);
+  return data;
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  static void free_logged(void* data) {
+    if (data)
+      log(kFree, -1, reinterpret_cast<int64_t>(data), 0, "");
+    std::free(data);
+  }
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* data = new_poisoned(nbytes);
+    auto first = reinterpret_cast<int64_t>(data);
+    if (data)
+      log(kAllocate, current_stream().id(), first, first + int64_t(nbytes), "");
+    return {data, data, &free_logged, Guard().getDevice()};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &free_logged;
+  }
+  void copy_data(void* target, const void* source, size_t nbytes) const override {
+    std::memcpy(target, source, nbytes);
+  }
+};
+DeviceAllocator device_allocator;
+REGISTER_ALLOCATOR(kType, &device_allocator);
+
+std::map<const char*, size_t> pinned; // by where it begins
+
+struct PinnedAllocator final : c10::Allocator {
+  static void free_pinned(void* data) {
+    std::lock_guard<std::mutex> lock(mutex);
+    pinned.erase(static_cast<const char*>(data));
+    std::free(data);
+  }
+  static bool owns(const void* data) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto after = pinned.upper_bound(static_cast<const char*>(data));
+    if (after == pinned.begin())
+      return false;
+    auto [first, nbytes] = *--after;
+    return static_cast<const char*>(data) < first + nbytes;
+  }
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* data = new_poisoned(nbytes);
+    std::lock_guard<std::mutex> lock(mutex);
+    if (data)
+      pinned[static_cast<const char*>(data)] = nbytes;
+    return {data, data, &free_pinned, Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &free_pinned;
+  }
+  void copy_data(void* target, const void* source, size_t nbytes) const override {
+    std::memcpy(target, source, nbytes);
+  }
+};
+PinnedAllocator pinned_allocator;
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
+  bool hasPrimaryContext(DeviceIndex) const override {
+    return true;
+  }
+  DeviceIndex deviceCount() const override {
+    return kDevices;
+  }
+  DeviceIndex getCurrentDevice() const override {
+    return device_of_thread;
+  }
+  void setCurrentDevice(DeviceIndex index) const override {
+    set_device(index);
+  }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override {
+    DeviceIndex before = device_of_thread;
+    set_device(index);
+    return before;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override {
+    return exchangeDevice(index);
+  }
+  Device getDeviceFromPtr(void*) const override {
+    return Guard().getDevice();
+  }
+  bool isPinnedPtr(const void* data) const override {
+    return PinnedAllocator::owns(data);
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return &pinned_allocator;
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    auto* impl = storage.unsafeGetStorageImpl();
+    c10::DeviceGuard guard(impl->device());
+    auto data = device_allocator.allocate(nbytes);
+    if (size_t kept = std::min(nbytes, impl->nbytes()))
+      std::memcpy(data.get(), impl->data(), kept);
+    impl->set_data_ptr_noswap(std::move(data));
+    impl->set_nbytes(nbytes);
+  }
+};
+[[maybe_unused]] const bool hooks_are_registered = [] {
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  return true;
+}();
+
+} // namespace
+
+// ---- operations
+
+Tensor host(const Tensor& tensor) {
+  if (tensor.device().type() != kType)
+    return tensor;
+  const auto& storage = tensor.storage();
+  int64_t extent = tensor.numel() ? 1 + tensor.storage_offset() : 0;
+  for (int64_t dim = 0; tensor.numel() && dim < tensor.dim(); ++dim)
+    extent += (tensor.size(dim) - 1) * tensor.stride(dim);
+  TORCH_CHECK(
+      size_t(extent) * tensor.element_size() <= storage.nbytes(),
+      "use of memory that was freed: a tensor of ",
+      tensor.sizes(),
+      " in ",
+      storage.nbytes(),
+      " bytes");
+  auto alias = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      storage.nbytes(),
+      c10::DataPtr(storage.mutable_data(), Device(c10::kCPU)),
+      c10::GetCPUAllocator(),
+      /*resizable=*/true);
+  auto result = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(alias)), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  auto* impl = result.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  impl->set_storage_offset(tensor.storage_offset());
+  return result;
+}
+
+void poison(const Tensor& tensor) {
+  if (tensor.numel())
+    std::memset(tensor.mutable_data_ptr(), 0xFF, tensor.nbytes());
+}
+
+namespace {
+
+Tensor empty(
+    at::IntArrayRef size,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<Device> device,
+    std::optional<bool>,
+    std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device && device->has_index() ? device : std::nullopt);
+  return at::detail::empty_generic(
+      size, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::kFloat), format);
+}
+
+Tensor empty_strided(
+    at::IntArrayRef size,
+    at::IntArrayRef stride,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<Device> device,
+    std::optional<bool>) {
+  c10::OptionalDeviceGuard guard(device && device->has_index() ? device : std::nullopt);
+  return at::detail::empty_strided_generic(
+      size, stride, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::kFloat));
+}
+
+// The stream is the current one of the target's or source's device. The host does not wait where the CPU's side is
+// pinned, if it is told not to.
+Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  bool is_local = source.device() == target.device();
+  const Tensor& on_device = target.device().type() == kType ? target : source;
+  int64_t stream = Guard().getStream(on_device.device()).id();
+  log_access(kRead, stream, source, "copy_");
+  log_access(kWrite, stream, target, "copy_");
+  auto view = host(target);
+  view.copy_(host(source));
+  const Tensor& other = target.device().type() == kType ? source : target;
+  if (!is_local && other.device().is_cpu() && other.numel() && !(non_blocking && PinnedAllocator::owns(other.const_data_ptr())))
+    wait_on_host(stream, "copy_");
+  return target;
+}
+
+Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
+  at::native::resize_(target, source.sizes());
+  return copy_from(source, target, false);
+}
+
+c10::Scalar local_scalar_dense(const Tensor& tensor) {
+  int64_t stream = Guard().getStream(tensor.device()).id();
+  log_access(kRead, stream, tensor, "item");
+  wait_on_host(stream, "item");
+  return host(tensor).item();
+}
+
+Tensor as_strided(const Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+  auto from = offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt;
+  return at::native::as_strided_tensorimpl(tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), from);
+}
+
+const Tensor& resize_(const Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+
+Tensor reshape_alias(const Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+Tensor view(const Tensor& tensor, c10::SymIntArrayRef size) {
+  return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(size));
+}
+
+Tensor& set_tensor(Tensor& tensor, const Tensor& source) {
+  return at::native::set_tensor_(tensor, source);
+}
+
+Tensor& set_storage(Tensor& tensor, c10::Storage source) {
+  return at::native::set_(tensor, std::move(source));
+}
+
+Tensor& set_storage_at(
+    Tensor& tensor, c10::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::set_storage_cpu_(
+      tensor, std::move(source), offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+// ---- every other operation: the CPU's kernel on the same memory
+
+// Operations whose result's shape, or value, the host must know: they wait for the device.
+bool makes_the_host_wait(const std::string& name) {
+  static const std::vector<std::string> names = {
+      "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"};
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op) : op_(op), name_(op.schema().name().substr(6)) {}
+
+  void run(torch::jit::Stack* stack) {
+    const auto& arguments = op_.schema().arguments();
+    size_t first = stack->size() - arguments.size();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      auto* alias = arguments[i].alias_info();
+      take((*stack)[first + i], alias && alias->isWrite());
+    }
+    TORCH_CHECK(device_, name_, ": expected a tensor or a device of this type");
+    c10::DeviceGuard guard(*device_);
+    stream_ = Guard().getStream(*device_).id();
+    for (auto& [tensor, alias] : reads_)
+      log_access(kRead, stream_, tensor, name_);
+    op_.callBoxed(stack);
+    for (auto& [tensor, alias] : writes_)
+      finish_write(tensor, alias);
+    const auto& returns = op_.schema().returns();
+    first = stack->size() - returns.size();
+    for (size_t i = 0; i < returns.size(); ++i)
+      give((*stack)[first + i]);
+    if (makes_the_host_wait(name_))
+      wait_on_host(stream_, name_);
+  }
+
+ private:
+  using Pairs = std::vector<std::pair<Tensor, Tensor>>; // (on the device, its alias on the CPU)
+
+  // Replaces what is on the device by what is on the CPU.
+  void take(c10::IValue& value, bool is_written) {
+    if (value.isTensor()) {
+      value = taken(value.toTensor(), is_written);
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (Tensor tensor : value.toTensorList())
+        list.push_back(taken(tensor, is_written));
+      value = list;
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> list;
+      for (std::optional<Tensor> tensor : value.toOptionalTensorList())
+        list.push_back(tensor ? std::optional<Tensor>(taken(*tensor, is_written)) : std::nullopt);
+      value = list;
+    } else if (value.isDevice() && value.toDevice().type() == kType) {
+      note(value.toDevice());
+      value = Device(c10::kCPU);
+    }
+  }
+
+  Tensor taken(const Tensor& tensor, bool is_written) {
+    if (!tensor.defined() || tensor.device().type() != kType)
+      return tensor;
+    note(tensor.device());
+    for (auto* pairs : {&reads_, &writes_})
+      for (auto& [known, alias] : *pairs)
+        if (known.is_same(tensor)) {
+          if (is_written && pairs == &reads_)
+            writes_.emplace_back(known, alias);
+          return alias;
+        }
+    Tensor alias = host(tensor);
+    (is_written ? writes_ : reads_).emplace_back(tensor, alias);
+    return alias;
+  }
+
+  void note(Device device) {
+    if (!device.has_index())
+      device = Guard().getDevice();
+    TORCH_CHECK(!device_ || *device_ == device, name_, ": expected all tensors on ", *device_, ", got one on ", device);
+    device_ = device;
+  }
+
+  // A kernel may have given an output another size, which needs other memory.
+  void finish_write(const Tensor& tensor, const Tensor& alias) {
+    if (alias.sizes() != tensor.sizes() || (tensor.numel() && alias.const_data_ptr() != tensor.const_data_ptr())) {
+      at::native::resize_(tensor, alias.sizes());
+      host(tensor).copy_(alias);
+    }
+    log_access(kWrite, stream_, tensor, name_);
+  }
+
+  // Replaces a result on the CPU by one on the device.
+  void give(c10::IValue& value) {
+    if (value.isTensor()) {
+      value = given(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (Tensor tensor : value.toTensorList())
+        list.push_back(given(tensor));
+      value = list;
+    }
+  }
+
+  Tensor given(const Tensor& result) {
+    if (!result.defined() || result.device().type() == kType)
+      return result;
+    for (auto* pairs : {&writes_, &reads_})
+      for (auto& [tensor, alias] : *pairs) {
+        if (alias.is_same(result))
+          return tensor;
+        TORCH_CHECK(
+            !result.has_storage() || result.numel() == 0 || !result.is_alias_of(alias), name_, ": views are not supported");
+      }
+    Tensor own = empty_strided(result.sizes(), result.strides(), result.scalar_type(), {}, *device_, {});
+    host(own).copy_(result);
+    log_access(kWrite, stream_, own, name_);
+    return own;
+  }
+
+  const c10::OperatorHandle& op_;
+  std::string name_;
+  std::optional<Device> device_;
+  int64_t stream_ = 0;
+  Pairs reads_, writes_;
+};
+
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call(op).run(stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_local_scalar_dense", local_scalar_dense);
+  library.impl("as_strided", as_strided);
+  library.impl("resize_", resize_);
+  library.impl("_reshape_alias", reshape_alias);
+  library.impl("view", view);
+  library.impl("set_.source_Tensor", set_tensor);
+  library.impl("set_.source_Storage", set_storage);
+  library.impl("set_.source_Storage_storage_offset", set_storage_at);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+}
+
+} // namespace
+} // namespace fake_gpu
