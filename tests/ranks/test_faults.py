@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import fake_gpu
 import helpers
 from fsdp2 import reduce, torch_compat
 from helpers import NIGHTLY, RankError, alone, run_ranks
@@ -32,6 +33,7 @@ MOST_EVENTS = 100
 TIMEOUT_S = 2
 EVENTS = 38
 """Of one step without hooks."""
+on_each_device = pytest.mark.parametrize("device", ["cpu", fake_gpu.KIND])
 
 
 class OnPurpose(RuntimeError):
@@ -140,11 +142,11 @@ def plain() -> list[tuple[str, str, Any]]:
     return run.shown
 
 
-def train_between_faults(run: Run, accumulate: bool, mesh: str, **options: Any) -> int:
+def train_between_faults(run: Run, device: str, accumulate: bool, mesh: str, **options: Any) -> int:
     """How many events an iteration has. Each fails once, and a step follows."""
     shape = (run.world_size,) if mesh == "sharded" else (run.world_size, 1)
     names = ("shard",) if mesh == "sharded" else ("replicate", "shard")
-    model = build(run, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names), **options)
+    model = build(run, mesh=init_device_mesh(device, shape, mesh_dim_names=names), **options)
     optimizer = sgd(model)
     model.hang_in()
     with model.faults.everywhere():
@@ -178,10 +180,13 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@on_each_device
 @pytest.mark.parametrize(
     ("world_size", "cases"), [(2, CASES[:2]), (3, CASES[2:])] if not NIGHTLY else [(2, CASES), (3, CASES)]
 )
-def test_the_step_after_a_fault_at_any_event_is_exact(world_size: int, cases: list[dict[str, Any]]) -> None:
+def test_the_step_after_a_fault_at_any_event_is_exact(
+    world_size: int, cases: list[dict[str, Any]], device: str
+) -> None:
     """Half of an iteration has happened: what was gathered, saved, reduced or delivered must not reach the next one."""
     expected = alone(plain)
 
@@ -190,18 +195,20 @@ def test_the_step_after_a_fault_at_any_event_is_exact(world_size: int, cases: li
         for case in cases:
             print(f"rank {rank}: {case}", file=sys.stderr, flush=True)  # for the report of a hang
             run = Run(rank, world_size, expected)
-            count = train_between_faults(run, **case)
+            count = train_between_faults(run, device, **case)
             assert count > 40, f"expected an iteration's events, got {count}"
             different += [f"{case}: {text}" for text in run.different]
         return different
 
-    assert_none_differ(run_ranks(world_size, body))
+    assert_none_differ(run_ranks(world_size, body, device=device))
 
 
 # ---- on one rank only ------------------------------------------------------------------------------------------------
 
 
-def alone_at_fault(expected: Any, size: int, fatal_events: Sequence[int], fail: Callable[[str], None]) -> str:
+def alone_at_fault(
+    device: str, expected: Any, size: int, fatal_events: Sequence[int], fail: Callable[[str], None]
+) -> str:
     """How a step ends on this rank. Its world, one of as many as there are events, has `size` ranks, and a process
     group that gives up soon; on its last rank, `fail` is called at an event.
     """
@@ -209,7 +216,7 @@ def alone_at_fault(expected: Any, size: int, fatal_events: Sequence[int], fail: 
     groups = [dist.new_group([size * i + j for j in range(size)], timeout=timeout) for i in range(len(fatal_events))]
     world, rank = divmod(dist.get_rank(), size)
     run = Run(rank, size, expected)
-    model = build(run, mesh=DeviceMesh.from_group(groups[world], "cpu"), reshard_after_forward=True)
+    model = build(run, mesh=DeviceMesh.from_group(groups[world], device), reshard_after_forward=True)
     model.faults.fail = fail
     dist.barrier()  # nobody shall give up on one that has not begun
     with hostile(rank, model.faults.event) if rank == size - 1 else nullcontext():
@@ -224,28 +231,33 @@ def alone_at_fault(expected: Any, size: int, fatal_events: Sequence[int], fail: 
     return "finished"
 
 
-def test_no_rank_waits_for_ever_for_one_that_has_left_a_step() -> None:
+@on_each_device
+def test_no_rank_waits_for_ever_for_one_that_has_left_a_step(device: str) -> None:
     """It raised in the middle, and sits in a debugger."""
     expected, fatal = alone(plain), range(1, EVENTS, 3 if NIGHTLY else 6)
 
     def fail(name: str) -> None:
         raise OnPurpose(f"at {name}")
 
-    ended = run_ranks(2 * len(fatal), lambda rank, _: alone_at_fault(expected, 2, fatal, fail), timeout=60)
+    def body(rank: int, _: int) -> str:
+        return alone_at_fault(device, expected, 2, fatal, fail)
+
+    ended = run_ranks(2 * len(fatal), body, timeout=60, device=device)
     assert all(text.startswith("at ") for text in ended[1::2]), ended[1::2]
     for text in ended[::2]:
         assert re.search("Timed out|closed|finished", text), text
 
 
-def test_no_rank_waits_for_ever_for_one_that_has_died() -> None:
+@on_each_device
+def test_no_rank_waits_for_ever_for_one_that_has_died(device: str) -> None:
     expected, fatal = alone(plain), range(1, EVENTS, 3 if NIGHTLY else 9)
     size = 3
 
     def body(rank: int, _: int) -> str:
-        return alone_at_fault(expected, size, fatal, lambda name: os._exit(1))
+        return alone_at_fault(device, expected, size, fatal, lambda name: os._exit(1))
 
     with mock.patch.object(helpers, "GRACE_S", 60), pytest.raises(RankError) as caught:
-        run_ranks(size * len(fatal), body, timeout=60)
+        run_ranks(size * len(fatal), body, timeout=60, device=device)
     dead = ", ".join(str(size * world + size - 1) for world in range(len(fatal)))
     assert re.match(rf"rank {dead} of {size * len(fatal)} failed\n", str(caught.value)), str(caught.value)
 
@@ -253,7 +265,8 @@ def test_no_rank_waits_for_ever_for_one_that_has_died() -> None:
 # ---- errors that users catch, and read -------------------------------------------------------------------------------
 
 
-def test_a_gather_by_hand_that_failed_can_be_repeated() -> None:
+@on_each_device
+def test_a_gather_by_hand_that_failed_can_be_repeated(device: str) -> None:
     """It found no memory, or no peer in time; what it left must not be taken for full parameters."""
 
     def body(rank: int, size: int) -> None:
@@ -265,13 +278,14 @@ def test_a_gather_by_hand_that_failed_can_be_repeated() -> None:
                     model.unshard()
                 model.faults.arm(None)
                 model.unshard()
-                assert torch.equal(model.scale, torch.ones(WIDTH, dtype=torch.float64)), (name, model.scale)
+                assert torch.equal(model.scale.cpu(), torch.ones(WIDTH, dtype=torch.float64)), (name, model.scale)
                 model.reshard()
 
-    run_ranks(2, body)
+    run_ranks(2, body, device=device)
 
 
-def test_a_reduction_that_finds_no_memory_names_its_parameters() -> None:
+@on_each_device
+def test_a_reduction_that_finds_no_memory_names_its_parameters(device: str) -> None:
     def fail_to_allocate(*_: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
@@ -282,4 +296,4 @@ def test_a_reduction_that_finds_no_memory_names_its_parameters() -> None:
         with mock.patch.object(reduce, "start", fail_to_allocate), pytest.raises(torch.OutOfMemoryError, match=text):
             loss_of(model(run.batch(seed=0))).backward()
 
-    run_ranks(2, body)
+    run_ranks(2, body, device=device)
