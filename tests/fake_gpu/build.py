@@ -17,8 +17,8 @@ import pytest
 import torch
 
 NAME = "fake_gpu_native"
-SOURCES = ("device.cpp", "process_group.cpp")
-HEADER = "fake_gpu.h"
+SOURCES = ("process_group.cpp", "device.cpp", "clocks.cpp")
+HEADERS = ("fake_gpu.h", "clocks.h")
 REQUIRED = "2.13"
 """The release of torch on which the device must compile if there is a compiler. On others its tests are skipped."""
 FOLDER = Path(__file__).parent
@@ -40,7 +40,7 @@ def _compiler() -> str:
 def _path(compiler: str) -> Path:
     """Where the library for these sources, this torch and this compiler is or will be."""
     digest = hashlib.sha256()
-    for name in (*SOURCES, HEADER, "build.py"):
+    for name in (*SOURCES, *HEADERS, "build.py"):
         digest.update((FOLDER / name).read_bytes())
     for text in (torch.__version__, torch.__file__, sys.version, compiler):
         digest.update(text.encode())

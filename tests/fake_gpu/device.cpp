@@ -28,61 +28,23 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::Stream;
 
-// ---- the log
-
 namespace {
-std::mutex mutex; // of the log and of the pinned memory
-std::vector<Entry> entries;
-std::atomic<bool> is_logging{false};
-std::atomic<int64_t> next_event{1}, next_stream{kDevices}, waits{0};
-} // namespace
+std::atomic<int64_t> next_stream{kDevices};
 
-void log(Kind kind, int64_t stream, int64_t first, int64_t last, const std::string& name) {
-  if (!is_logging)
-    return;
-  std::lock_guard<std::mutex> lock(mutex);
-  entries.push_back({kind, stream, first, last, name});
-}
-
-void log_access(Kind kind, int64_t stream, const Tensor& tensor, const std::string& name) {
-  if (!is_logging || tensor.numel() == 0 || tensor.device().type() != kType)
-    return;
+// The number of elements from a tensor's first to its last one.
+int64_t extent_of(const Tensor& tensor) {
+  if (tensor.numel() == 0)
+    return 0;
   int64_t extent = 1;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
     extent += (tensor.size(dim) - 1) * tensor.stride(dim);
-  auto first = reinterpret_cast<int64_t>(tensor.const_data_ptr());
-  log(kind, stream, first, first + extent * int64_t(tensor.element_size()), name);
+  return extent;
 }
+} // namespace
 
-int64_t record(int64_t stream) {
-  int64_t event = next_event++;
-  log(kRecord, stream, event, 0, "");
-  return event;
-}
-
-void block(int64_t stream, int64_t event) {
-  log(kBlock, stream, event, 0, "");
-}
-
-void wait_on_host(int64_t stream, const std::string& name) {
-  ++waits;
-  log(kHostWaits, -1, record(stream), 0, name);
-}
-
-void start_log() {
-  std::lock_guard<std::mutex> lock(mutex);
-  entries.clear();
-  is_logging = true;
-}
-
-std::vector<Entry> take_log() {
-  is_logging = false;
-  std::lock_guard<std::mutex> lock(mutex);
-  return std::move(entries);
-}
-
-int64_t host_waits() {
-  return waits;
+void access(int64_t stream, const Tensor& tensor, bool writes, const std::string& name) {
+  if (tensor.device().type() == kType && tensor.numel())
+    clocks::access(stream, tensor.const_data_ptr(), extent_of(tensor) * tensor.element_size(), writes, name);
 }
 
 // ---- devices, streams and events
@@ -134,11 +96,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
     if (*event == nullptr)
       *event = new Event();
-    static_cast<Event*>(*event)->number = fake_gpu::record(stream.id());
+    static_cast<Event*>(*event)->number = clocks::record(stream.id());
   }
   void block(void* event, const Stream& stream) const override {
     if (event != nullptr)
-      fake_gpu::block(stream.id(), static_cast<Event*>(event)->number);
+      clocks::block(stream.id(), static_cast<Event*>(event)->number);
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -150,27 +112,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeEvent(void* event) const override {
-    ++waits;
     if (event != nullptr)
-      log(kHostWaits, -1, static_cast<Event*>(event)->number, 0, "event.synchronize");
+      clocks::wait_on_host(static_cast<Event*>(event)->number);
   }
   void synchronizeStream(const Stream& stream) const override {
-    wait_on_host(stream.id(), "stream.synchronize");
+    clocks::wait_on_host(clocks::record(stream.id()));
   }
   void synchronizeDevice(DeviceIndex) const override {
     for (int64_t stream = 0; stream < next_stream; ++stream)
-      wait_on_host(stream, "synchronize");
+      clocks::wait_on_host(clocks::record(stream));
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
-    log(kUse, stream.id(), reinterpret_cast<int64_t>(data.get()), 0, "record_stream");
+    clocks::record_stream(data.get(), stream.id());
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 } // namespace
 
-c10::Stream current_stream() {
-  return Guard().getStream(Guard().getDevice());
+int64_t current_stream() {
+  return streams_of_thread[device_of_thread];
 }
 
 void set_device(int64_t index) {
@@ -198,14 +159,13 @@ void* new_poisoned(size_t nbytes) {
 struct DeviceAllocator final : c10::Allocator {
   static void free_logged(void* data) {
     if (data)
-      log(kFree, -1, reinterpret_cast<int64_t>(data), 0, "");
+      clocks::freed(data);
     std::free(data);
   }
   c10::DataPtr allocate(size_t nbytes) override {
     void* data = new_poisoned(nbytes);
-    auto first = reinterpret_cast<int64_t>(data);
     if (data)
-      log(kAllocate, current_stream().id(), first, first + int64_t(nbytes), "");
+      clocks::allocated(current_stream(), data, nbytes);
     return {data, data, &free_logged, Guard().getDevice()};
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -219,15 +179,20 @@ DeviceAllocator device_allocator;
 REGISTER_ALLOCATOR(kType, &device_allocator);
 
 std::map<const char*, size_t> pinned; // by where it begins
+std::mutex pinned_mutex;
 
 struct PinnedAllocator final : c10::Allocator {
   static void free_pinned(void* data) {
-    std::lock_guard<std::mutex> lock(mutex);
-    pinned.erase(static_cast<const char*>(data));
+    std::lock_guard<std::mutex> lock(pinned_mutex);
+    auto found = pinned.find(static_cast<const char*>(data));
+    if (found != pinned.end()) {
+      clocks::unpinned(data, found->second);
+      pinned.erase(found);
+    }
     std::free(data);
   }
   static bool owns(const void* data) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(pinned_mutex);
     auto after = pinned.upper_bound(static_cast<const char*>(data));
     if (after == pinned.begin())
       return false;
@@ -236,7 +201,7 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DataPtr allocate(size_t nbytes) override {
     void* data = new_poisoned(nbytes);
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(pinned_mutex);
     if (data)
       pinned[static_cast<const char*>(data)] = nbytes;
     return {data, data, &free_pinned, Device(c10::kCPU)};
@@ -309,11 +274,8 @@ Tensor host(const Tensor& tensor) {
   if (tensor.device().type() != kType)
     return tensor;
   const auto& storage = tensor.storage();
-  int64_t extent = tensor.numel() ? 1 + tensor.storage_offset() : 0;
-  for (int64_t dim = 0; tensor.numel() && dim < tensor.dim(); ++dim)
-    extent += (tensor.size(dim) - 1) * tensor.stride(dim);
   TORCH_CHECK(
-      size_t(extent) * tensor.element_size() <= storage.nbytes(),
+      tensor.numel() == 0 || (extent_of(tensor) + tensor.storage_offset()) * tensor.element_size() <= storage.nbytes(),
       "use of memory that was freed: a tensor of ",
       tensor.sizes(),
       " in ",
@@ -364,19 +326,24 @@ Tensor empty_strided(
       size, stride, &device_allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::kFloat));
 }
 
-// The stream is the current one of the target's or source's device. The host does not wait where the CPU's side is
-// pinned, if it is told not to.
+// A copy to or from the CPU makes the host wait, unless the CPU's side is pinned, and the caller said not to.
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
-  bool is_local = source.device() == target.device();
-  const Tensor& on_device = target.device().type() == kType ? target : source;
+  bool is_in = target.device().type() == kType;
+  const Tensor& on_device = is_in ? target : source;
+  const Tensor& other = is_in ? source : target;
   int64_t stream = Guard().getStream(on_device.device()).id();
-  log_access(kRead, stream, source, "copy_");
-  log_access(kWrite, stream, target, "copy_");
+  access(stream, source, false, "copy_");
+  access(stream, target, true, "copy_");
+  bool crosses = other.device().is_cpu() && other.numel();
+  bool is_behind = crosses && non_blocking && other.is_contiguous() && PinnedAllocator::owns(other.const_data_ptr());
+  if (is_behind && is_in)
+    clocks::copies_in(stream, source.const_data_ptr(), source.nbytes());
   auto view = host(target);
   view.copy_(host(source));
-  const Tensor& other = target.device().type() == kType ? source : target;
-  if (!is_local && other.device().is_cpu() && other.numel() && !(non_blocking && PinnedAllocator::owns(other.const_data_ptr())))
-    wait_on_host(stream, "copy_");
+  if (is_behind && !is_in)
+    clocks::copies_out(stream, target.mutable_data_ptr(), target.nbytes());
+  if (crosses && !is_behind)
+    clocks::wait_on_host(clocks::record(stream));
   return target;
 }
 
@@ -387,8 +354,8 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 
 c10::Scalar local_scalar_dense(const Tensor& tensor) {
   int64_t stream = Guard().getStream(tensor.device()).id();
-  log_access(kRead, stream, tensor, "item");
-  wait_on_host(stream, "item");
+  access(stream, tensor, false, "item");
+  clocks::wait_on_host(clocks::record(stream));
   return host(tensor).item();
 }
 
@@ -447,7 +414,7 @@ class Call {
     c10::DeviceGuard guard(*device_);
     stream_ = Guard().getStream(*device_).id();
     for (auto& [tensor, alias] : reads_)
-      log_access(kRead, stream_, tensor, name_);
+      access(stream_, tensor, false, name_);
     op_.callBoxed(stack);
     for (auto& [tensor, alias] : writes_)
       finish_write(tensor, alias);
@@ -456,7 +423,7 @@ class Call {
     for (size_t i = 0; i < returns.size(); ++i)
       give((*stack)[first + i]);
     if (makes_the_host_wait(name_))
-      wait_on_host(stream_, name_);
+      clocks::wait_on_host(clocks::record(stream_));
   }
 
  private:
@@ -511,7 +478,7 @@ class Call {
       at::native::resize_(tensor, alias.sizes());
       host(tensor).copy_(alias);
     }
-    log_access(kWrite, stream_, tensor, name_);
+    access(stream_, tensor, true, name_);
   }
 
   // Replaces a result on the CPU by one on the device.
@@ -538,7 +505,7 @@ class Call {
       }
     Tensor own = empty_strided(result.sizes(), result.strides(), result.scalar_type(), {}, *device_, {});
     host(own).copy_(result);
-    log_access(kWrite, stream_, own, name_);
+    access(stream_, own, true, name_);
     return own;
   }
 

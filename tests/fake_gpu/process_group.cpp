@@ -40,7 +40,7 @@ class FakeWork final : public c10d::Work {
     }
     deliveries_.clear();
     inputs_.clear();
-    block(current_stream().id(), done_);
+    clocks::block(current_stream(), done_);
     return true;
   }
 
@@ -186,23 +186,33 @@ class FakeBackend final : public c10d::Backend {
       const Tensors& inputs,
       double divisor,
       const Tensors& sources = {}) {
-    block(stream_, record(current_stream().id()));
+    clocks::block(stream_, clocks::record(current_stream()));
     std::vector<Delivery> deliveries;
     for (auto& input : inputs)
-      log_access(kRead, stream_, input, name);
+      access(stream_, input, false, name);
     for (size_t i = 0; i < outputs.size(); ++i) {
-      log_access(kWrite, stream_, outputs[i], name);
+      access(stream_, outputs[i], true, name);
       poison(outputs[i]);
       deliveries.push_back({outputs[i], results[i]});
     }
     for (size_t i = 0; i < sources.size(); ++i)
       host(inputs[i]).copy_(sources[i]);
-    return c10::make_intrusive<FakeWork>(std::move(works), std::move(deliveries), inputs, divisor, record(stream_));
+    return c10::make_intrusive<FakeWork>(std::move(works), std::move(deliveries), inputs, divisor, clocks::record(stream_));
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   int64_t stream_;
 };
+
+// Up to three lines of fsdp2 that run in this thread, innermost first.
+std::string place_in_python() {
+  namespace py = pybind11;
+  if (!Py_IsInitialized())
+    return "";
+  py::gil_scoped_acquire gil;
+  py::error_scope error; // a tensor may be freed while an exception is raised
+  return py::module_::import("fake_gpu").attr("place")().cast<std::string>();
+}
 
 } // namespace
 
@@ -213,14 +223,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& gloo, int64_t stream) {
         return c10::make_intrusive<FakeBackend>(gloo, stream);
       }));
-  module.def("start_log", &start_log);
-  module.def("take_log", [] {
+  module.def("start_clocks", [] { clocks::start(&place_in_python); });
+  module.def("take_problems", [] {
     py::list result;
-    for (auto& entry : take_log())
-      result.append(py::make_tuple(entry.kind, entry.stream, entry.first, entry.last, entry.name));
+    for (auto& problem : clocks::take_problems())
+      result.append(problem);
     return result;
   });
-  module.def("host_waits", &host_waits);
+  module.def("host_waits", &clocks::host_waits);
   module.def("set_device", &set_device);
   module.def("current_device", &current_device);
 }
