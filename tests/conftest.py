@@ -41,4 +41,4 @@ def _warm() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that fork come first: see `helpers.alone` for why nothing may run a backward in this process before."""
-    items.sort(key=lambda item: not {"ranks", "clients"} & set(item.path.parts))
+    items.sort(key=lambda item: not {"ranks", "clients", "fake_gpu"} & set(item.path.parts))

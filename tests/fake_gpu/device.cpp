@@ -390,6 +390,10 @@ Tensor& set_storage_at(
       tensor, std::move(source), offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
+void record_stream(Tensor& tensor, Stream stream) {
+  clocks::record_stream(tensor.storage().data(), stream.id());
+}
+
 // ---- every other operation: the CPU's kernel on the same memory
 
 // Operations whose result's shape, or value, the host must know: they wait for the device.
@@ -527,6 +531,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar_dense);
   library.impl("as_strided", as_strided);
+  library.impl("record_stream", record_stream);
   library.impl("resize_", resize_);
   library.impl("_reshape_alias", reshape_alias);
   library.impl("view", view);
