@@ -50,7 +50,8 @@ def install(device: int = 0) -> None:
 
 def _new_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-    return native().FakeBackend(gloo, torch.Stream(torch.device(KIND, native().current_device())).stream_id)
+    device = native().current_device()
+    return native().FakeBackend(gloo, device, torch.Stream(torch.device(KIND, device)).stream_id)
 
 
 def place() -> str:

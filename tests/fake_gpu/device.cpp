@@ -130,8 +130,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 } // namespace
 
-int64_t current_stream() {
-  return streams_of_thread[device_of_thread];
+int64_t current_stream(int64_t device) {
+  return streams_of_thread[device];
 }
 
 void set_device(int64_t index) {
@@ -165,7 +165,7 @@ struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     void* data = new_poisoned(nbytes);
     if (data)
-      clocks::allocated(current_stream(), data, nbytes);
+      clocks::allocated(current_stream(device_of_thread), data, nbytes);
     return {data, data, &free_logged, Guard().getDevice()};
   }
   c10::DeleterFnPtr raw_deleter() const override {

@@ -20,7 +20,8 @@ void poison(const at::Tensor& tensor);
 // Tells the clocks that an operation on `stream` uses a tensor, if that is on the device.
 void access(int64_t stream, const at::Tensor& tensor, bool writes, const std::string& name);
 
-int64_t current_stream();
+// Of this thread.
+int64_t current_stream(int64_t device);
 void set_device(int64_t index);
 int64_t current_device();
 

@@ -21,8 +21,19 @@ struct Delivery {
 
 class FakeWork final : public c10d::Work {
  public:
-  FakeWork(std::vector<Pending> works, std::vector<Delivery> deliveries, Tensors inputs, double divisor, int64_t done)
-      : works_(std::move(works)), deliveries_(std::move(deliveries)), inputs_(std::move(inputs)), divisor_(divisor), done_(done) {}
+  FakeWork(
+      int64_t device,
+      std::vector<Pending> works,
+      std::vector<Delivery> deliveries,
+      Tensors inputs,
+      double divisor,
+      int64_t done)
+      : device_(device),
+        works_(std::move(works)),
+        deliveries_(std::move(deliveries)),
+        inputs_(std::move(inputs)),
+        divisor_(divisor),
+        done_(done) {}
 
   bool isCompleted() override {
     return works_.empty();
@@ -38,9 +49,9 @@ class FakeWork final : public c10d::Work {
         source.div_(divisor_);
       host(target).copy_(source.view(target.sizes()));
     }
-    deliveries_.clear();
+    clocks::block(current_stream(device_), done_);
+    deliveries_.clear(); // which may free memory: behind the line above
     inputs_.clear();
-    clocks::block(current_stream(), done_);
     return true;
   }
 
@@ -49,6 +60,7 @@ class FakeWork final : public c10d::Work {
   }
 
  private:
+  int64_t device_;
   std::vector<Pending> works_;
   std::vector<Delivery> deliveries_;
   Tensors inputs_;
@@ -58,8 +70,8 @@ class FakeWork final : public c10d::Work {
 
 class FakeBackend final : public c10d::Backend {
  public:
-  FakeBackend(c10::intrusive_ptr<c10d::Backend> gloo, int64_t stream)
-      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(stream) {}
+  FakeBackend(c10::intrusive_ptr<c10d::Backend> gloo, int64_t device, int64_t stream)
+      : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), device_(device), stream_(stream) {}
 
   const std::string getBackendName() const override {
     return "fakeccl";
@@ -186,7 +198,7 @@ class FakeBackend final : public c10d::Backend {
       const Tensors& inputs,
       double divisor,
       const Tensors& sources = {}) {
-    clocks::block(stream_, clocks::record(current_stream()));
+    clocks::block(stream_, clocks::record(current_stream(device_)));
     std::vector<Delivery> deliveries;
     for (auto& input : inputs)
       access(stream_, input, false, name);
@@ -197,11 +209,12 @@ class FakeBackend final : public c10d::Backend {
     }
     for (size_t i = 0; i < sources.size(); ++i)
       host(inputs[i]).copy_(sources[i]);
-    return c10::make_intrusive<FakeWork>(std::move(works), std::move(deliveries), inputs, divisor, clocks::record(stream_));
+    return c10::make_intrusive<FakeWork>(
+        device_, std::move(works), std::move(deliveries), inputs, divisor, clocks::record(stream_));
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
-  int64_t stream_;
+  int64_t device_, stream_;
 };
 
 // Up to three lines of fsdp2 that run in this thread, innermost first.
@@ -220,8 +233,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace py = pybind11;
   py::module_::import("torch.distributed"); // has the classes that those below derive from
   py::class_<FakeBackend, c10d::Backend, c10::intrusive_ptr<FakeBackend>>(module, "FakeBackend")
-      .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& gloo, int64_t stream) {
-        return c10::make_intrusive<FakeBackend>(gloo, stream);
+      .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& gloo, int64_t device, int64_t stream) {
+        return c10::make_intrusive<FakeBackend>(gloo, device, stream);
       }));
   module.def("start_clocks", [] { clocks::start(&place_in_python); });
   module.def("take_problems", [] {
