@@ -111,6 +111,14 @@ int64_t host_waits() {
   return waits;
 }
 
+bool has_ended(int64_t event) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto [stream, time] : events[event])
+    if (!is_behind(host, stream, time))
+      return false;
+  return true;
+}
+
 void allocated(int64_t stream, const void* first, size_t nbytes) {
   auto at = place(); // may call Python, which must not wait for the lock
   std::lock_guard<std::mutex> lock(mutex);

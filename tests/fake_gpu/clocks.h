@@ -14,6 +14,8 @@ void block(int64_t stream, int64_t event);
 // The host waits for an event: what it queues from now on, on whatever stream, is behind that.
 void wait_on_host(int64_t event);
 int64_t host_waits();
+// Whether the host knows that the work before an event has ended: as late as it may, which is when it has waited.
+bool has_ended(int64_t event);
 
 // Memory belongs to the stream that was current when it was allocated, and goes back to it, as in CUDA's allocator.
 void allocated(int64_t stream, const void* first, size_t nbytes);

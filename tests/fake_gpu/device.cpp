@@ -105,11 +105,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
-  bool queryEvent(void*) const override {
-    return true;
+  bool queryEvent(void* event) const override {
+    return event == nullptr || clocks::has_ended(static_cast<Event*>(event)->number);
   }
-  bool queryStream(const Stream&) const override {
-    return true;
+  bool queryStream(const Stream& stream) const override {
+    return clocks::has_ended(clocks::record(stream.id()));
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr)

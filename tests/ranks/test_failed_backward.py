@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fake_gpu
 import fsdp2
 from fsdp2 import torch_compat
 from helpers import assert_same, full, run_checks, shard_batch
@@ -161,8 +162,8 @@ def finalizes(model: Any, optimizer: Any) -> None:
 NEXT = (nothing, unshards, reads_full_params, evaluates, loads, copies, chooses, finalizes)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_step_after_a_failed_backward_is_exact(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "device"), [(1, "cpu"), (2, "cpu"), (3, "cpu"), (2, fake_gpu.KIND)])
+def test_a_step_after_a_failed_backward_is_exact(world_size: int, device: str) -> None:
     def check(moment: Moment, go_on: Callable[[Any, Any], None], backward: Any, **options: Any) -> None:
         rank = torch.distributed.get_rank()
         model, plain = build(**options)
@@ -199,10 +200,12 @@ def test_a_step_after_a_failed_backward_is_exact(world_size: int) -> None:
             (f"{moment.__name__} {go_on.__name__} {options}", partial(check, moment, go_on, backward, **options))
             for moment, go_on, backward, options in chosen
         ],
+        device=device,
     )
 
 
-def test_a_backward_that_fails_gives_its_memory_back_before_anything_else_runs() -> None:
+@pytest.mark.parametrize("device", ["cpu", fake_gpu.KIND])
+def test_a_backward_that_fails_gives_its_memory_back_before_anything_else_runs(device: str) -> None:
     """By `loss.backward()`: a program that catches it may need that memory at once."""
 
     def check() -> None:
@@ -214,10 +217,11 @@ def test_a_backward_that_fails_gives_its_memory_back_before_anything_else_runs()
         groups = [module._get_fsdp_state().group for module in (*model.blocks, model)]
         assert not any(group.is_unsharded for group in groups)
 
-    run_checks(2, [("freed", check)])
+    run_checks(2, [("freed", check)], device=device)
 
 
-def test_a_second_backward_through_a_graph_that_stayed_is_exact() -> None:
+@pytest.mark.parametrize("device", ["cpu", fake_gpu.KIND])
+def test_a_second_backward_through_a_graph_that_stayed_is_exact(device: str) -> None:
     """No forward, at which a pass begins, is between the one that failed and the next."""
 
     def check() -> None:
@@ -241,4 +245,4 @@ def test_a_second_backward_through_a_graph_that_stayed_is_exact() -> None:
         for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert_same(full(mine.grad), theirs.grad, 1e-9, 1e-10, name)
 
-    run_checks(2, [("retained", check)])
+    run_checks(2, [("retained", check)], device=device)
