@@ -12,7 +12,7 @@ from .build import built, load
 KIND = "fakegpu"
 BACKEND = "fakeccl"
 
-__all__ = ["BACKEND", "KIND", "built", "install", "native"]
+__all__ = ["BACKEND", "KIND", "built", "install", "native", "start_clocks", "take_problems"]
 
 
 def native() -> Any:
@@ -54,8 +54,18 @@ def _new_backend(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return native().FakeBackend(gloo, device, torch.Stream(torch.device(KIND, device)).stream_id)
 
 
-def place() -> str:
-    """Up to three lines of fsdp2 that run in this thread, innermost first; else "user". The clocks call it."""
+def start_clocks() -> None:
+    """From now on the clocks judge what this process does."""
+    native().start_clocks(_place)
+
+
+def take_problems() -> list[str]:
+    """The problems that the clocks have found since the last call, each once."""
+    return list(dict.fromkeys(native().take_problems()))
+
+
+def _place() -> str:
+    """Up to three lines of fsdp2 that run in this thread, innermost first; else "user"."""
     frame, places = sys._getframe(), []
     while frame is not None and len(places) < 3:
         _, in_package, file = frame.f_code.co_filename.rpartition("/fsdp2/")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ SOURCES = ("process_group.cpp", "device.cpp", "clocks.cpp")
 HEADERS = ("fake_gpu.h", "clocks.h")
 REQUIRED = (2, 13)
 """The release of torch on which the device must compile if there is a compiler. On others its tests are skipped."""
+RETRY_S = 600
+"""After a failure: it may have been for lack of memory."""
 FOLDER = Path(__file__).parent
 
 
@@ -49,8 +52,10 @@ def _path(compiler: str) -> Path:
 
 
 def _command(compiler: str, source: Path, output: Path) -> list[str]:
-    from torch.utils.cpp_extension import include_paths, library_paths
-
+    try:
+        from torch.utils.cpp_extension import include_paths, library_paths
+    except ImportError as error:
+        raise CannotBuild(f"the fake GPU needs torch.utils.cpp_extension: {error}") from error
     standard = "-std=c++20" if _release() >= (2, 12) else "-std=c++17"
     command = [compiler, standard, "-O0", "-w", "-fPIC", "-shared", "-fvisibility=hidden"]
     command += [f"-DTORCH_EXTENSION_NAME={NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
@@ -89,7 +94,7 @@ def build() -> Path:
     failure = path.with_suffix(".failed")
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if failure.exists():
+        if failure.exists() and time.time() - failure.stat().st_mtime < RETRY_S:
             raise CannotBuild(failure.read_text())
         if not path.exists():
             try:

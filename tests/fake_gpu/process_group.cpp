@@ -217,14 +217,18 @@ class FakeBackend final : public c10d::Backend {
   int64_t device_, stream_;
 };
 
-// Up to three lines of fsdp2 that run in this thread, innermost first.
+PyObject* place_function = nullptr; // see place() in __init__.py
+
+// Called in any thread, also while an exception is raised, and in destructors.
 std::string place_in_python() {
-  namespace py = pybind11;
-  if (!Py_IsInitialized())
-    return "";
-  py::gil_scoped_acquire gil;
-  py::error_scope error; // a tensor may be freed while an exception is raised
-  return py::module_::import("fake_gpu").attr("place")().cast<std::string>();
+  pybind11::gil_scoped_acquire gil;
+  pybind11::error_scope error;
+  PyObject* place = PyObject_CallNoArgs(place_function);
+  const char* text = place ? PyUnicode_AsUTF8(place) : nullptr;
+  std::string result = text ? text : "?";
+  PyErr_Clear();
+  Py_XDECREF(place);
+  return result;
 }
 
 } // namespace
@@ -236,7 +240,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& gloo, int64_t device, int64_t stream) {
         return c10::make_intrusive<FakeBackend>(gloo, device, stream);
       }));
-  module.def("start_clocks", [] { clocks::start(&place_in_python); });
+  module.def("start_clocks", [](py::object place) {
+    place_function = place.release().ptr();
+    clocks::start(&place_in_python);
+  });
   module.def("take_problems", [] {
     py::list result;
     for (auto& problem : clocks::take_problems())
