@@ -23,7 +23,7 @@ struct Access {
 struct Block {
   int64_t stream;
   const char* last;
-  std::string made_at;
+  std::string made_at, first_use;
   std::vector<Access> accesses;
   std::set<int64_t> recorded;
 };
@@ -61,6 +61,11 @@ bool is_behind(Clock& clock, int64_t stream, int64_t time) {
 
 std::string place() {
   return is_judging && place_of ? " (" + place_of() + ")" : "";
+}
+
+std::string described(const Block& block) {
+  auto stream = std::to_string(block.stream);
+  return "memory of stream " + stream + block.made_at + ", which was first " + block.first_use + ",";
 }
 
 std::string described(const Access& access) {
@@ -123,7 +128,7 @@ void allocated(int64_t stream, const void* first, size_t nbytes) {
   auto at = place(); // may call Python, which must not wait for the lock
   std::lock_guard<std::mutex> lock(mutex);
   auto* begin = static_cast<const char*>(first);
-  blocks[begin] = {stream, begin + nbytes, at, {}, {}};
+  blocks[begin] = {stream, begin + nbytes, at, "", {}, {}};
 }
 
 void freed(const void* first) {
@@ -135,9 +140,7 @@ void freed(const void* first) {
   auto& block = found->second;
   for (auto& access : block.accesses)
     if (is_judging && !is_behind(clock_of(block.stream), access.stream, access.time) && !block.recorded.count(access.stream))
-      problems.push_back(
-          "early free" + at + ": memory of stream " + std::to_string(block.stream) + block.made_at + " may still be " +
-          described(access));
+      problems.push_back("early free" + at + ": " + described(block) + " may still be " + described(access));
   blocks.erase(found);
 }
 
@@ -162,13 +165,14 @@ void access(int64_t stream, const void* first, size_t nbytes, bool writes, const
     bool overlap = old.first < now.last && now.first < old.last;
     if (overlap && (old.writes || writes) && !is_behind(clock_of(stream), old.stream, old.time))
       problems.push_back(
-          "race: memory of stream " + std::to_string(block.stream) + block.made_at + " is " + described(now) +
-          ", and not ordered with: " + described(old));
+          "race: " + described(block) + " is " + described(now) + ", and not ordered with: " + described(old));
     // Whoever is behind this access is behind an older one of the same stream.
     bool is_needless = old.stream == stream && now.first <= old.first && old.last <= now.last && (writes || !old.writes);
     if (!is_needless)
       kept.push_back(std::move(old));
   }
+  if (block.first_use.empty())
+    block.first_use = described(now);
   kept.push_back(std::move(now));
   block.accesses = std::move(kept);
 }
