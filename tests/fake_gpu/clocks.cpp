@@ -28,6 +28,11 @@ struct Block {
   std::set<int64_t> recorded;
 };
 
+struct GivenBack {
+  Block block;
+  std::string freed_at;
+};
+
 struct HostCopy {
   int64_t stream, time;
   char* memory;
@@ -39,6 +44,7 @@ std::mutex mutex;
 std::map<int64_t, Clock> streams, events;
 Clock host;
 std::map<const char*, Block> blocks; // by where they begin
+std::map<int64_t, std::vector<GivenBack>> given_back; // to a stream, which has not allocated since
 std::vector<HostCopy> host_copies;
 std::vector<std::string> problems;
 bool is_judging = false;
@@ -63,13 +69,13 @@ std::string place() {
   return is_judging && place_of ? " (" + place_of() + ")" : "";
 }
 
+std::string described(const Access& access) {
+  return (access.writes ? "written by " : "read by ") + access.what + " on stream " + std::to_string(access.stream);
+}
+
 std::string described(const Block& block) {
   auto stream = std::to_string(block.stream);
   return "memory of stream " + stream + block.made_at + ", which was first " + block.first_use + ",";
-}
-
-std::string described(const Access& access) {
-  return (access.writes ? "written by " : "read by ") + access.what + " on stream " + std::to_string(access.stream);
 }
 
 void deliver_to_host() {
@@ -83,6 +89,15 @@ void deliver_to_host() {
       problems.push_back("pinned memory was written to while stream " + std::to_string(copy.stream) + " may read it");
   }
   host_copies = std::move(waiting);
+}
+
+// What a stream allocates next may be memory that was given back to it, and be used from then on.
+void check_given_back(int64_t stream) {
+  for (auto& [block, freed_at] : given_back[stream])
+    for (auto& access : block.accesses)
+      if (!is_behind(clock_of(stream), access.stream, access.time) && !block.recorded.count(access.stream))
+        problems.push_back("early free" + freed_at + ": " + described(block) + " may still be " + described(access));
+  given_back[stream].clear();
 }
 
 int64_t tick(int64_t stream) {
@@ -127,6 +142,7 @@ bool has_ended(int64_t event) {
 void allocated(int64_t stream, const void* first, size_t nbytes) {
   auto at = place(); // may call Python, which must not wait for the lock
   std::lock_guard<std::mutex> lock(mutex);
+  check_given_back(stream);
   auto* begin = static_cast<const char*>(first);
   blocks[begin] = {stream, begin + nbytes, at, "", {}, {}};
 }
@@ -137,10 +153,8 @@ void freed(const void* first) {
   auto found = blocks.find(static_cast<const char*>(first));
   if (found == blocks.end())
     return;
-  auto& block = found->second;
-  for (auto& access : block.accesses)
-    if (is_judging && !is_behind(clock_of(block.stream), access.stream, access.time) && !block.recorded.count(access.stream))
-      problems.push_back("early free" + at + ": " + described(block) + " may still be " + described(access));
+  if (is_judging)
+    given_back[found->second.stream].push_back({std::move(found->second), at});
   blocks.erase(found);
 }
 
@@ -219,6 +233,8 @@ void start(std::string (*place)()) {
 
 std::vector<std::string> take_problems() {
   std::lock_guard<std::mutex> lock(mutex);
+  for (auto& [stream, _] : given_back)
+    check_given_back(stream);
   return std::exchange(problems, {});
 }
 
