@@ -189,9 +189,7 @@ def _report(body: Callable[[], Any]) -> bytes:
         return _dumps((False, traceback.format_exc()))
 
 
-def _run_in_group(
-    rank: int, world_size: int, fn: Callable[..., Any], args: tuple, folder: Path, device: str
-) -> Any:
+def _run_in_group(rank: int, world_size: int, fn: Callable[..., Any], args: tuple, folder: Path, device: str) -> Any:
     torch.set_num_threads(1)
     gc.set_threshold(10_000)  # a rank is short-lived: collections at the usual rate take a tenth of its time
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")

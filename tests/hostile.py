@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp2.comm import Comm, CoalescedComm, PairwiseComm
+from fsdp2.comm import CoalescedComm, Comm, PairwiseComm
 from fsdp2.work import Work
 
 POISON = 0xFF

@@ -181,7 +181,8 @@ void access(int64_t stream, const void* first, size_t nbytes, bool writes, const
       problems.push_back(
           "race: " + described(block) + " is " + described(now) + ", and not ordered with: " + described(old));
     // Whoever is behind this access is behind an older one of the same stream.
-    bool is_needless = old.stream == stream && now.first <= old.first && old.last <= now.last && (writes || !old.writes);
+    bool covers = now.first <= old.first && old.last <= now.last;
+    bool is_needless = old.stream == stream && covers && (writes || !old.writes);
     if (!is_needless)
       kept.push_back(std::move(old));
   }

@@ -1,10 +1,9 @@
-// What device.cpp offers to process_group.cpp.
+// What the files of the device offer to each other.
 #pragma once
 
 #include "clocks.h"
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Stream.h>
 
 namespace fake_gpu {
 
@@ -19,6 +18,10 @@ void poison(const at::Tensor& tensor);
 
 // Tells the clocks that an operation on `stream` uses a tensor, if that is on the device.
 void access(int64_t stream, const at::Tensor& tensor, bool writes, const std::string& name);
+
+// New memory of the device holds NaN.
+c10::Allocator* allocator();
+bool is_pinned(const void* data);
 
 // Of this thread.
 int64_t current_stream(int64_t device);

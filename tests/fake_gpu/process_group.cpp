@@ -1,5 +1,5 @@
-// A backend for process groups that moves the device's tensors over gloo, with what NCCL has and gloo lacks: collectives
-// run on a stream of the group's own, and `wait` makes the current stream wait, not the host. Outputs hold NaN until
+// A backend for process groups that moves the device's tensors over gloo, with what NCCL has and gloo lacks:
+// collectives run on a stream of the group's own, and `wait` makes the current stream wait, not the host. Outputs hold NaN until
 // then: whoever reads them earlier sees it.
 #include "fake_gpu.h"
 

@@ -1,0 +1,105 @@
+"""Training on a device that is not the CPU, on autograd's own threads and streams, beside a plain model on the CPU.
+
+The clocks judge all of it: what a GPU would have run in an order in which numbers may be wrong is a failure, too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+import fake_gpu
+from fake_gpu.training import OFFLOAD, ROUNDED, judged, on_a_thread, train
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, bucket, comm, reduce_plan
+from helpers import run_checks
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Gradients travel one by one, in pieces; parameters are gathered straight into place: as large ones are."""
+    with (
+        mock.patch.object(bucket, "MIN_BUCKET_BYTES", 1),
+        mock.patch.object(reduce_plan, "MIN_PIECE_BYTES", 64),
+        mock.patch.object(comm.CoalescedComm, "direct_min_bytes", 64),
+    ):
+        yield
+
+
+MP_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+BF16 = {"mp_policy": MP_BF16, "tolerance": ROUNDED}
+SENT_IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16)
+WAYS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "sent in bf16": {"mp_policy": SENT_IN_BF16, "tolerance": ROUNDED},
+    "kept": {"reshard_after_forward": False},
+    "recomputed": {"recompute": False},
+    "recomputed, reentrant": {"recompute": True},
+    "offloaded": OFFLOAD,
+    "offloaded, not pinned": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "offloaded, recomputed": {**OFFLOAD, "recompute": False},
+    "offloaded, bf16": {**OFFLOAD, **BF16},
+    "conditional": {"conditional": True},
+    "conditional, recomputed": {"conditional": True, "recompute": False},
+    "accumulated": {"micro_batches": 2},
+    "optimizer in backward": {"in_backward": True},
+    "optimizer in backward, offloaded": {"in_backward": True, **OFFLOAD},
+    "backward on a thread": {"calls_backward": on_a_thread},
+    "forward on a thread": {"calls_forward": on_a_thread},
+    "both on threads": {"calls_forward": on_a_thread, "calls_backward": on_a_thread},
+}
+REPLICAS: dict[str, dict[str, Any]] = {"HSDP": {}, "HSDP, bf16": BF16, "HSDP, offloaded": OFFLOAD}
+TWO_STREAMS: dict[str, dict[str, Any]] = {
+    "two streams": {},
+    "two streams, recomputed": {"recompute": False},
+    "two streams, offloaded": OFFLOAD,
+    "two streams, bf16": BF16,
+}
+
+
+def in_way(options: dict[str, Any], pieces: bool = False) -> None:
+    with judged(), small_pieces() if pieces else nullcontext():
+        train(**options)
+
+
+def test_all_ways_on_two_ranks() -> None:
+    checks = [(way, partial(in_way, options)) for way, options in WAYS.items()]
+    checks += [(f"{way}, in pieces", partial(in_way, WAYS[way], pieces=True)) for way in ("fp32", "bf16", "offloaded")]
+    checks += [("replicated", partial(in_way, {"mesh": (2, 1)}))]
+    run_checks(2, checks, device=fake_gpu.KIND)
+
+
+def test_replicas_on_four_ranks() -> None:
+    checks = [(way, partial(in_way, {"mesh": (2, 2), **options})) for way, options in REPLICAS.items()]
+    checks += [("HSDP, in pieces", partial(in_way, {"mesh": (2, 2), **BF16}, pieces=True))]
+    run_checks(4, checks, device=fake_gpu.KIND)
+
+
+def test_a_tower_on_a_stream_of_its_own() -> None:
+    """Its parameters are gathered, its gradients computed and reduced beside those of the other blocks."""
+    checks = [(way, partial(in_way, {"has_side": True, **options})) for way, options in TWO_STREAMS.items()]
+    run_checks(2, checks, device=fake_gpu.KIND)
+
+
+def test_the_host_waits_for_nothing_in_a_step_at_which_ranks_compare_nothing() -> None:
+    """They compare at the first step, and at ever fewer of those after it."""
+
+    def check(**options: Any) -> None:
+        _, model = build(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, foreach=True)
+        counts = []
+        for _ in range(12):
+            x = torch.randn(ROWS_OF_RANK, WIDTH, device=fake_gpu.KIND)
+            before = fake_gpu.native().host_waits()
+            (model(x) - 0.5).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(fake_gpu.native().host_waits() - before)
+        assert counts[0] > 0, "the first step compares, so that waits are counted"
+        assert counts[8:] == [0] * 4, counts
+
+    options: dict[str, dict[str, Any]] = {"sharded": {}, "replicated": {"mesh": (2, 1)}, "bf16": {"mp_policy": MP_BF16}}
+    run_checks(2, [(name, partial(check, **each)) for name, each in options.items()], device=fake_gpu.KIND)
