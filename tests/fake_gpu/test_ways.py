@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 import fake_gpu
-from fake_gpu.training import OFFLOAD, ROUNDED, judged, on_a_thread, train
+from fake_gpu.training import OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, bucket, comm, reduce_plan
 from helpers import run_checks
 
