@@ -30,6 +30,7 @@ def install(device: int = 0) -> None:
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: 2,
         "current_device": module.current_device,
