@@ -91,14 +91,12 @@ class GroupBuffers:
         return FullPlaces(params[: len(self.layout.specs)], self.layout.full_offsets, self._full_storage)
 
     def full_words(self, every: int) -> list[Tensor]:
-        """Every so many of the words in which all full parameters lie, as int64: in one piece, unless these hold a lot
-        of padding.
-        """
-        layout = self.layout
-        places = [*zip(layout.full_offsets, (spec.nbytes for spec in layout.specs), strict=True)]
-        if layout.packed_start <= 1.25 * sum(nbytes for _, nbytes in places):
-            places = [(0, layout.packed_start)]
-        return [view_bytes(self._full, offset, -(-nbytes // 8), torch.int64)[::every] for offset, nbytes in places]
+        """Returns every so many of the words in which each full parameter lies, as int64."""
+        whole = view_bytes(self._full, 0, self._full.numel() // 8, torch.int64)
+        return [
+            whole.as_strided((-(-spec.nbytes // (8 * every)),), (every,), offset // 8)
+            for spec, offset in zip(self.layout.specs, self.layout.full_offsets, strict=True)
+        ]
 
     def hold(self, locals_: Sequence[Tensor]) -> bool:
         """Whether each of these local tensors is at its place in the shard buffer: `.to` has made objects anew, say."""

@@ -17,6 +17,7 @@ from .corrections.own_collectives import meet_before_collectives
 from .graph_hooks import at_backward_end
 from .guards.entry_points import leave_fast_paths, refuse_call
 from .guards.rank_guard import RankGuard
+from .guards.reads import PassReads
 from .prefetch import Prefetcher
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
@@ -47,7 +48,9 @@ class Context:
         self.root, self.states = root, list(dict.fromkeys(states))
         # Whether the pass began with grad enabled, so that a backward may follow.
         self.pass_has_grad = False
+        # What runs: forwards, which are counted, and blocks of full_params.
         self.running: list[FSDPState] = []
+        self.forwards = 0
         # Where the inputs of a pass are moved: to an accelerator, as torch's FSDP2 does it.
         device = root.group.mesh.device
         self.takes_inputs_to = None if device.type in ("cpu", "meta") else device
@@ -91,7 +94,8 @@ class Context:
         self.agreement = make_agreement(self.states, self.root.group.mesh, self.note_out_of_step)
         meet_before_collectives(self)
         self.prefetcher = Prefetcher(self.states)
-        self.rank_guard = RankGuard(self.root, self.states)
+        self.reads = PassReads()
+        self.rank_guard = RankGuard(self.root, self.states, self.reads)
         self.rank_guard.attach()
 
     def where(self) -> tuple[str, int]:
@@ -153,6 +157,7 @@ class Context:
             if self.in_backward and not self.running:
                 self.recover()
             self._begin_pass()
+        self.forwards += 1
         self.join(state)
 
     def join(self, state: FSDPState) -> None:
@@ -352,6 +357,8 @@ class Context:
         for state in self.states:
             state.is_pinned = False
         self.running.clear()
+        self.forwards = 0
+        self.reads.drop()
         self.saved_tensors.deactivate()
         for state in self.states:
             state.release()

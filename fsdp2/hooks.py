@@ -130,17 +130,22 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
             state.check_content()
         if not in_backward and (written := state.group.versions.take_written()):
             refuse_written(written)
+        if state.context.forwards == 1 and state.context.reads.waiting:
+            state.context.reads.judge()
         if state.context.agreement is not None and not in_backward:
             output = _apart_from_inputs(tensors_in(args, kwargs), output)
             state.context.meet_at_end(state)
         output = after_forward(state, module, output, in_backward)
     except BaseException:
         state.drop_content()
+        if state.context.forwards == 1:
+            state.context.reads.drop()
         if not in_backward:
             _settle(state, module, backward_follows=False, failed=True)
             state.group.versions.take_written()  # which is lost, as all that this forward did
         raise
     finally:
+        state.context.forwards -= 1
         state.context.leave()
         if not in_backward:
             state.group.adopted.keep_requires_grad()

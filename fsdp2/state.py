@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from . import torch_compat
 from .bridge.torch_interface import TorchState
-from .guards.full_content import FullContent
+from .guards.full_content import FullContent, refuse_differing
 from .guards.looks import is_time_to_look
 from .mesh import DataMesh
 from .param import fqn
@@ -175,7 +176,7 @@ class FSDPState(TorchState):
             every = _EVERY_AT_FIRST if self.forwards == 1 and not checks_all else 1
             self.content = self.group.adopted.note_content(every)
             if self.held:
-                self.content.refuse_differing()
+                self.context.reads.add(self.content.differences(), partial(self._judge, self.content, refuse_differing))
 
     def _refuse_buffers_on_meta(self) -> None:
         """Raise RuntimeError if one is there: torch may read as indices what a meta tensor has not."""
@@ -191,10 +192,21 @@ class FSDPState(TorchState):
             )
 
     def check_content(self) -> None:
-        """Raise RuntimeError if they hold something else now that the forward ends, and let them have their memory."""
+        """The forward ends, which looks: have the pass raise at its end if they hold something else now, and raise
+        RuntimeError at once if they lie elsewhere. Then they have their own memory again.
+        """
         content, self.content = self.content, None
         assert content is not None, "noted when it began"
-        refuse_written([*dict.fromkeys(self.group.adopted.take_moved() + content.written())])
+        refuse_written(self.group.adopted.take_moved())
+        self.context.reads.add(content.changes(), partial(self._judge, content, refuse_written))
+
+    def _judge(self, content: FullContent, refuse: Callable[[Sequence[str]], None], flags: Sequence[int]) -> None:
+        """Raise what `refuse` does to the parameters that `flags` are set for, and let go of what was gathered."""
+        names = content.named(flags)
+        if names:
+            self.is_pinned = False
+            self.release()
+            refuse(names)
 
     def drop_content(self) -> None:
         """The forward has failed: have the full parameters their memory again, whatever it has assigned."""

@@ -68,9 +68,9 @@ class StartingWeights:
         return bool((bits_of(local[tuple(index)]) != bits_of(self.values.to(local.device)[own])).any())
 
 
-def digest(starts: list[StartingWeights]) -> Tensor:
+def digest(starts: list[StartingWeights]) -> Tensor | int:
     """Of all of them: an int64 without dims."""
     if not starts:
-        return torch.tensor(0, device="cpu")
+        return 0
     device = starts[0].values.device
     return checksum(torch.cat([bits_of(start.values).to(device, torch.int64) for start in starts]))

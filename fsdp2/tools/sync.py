@@ -15,7 +15,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from .. import dtensor_compat, torch_compat
 from ..comm import broadcast_over
-from ..guards.rank_guard import bounds_over, compare_starts
+from ..guards.common_start import compare_starts
+from ..guards.questions import bounds_over
 from ..guards.starting_weights import StartingWeights
 from ..mesh import DataMesh, default_mesh
 from ..owners import sharded_owner

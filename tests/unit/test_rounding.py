@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2.guards.rounding import rounded_whole_numbers, tells_of_numbers
+from fsdp2.guards.rounding import numbers_in, rounded_whole_numbers, tells, tells_of_numbers
 from helpers import fake_world
 
 DAMAGED = {
@@ -29,23 +29,33 @@ KEPT = {
 }
 
 
+def rounded(tensors: list[Tensor], dtype: torch.dtype) -> set[int]:
+    """What is found, and told without reading it on the host, too."""
+    found = rounded_whole_numbers(tensors, dtype)
+    if found is None:
+        return set()
+    numbers = numbers_in(found.tolist())
+    assert bool(tells(found)) == tells_of_numbers(numbers)
+    return numbers
+
+
 @pytest.mark.parametrize("name", DAMAGED)
 def test_whole_numbers_that_become_others(name: str) -> None:
-    found = rounded_whole_numbers([torch.randn(3), DAMAGED[name]], torch.bfloat16)
+    found = rounded([torch.randn(3), DAMAGED[name]], torch.bfloat16)
     assert tells_of_numbers(found)
     assert found <= set(DAMAGED[name].flatten().tolist())
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_all_else(name: str) -> None:
-    assert not tells_of_numbers(rounded_whole_numbers([KEPT[name]], torch.bfloat16))
+    assert not tells_of_numbers(rounded([KEPT[name]], torch.bfloat16))
 
 
 @pytest.mark.parametrize(("dtype", "last"), [(torch.bfloat16, 256), (torch.float16, 2048), (torch.float32, 1 << 24)])
 def test_up_to_which_number(dtype: torch.dtype, last: int) -> None:
-    def found(first: int) -> set[float]:
+    def found(first: int) -> set[int]:
         numbers: Tensor = torch.arange(first, first + 8, dtype=torch.float64)
-        return rounded_whole_numbers([numbers], dtype)
+        return rounded([numbers], dtype)
 
     assert not found(last - 7)
     assert tells_of_numbers(found(last))
@@ -58,4 +68,4 @@ def test_of_dtensors_this_ranks_part_is_looked_at() -> None:
         positions = torch.arange(1000.0, 1012.0)
         for placement in (Replicate(), Shard(0)):
             given = DTensor.from_local(positions, mesh, [placement])
-            assert rounded_whole_numbers([given], torch.bfloat16) == {1001.0, 1002.0, 1003.0}
+            assert rounded([given], torch.bfloat16) == {1001.0, 1002.0, 1003.0}

@@ -1,0 +1,68 @@
+"""Compares numbers over ranks in an all-reduce of some integers: what all have is its own minimum and maximum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import moves_data
+from ..headers import Label
+from ..mesh import DataMesh
+from ..small_collectives import all_reduce_over
+
+
+class Question(NamedTuple):
+    """Numbers of which ranks compare the least and the greatest, and what judges these, on all ranks alike."""
+
+    name: str
+    numbers: Sequence[Tensor | int]
+    judge: Callable[[Sequence[tuple[int, int]]], None]
+
+
+def ask(mesh: DataMesh, questions: Sequence[Question]) -> None:
+    """Compare the numbers of all `questions` over the ranks of `mesh` in one all-reduce, and judge them in order."""
+    numbers = [number for question in questions for number in question.numbers]
+    if numbers:
+        bounds = iter(bounds_over(mesh, numbers, ", ".join(question.name for question in questions)))
+        for question in questions:
+            question.judge([*islice(bounds, len(question.numbers))])
+
+
+def connects(mesh: DataMesh) -> bool:
+    """Whether its ranks, or its only one, can tell each other anything."""
+    return mesh.num_ranks == 1 or moves_data(mesh.axis_groups, mesh.device)
+
+
+def bounds_over(mesh: DataMesh, numbers: Sequence[Tensor | int], name: str) -> list[tuple[int, int]]:
+    """Returns the least and the greatest of each over the ranks of `mesh`, all of which must call it. `name`: of what.
+
+    Of tensors without dims, too. They and the result cross between the host and the device in one copy each.
+    """
+    on_device = {i: each for i, each in enumerate(numbers) if isinstance(each, Tensor) and each.device.type != "cpu"}
+    on_host = {i: int(each) for i, each in enumerate(numbers) if i not in on_device}
+    own = torch.cat(
+        [
+            _to_device([*on_host.values()], mesh.device),
+            *(each.to(mesh.device, torch.int64).view(1) for each in on_device.values()),
+        ]
+    )
+    both = torch.cat([~own, own])
+    all_reduce_over(both, mesh.axis_groups, largest=True, label=Label(name))
+    found = both.tolist()
+    bounds = {i: (~found[k], found[len(own) + k]) for k, i in enumerate([*on_host, *on_device])}
+    return [bounds[i] for i in range(len(numbers))]
+
+
+def _to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Returns an int64 tensor on `device`, in one copy, for which the host does not wait on CUDA."""
+    whole = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return (whole.pin_memory() if device.type == "cuda" else whole).to(device, non_blocking=True)
+
+
+def greatest(numbers: Sequence[Tensor]) -> Tensor | int:
+    """Returns the greatest of some numbers that are not negative, of one device, where they lie."""
+    return torch.stack([*numbers]).amax() if numbers else 0

@@ -1,0 +1,51 @@
+"""Numbers on a device that the host judges: it reads all those of one pass at once, when the pass ends.
+
+Each read makes the host wait until the device has done all that it was given before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class PassReads:
+    """Holds what the checks of one root have computed in the pass that runs, until `judge` reads it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Tensor, Callable[[list[int]], None]]] = []
+
+    def add(self, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
+        """Have `judge` called with `numbers`, a flat int64 tensor, when the pass ends. It may raise."""
+        self.waiting.append((numbers, judge))
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether there is anything to judge."""
+        return bool(self.waiting)
+
+    def drop(self) -> None:
+        """The pass has failed: nothing is judged."""
+        self.waiting.clear()
+
+    def judge(self) -> None:
+        """The pass ends. Every judge is called; then this raises what the first one has raised, if any has."""
+        waiting, self.waiting = self.waiting, []
+        errors = []
+        for (_, judge), numbers in zip(waiting, read_all([numbers for numbers, _ in waiting]), strict=True):
+            try:
+                judge(numbers)
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def read_all(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Returns what flat int64 tensors hold. The host waits once for each device on which some of them lie."""
+    whole = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        whole[device] = iter(torch.cat([tensor for tensor in tensors if tensor.device == device]).tolist())
+    return [[next(whole[tensor.device]) for _ in range(tensor.numel())] for tensor in tensors]
