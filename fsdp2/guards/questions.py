@@ -42,7 +42,8 @@ def bounds_over(mesh: DataMesh, numbers: Sequence[Tensor | int], name: str) -> l
 
     Of tensors without dims, too. They and the result cross between the host and the device in one copy each.
     """
-    on_device = {i: each for i, each in enumerate(numbers) if isinstance(each, Tensor) and each.device.type != "cpu"}
+    kind = mesh.device.type
+    on_device = {i: each for i, each in enumerate(numbers) if isinstance(each, Tensor) and each.device.type == kind}
     on_host = {i: int(each) for i, each in enumerate(numbers) if i not in on_device}
     own = torch.cat(
         [
