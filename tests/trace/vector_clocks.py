@@ -1,0 +1,324 @@
+"""Simulates the streams of a GPU on the CPU, and judges the order of all work by vector clocks.
+
+Every operation runs at once, with its real numbers. Beside that, the simulation writes down on which stream a GPU would
+have queued it, which bytes it reads and writes, and which work of other streams it is ordered behind. A stream's clock
+says, for each stream, how much of that one's work lies behind it; `wait_stream`, events and collectives merge clocks.
+
+Each process group has a stream of its own, as over NCCL: a collective runs there, behind all that the current stream
+was given, and `Work.wait()` orders the current stream behind it. Memory behaves as in CUDA's caching allocator: a block
+belongs to the stream that was current when it was allocated, and goes back to it when its storage is freed or resized
+to 0; then that stream's next work may write to it.
+
+`problems` counts what is wrong:
+    race        two streams access the same bytes, one of them writes, and neither is ordered behind the other
+    early free  a block goes back while another stream may still use it
+    use of freed memory
+
+`host_waits` counts what makes the host wait for the device: see `count_host_waits` in simulated_world.py, which has the
+process groups, too.
+
+What it cannot show: autograd runs a node on the stream of its forward, and the simulation on the current stream; a test
+says by `Simulation.on_stream` where backward changes streams. Copies between the CPU and the device look alike.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Clock = Counter["Stream"]
+
+HOST_READS = {
+    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
+}
+"""Operations whose result the host needs, or whose size it needs."""
+ALLOCATE_ONLY = ("empty", "new_empty", "resize", "lift")
+TOUCH_NOTHING = ("detach", "set_", "alias", "_unsafe_view")
+
+
+class Stream:
+    """Takes the place of `torch.Stream`: a queue of work, and the work of all streams that the next piece is behind."""
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self.name, self.clock = name, Clock()
+        self._simulation = simulation
+        self._outer: list[Stream] = []
+        simulation.streams.append(self)
+
+    def come_behind(self, clock: Clock) -> None:
+        self._simulation.find_freed()
+        self.clock |= clock
+
+    def wait_stream(self, other: Stream) -> None:
+        self.come_behind(other.clock)
+
+    def wait_event(self, event: Event) -> None:
+        self.come_behind(event.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return Event(self._simulation, self.clock.copy())
+
+    def synchronize(self) -> None:
+        self._simulation.host_waits_for("Stream.synchronize", self.clock)
+
+    def __enter__(self) -> Stream:
+        self._outer.append(self._simulation.current)
+        self._simulation.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._simulation.current = self._outer.pop()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Event:
+    """Takes the place of `torch.Event`."""
+
+    def __init__(self, simulation: Simulation, clock: Clock) -> None:
+        self._simulation, self.clock = simulation, clock
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._simulation.current).come_behind(self.clock)
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self._simulation.host_waits_for("Event.synchronize", self.clock)
+
+
+@dataclass
+class Access:
+    """One operation's use of bytes `first` up to `end` of a block."""
+
+    stream: Stream
+    time: int
+    first: int
+    end: int
+    writes: bool
+    what: str
+
+    def conflicts(self, other: Access) -> bool:
+        return (self.writes or other.writes) and self.first < other.end and other.first < self.end
+
+    def makes_needless(self, other: Access) -> bool:
+        """True if whoever is behind this access is behind `other`, too, and no conflict of `other` is lost."""
+        covers = self.first <= other.first and other.end <= self.end and (self.writes or not other.writes)
+        return covers and self.stream is other.stream
+
+    def __str__(self) -> str:
+        return f"{'written' if self.writes else 'read'} by {self.what} on {self.stream}"
+
+
+@dataclass
+class Block:
+    """The memory of one storage, as the allocator of a GPU would have it."""
+
+    storage: StorageWeakRef
+    stream: Stream
+    made_by: str
+    accesses: list[Access] = field(default_factory=list)
+    # Streams for which `Tensor.record_stream` was called.
+    recorded: set[Stream] = field(default_factory=set)
+
+
+class Simulation(TorchDispatchMode):
+    """Judges the operations that run inside it. `main` is the stream with which a program begins."""
+
+    sees_fsdp2 = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Stream] = []
+        self.main = self.current = Stream(self, "main")
+        self.problems: Counter[str] = Counter()
+        self.host_waits: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+        self._blocks: dict[int, Block] = {}
+        self._restored = -1
+
+    # ---- what tests ask for
+
+    def stream(self, name: str) -> Stream:
+        return Stream(self, name)
+
+    def on_stream(self, tensor: Tensor, backward: Stream) -> Tensor:
+        """Returns the same values. Backward goes on, on `backward`, when it comes to this place.
+
+        As autograd does it: that stream comes behind the one that ran before, and when all is computed, the stream that
+        called backward is current again, and comes behind the others.
+        """
+        result: Tensor = _OnStream.apply(tensor, self, backward)
+        return result
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """What `tensor.record_stream(stream)` does: its memory goes back when `stream` no longer uses it."""
+        self._block(tensor.untyped_storage(), "user").recorded.add(stream)
+
+    def switch(self, stream: Stream) -> None:
+        stream.wait_stream(self.current)
+        self.current = stream
+
+    def restore_at_backward_end(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._restored:
+            self._restored = task
+            Variable._execution_engine.queue_callback(partial(self.switch, self.current))
+
+    # ---- what happens
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **(kwargs or {}))
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor takes the operation apart; its local operations come back to us
+        self.find_freed()
+        name = func._schema.name.split("::")[-1]
+        if name in HOST_READS:
+            self.host_waits_for(name, self.current.clock)
+        result = func(*args, **(kwargs or {}))
+        returned, out = func._schema.returns, _tensors(result)
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+        if is_view or name in TOUCH_NOTHING:
+            return result
+        if name.startswith(ALLOCATE_ONLY):
+            for tensor in out:
+                self._block(tensor.untyped_storage(), name)
+            return result
+        reads, writes = _arguments(func, args, kwargs or {})
+        known = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
+        fresh = [tensor for tensor in out if tensor.untyped_storage()._cdata not in known]
+        self.run(name, reads, [*writes, *fresh], self.current)
+        return result
+
+    def run(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], stream: Stream) -> None:
+        """Queues an operation on `stream`."""
+        stream.clock[stream] += 1
+        self.operations[stream.name] += 1
+        what = f"{what} ({_place()})"
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                self._access(tensor, is_write, what, stream)
+
+    def _access(self, tensor: Tensor, writes: bool, what: str, stream: Stream) -> None:
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        block = self._block(storage, what)
+        if not tensor.numel():
+            return
+        if not storage.nbytes():
+            self.problems[f"use of freed memory: {what} on {stream}"] += 1
+            return
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first = tensor.storage_offset() * tensor.element_size()
+        end = first + (last + 1) * tensor.element_size()
+        new = Access(stream, stream.clock[stream], first, end, writes, what)
+        for old in block.accesses:
+            if old.conflicts(new) and stream.clock[old.stream] < old.time:
+                self.problems[f"race: memory made by {block.made_by} is {new}, and {old}"] += 1
+        block.accesses = [old for old in block.accesses if not new.makes_needless(old)] + [new]
+
+    def _block(self, storage: torch.UntypedStorage, what: str) -> Block:
+        block = self._blocks.get(storage._cdata)
+        if block is None or block.storage.expired():
+            made_by = f"{what} ({_place()}) on {self.current}"
+            block = self._blocks[storage._cdata] = Block(StorageWeakRef(storage), self.current, made_by)
+        return block
+
+    # ---- memory
+
+    def find_freed(self) -> None:
+        """Takes back the blocks of storages that are gone."""
+        for key in [key for key, block in self._blocks.items() if block.storage.expired()]:
+            self._take_back(self._blocks.pop(key))
+
+    def resize(self, resize: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
+        """Stands for `UntypedStorage.resize_`."""
+        self.find_freed()
+        before = storage.nbytes()
+        if before and size != before and storage._cdata in self._blocks:
+            self._take_back(self._blocks.pop(storage._cdata))
+        result = resize(storage, size)
+        if size and size != before:
+            self._block(storage, "resize_")
+        return result
+
+    def _take_back(self, block: Block) -> None:
+        for access in block.accesses:
+            if block.stream.clock[access.stream] < access.time and access.stream not in block.recorded:
+                self.problems[f"early free at {_place()}: memory made by {block.made_by} may still be {access}"] += 1
+
+    # ---- the host
+
+    def host_waits_for(self, what: str, clock: Clock) -> None:
+        """The host waits: what it queues from now on, on whatever stream, is behind that work.
+
+        What a program itself reads is left out: an optimizer's counts of steps lie on the CPU, for example.
+        """
+        place = _place()
+        if place != "user":
+            self.host_waits[f"{what} ({place})"] += 1
+            for stream in self.streams:
+                stream.come_behind(clock)
+
+    def read_on_host(self, read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Stands for `Tensor.tolist`, which is no operation."""
+        self.host_waits_for("tolist", self.current.clock)
+        return read(tensor)
+
+
+class _OnStream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, simulation: Simulation, stream: Stream) -> Tensor:
+        ctx.simulation, ctx.stream = simulation, stream
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.simulation.restore_at_backward_end()
+        ctx.simulation.record_stream(gradient, ctx.stream)
+        ctx.simulation.switch(ctx.stream)
+        return gradient, None, None
+
+
+def _arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operation reads, and those that it writes to."""
+    reads, writes = [], []
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_write else reads).extend(_tensors(value))
+    return reads, writes
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+
+
+def _place() -> str:
+    """Up to three lines of fsdp2 that run, innermost first; else "user"."""
+    frame, places = sys._getframe(1), []
+    while frame is not None and len(places) < 3:
+        _, in_package, file = frame.f_code.co_filename.rpartition("/fsdp2/")
+        if in_package and "/tests/" not in frame.f_code.co_filename:
+            places.append(f"{file}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(places) or "user"
