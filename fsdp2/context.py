@@ -292,9 +292,9 @@ class Context:
                 state.completes = False
             state.release_after_backward()
         self.prefetcher.drop()
-        self.settle_transfers()
         if self.finalizes_by_itself:
             self._deliver()
+        self.settle_transfers()  # behind gradients on the CPU, which come behind all copies to the device
         if self.is_last_backward and not self._builds_graph:
             self.prefetcher.forget_forwards()
         self.in_backward = False

@@ -45,6 +45,8 @@ class Transfers:
     def __init__(self, device: torch.device, pin: bool) -> None:
         self._device, self._pin = device, pin
         self._inward, self._outward = torch.Stream(device), torch.Stream(device)
+        # Behind the last copy from the CPU's memory that the host does not know to be through.
+        self._last: Any = None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory on the CPU, not initialised."""
@@ -59,7 +61,8 @@ class Transfers:
         with self._inward:
             target.copy_(source, non_blocking=True)
             result = then()
-        return Transfer(self._inward.record_event(), (target, source), result)
+        self._last = self._inward.record_event()
+        return Transfer(self._last, (target, source), result)
 
     def start_out(self, source: Tensor) -> Transfer[Tensor]:
         """Begin to copy a flat tensor to new memory on the CPU: the result, to be read after `finish` only."""
@@ -70,8 +73,16 @@ class Transfers:
         return Transfer(self._outward.record_event(), (source,), target)
 
     def settle(self) -> None:
-        """Make the host wait until no copy reads the CPU's memory any more."""
-        self._inward.synchronize()
+        """Make the host wait until no copy reads the CPU's memory any more.
+
+        Nothing tells of a write before it is made: a tensor's own method may make it, or one of a NumPy array. So the
+        host waits before it goes on with a user's program. At the end of a forward that is until the last group's shards
+        are on the device, which still computes the groups before; at the end of a backward, whose gradients the host
+        has waited for, they have long been there.
+        """
+        last, self._last = self._last, None
+        if last is not None and not last.query():
+            last.synchronize()
 
 
 @cache

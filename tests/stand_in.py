@@ -58,6 +58,7 @@ class StandIn:
     `log`: what is copied, and when that is known to have been done, as the lines that `recorder.py` writes:
         in, wait      a copy to the device begins; the device waits for it
         out, land     a copy to the CPU begins; the host waits for it
+        host waits    for all copies to the device that it does not know to have been made
     `live`, `peak`: bytes of the CPU's memory that it has allocated and that are in use; and the most of them.
     """
 
@@ -130,6 +131,8 @@ class StandIn:
             self._outward.remove(transfer)
 
     def settle(self) -> None:
+        if self._inward or self._arrived:
+            self.log.append("host waits")
         while self._inward:
             self._run_first()
         self._forget(tuple(self._arrived))
@@ -165,6 +168,7 @@ class Stream:
 
     def __init__(self, name: str, lines: list[str]) -> None:
         self.name, self.lines = name, lines
+        self.is_through = False
 
     def wait_stream(self, other: Any) -> None:
         self.lines.append(f"{self.name} waits for {other.name}")
@@ -181,6 +185,9 @@ class Stream:
 
     def wait(self) -> None:
         self.lines.append(f"current waits for the event on {self.name}")
+
+    def query(self) -> bool:
+        return self.is_through
 
     def synchronize(self) -> None:
         self.lines.append(f"host waits for {self.name}")

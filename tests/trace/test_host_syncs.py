@@ -6,65 +6,20 @@ parameter, each input. A read of a tensor counts, whatever its device; so does a
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import pytest
 import torch
+from simulated_world import count_host_waits, simulated_world
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.guards import questions
 from fsdp2.guards.looks import is_time_to_look
-from helpers import fake_world
 
-READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "_unique2", "unique_consecutive"}
-READS |= {"unique_dim", "masked_select"}
 STEPS = 9
 MOST = 3
-
-
-class HostWaits(TorchDispatchMode):
-    """Counts what the host waits for."""
-
-    sees_fsdp2 = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each not in (Tensor, nn.Parameter) for each in types):
-            return NotImplemented
-        name = func._schema.name.split("::")[-1]
-        if name in READS:
-            self.seen[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Counts in it; a simulated world is taken for one whose ranks can tell each other something."""
-    waits, tolist, to_device = HostWaits(), Tensor.tolist, questions._to_device
-
-    def counted_tolist(tensor: Tensor) -> Any:
-        waits.seen["tolist"] += 1
-        return tolist(tensor)
-
-    def counted_copy(*args: Any) -> Tensor:
-        waits.seen["copies to the device"] += 1
-        return to_device(*args)
-
-    with (
-        mock.patch.object(Tensor, "tolist", counted_tolist),
-        mock.patch.object(questions, "_to_device", counted_copy),
-        mock.patch.object(questions, "moves_data", return_value=True),
-        waits,
-    ):
-        yield waits.seen
 
 
 class Block(nn.Module):
@@ -128,22 +83,35 @@ WAYS: tuple[Callable[[Net], None], ...] = (plain, cast, kept, some_unmanaged, ac
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_the_host_waits_at_the_steps_where_checks_look_and_thrice_then(way: Callable[[Net], None]) -> None:
     """Whatever is checked, for however many groups: of one root, in one pass."""
-    with fake_world(4):
+    copies, to_device = Counter[str](), questions._to_device
+
+    def counted_copy(numbers: Sequence[int], device: torch.device) -> Tensor:
+        copies["numbers to the device"] += 1
+        return to_device(numbers, device)
+
+    with (
+        simulated_world(4) as simulation,
+        mock.patch.object(questions, "_to_device", counted_copy),
+        mock.patch.object(questions, "moves_data", return_value=True),  # so that ranks compare what they have
+    ):
         torch.manual_seed(0)
         model = Net()
         way(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-        x, per_step = torch.randn(4, 8), list[dict[str, int]]()
-        for _ in range(STEPS):
-            with counted() as seen:
-                loss = model(x).sum()
-                if loss.requires_grad:
-                    loss.backward()
-                    if way is not accumulating:
-                        optimizer.step()
-                        optimizer.zero_grad()
-                per_step.append(dict(seen))
-        for number, seen in enumerate(per_step, 1):
-            waits = sum(seen.values())
+        x = torch.randn(4, 8)
+
+        def step() -> None:
+            loss = model(x).sum()
+            if loss.requires_grad:
+                loss.backward()
+                if way is not accumulating:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        for number in range(1, STEPS + 1):
+            copies.clear()
+            seen = count_host_waits(simulation, step) + copies
+            waits = seen.total()
             assert waits <= MOST if is_time_to_look(number) else not waits, f"step {number} of {way.__name__}: {seen}"
-        assert sum(per_step[1].values()) >= 2, "the ranks compare, and the host reads what the pass has found"
+            assert number != 2 or waits == MOST, "ranks compare what one copy brings, and the pass reads what it found"
+    assert not simulation.problems, "\n".join(simulation.problems)

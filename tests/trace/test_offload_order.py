@@ -66,6 +66,7 @@ gather b2    128
 run    b1
 wait         32
 run    b2
+host waits
 back   root
 reduce root  128
 free   root

@@ -31,6 +31,20 @@ def test_a_copy_in_and_what_is_launched_behind_it(lines: list[str]) -> None:
     assert torch.equal(target, source)
 
 
+def test_the_host_waits_once_and_not_for_what_is_through(lines: list[str]) -> None:
+    """A wait for a stream, or for an event that has passed, costs a call into the driver, and orders nothing."""
+    transfers = Transfers(torch.device("cpu"), pin=False)
+    transfers.settle()
+    assert lines == []
+    for is_through in (False, True):
+        transfers.start_in(torch.zeros(3), torch.arange(3.0), lambda: None)
+        transfers._inward.is_through = is_through  # type: ignore[attr-defined]
+        lines.clear()
+        for _ in range(2):
+            transfers.settle()
+        assert lines == ["host waits for in"] * (not is_through)
+
+
 def test_a_copy_out(lines: list[str]) -> None:
     """To new memory, for which the host waits."""
     source = torch.arange(3.0)
