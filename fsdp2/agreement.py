@@ -9,6 +9,7 @@ next: whatever modules run where, in forward, backward or recomputation, the ran
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -57,6 +58,8 @@ class Agreement:
         # The host reads the result: not from an accelerator, behind all that this computes, if there is another way.
         has_cpu = all(group_compat.has_backend(group, cpu) for group in self._meeting_groups)
         self._device = cpu if has_cpu else mesh.device
+        # Whether to say, at the first meeting, what meetings cost here.
+        self._warns = mesh.is_first and self._device.type not in ("cpu", "meta")
 
     def meet(self, event: int, is_conditional: bool) -> None:
         """`event` comes next here. Return when all ranks are to do that; serve what others need before.
@@ -64,6 +67,8 @@ class Agreement:
         Raises:
             RuntimeError: other ranks are somewhere else, for something that is not conditional; on all ranks.
         """
+        if self._warns:
+            self._warn()
         request = event if is_conditional else _COMMON
         while not self._is_serving:
             chosen, first, last = self._exchange(request, event)
@@ -101,6 +106,16 @@ class Agreement:
             raise
         chosen, first, last = largest.tolist()
         return -chosen, -first, last
+
+    def _warn(self) -> None:
+        self._warns, kind = False, self._device.type
+        name = group_compat.backend_name(self._meeting_groups[0], self._device) or "its backend"
+        warnings.warn(
+            "conditional=True: ranks meet before each gather and each group's reduction, and the process group has a "
+            f"backend for {kind} only: each time the host waits until the device has done all that it was given. "
+            f'Initialise it with a backend for the CPU, too: init_process_group("cpu:gloo,{kind}:{name}").',
+            stacklevel=2,
+        )
 
     def _serve(self, event: int) -> None:
         index, kind = divmod(event, _KINDS)

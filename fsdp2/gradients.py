@@ -360,7 +360,7 @@ class GroupGradients:
         try:
             return start(gradients, *arguments)
         except RuntimeError as error:  # out of memory, say: allocators don't know for whom
-            error.args = (f"{error} (while reducing the gradients{self._names(tuple(gradients))})",)
+            self.label.locate(error, f"reducing the gradients{self._names(tuple(gradients))}")
             raise
 
 

@@ -85,6 +85,16 @@ class Label:
         if runtime is not None:
             runtime.note_out_of_step()
 
+    def where(self) -> tuple[str, int]:
+        """Returns what runs on this rank, and in which step."""
+        runtime = self._runtime()
+        return ("by hand", 0) if runtime is None else runtime.where()
+
+    def locate(self, error: RuntimeError, doing: str) -> None:
+        """Say in the message of `error` what this rank was doing, and when: few process groups know."""
+        phase, step = self.where()
+        error.args = (f"{error} (while {doing}; {phase}, step {step})",)
+
     def leave(self) -> None:
         """Ranks are out of step: tell all with whom this one has collectives, for those of other axes wait for it."""
         for comm in self.comms:
@@ -103,8 +113,7 @@ class Label:
         """The same, with what runs, which is compared, and the step, which is not: ranks may accumulate different
         numbers of batches, and after an error their counts may differ for ever.
         """
-        runtime = self._runtime()
-        phase, step = ("by hand", 0) if runtime is None else runtime.where()
+        phase, step = self.where()
         sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
         part = self.part if kind in (REDUCING, SUMMING) else ""
         return Header.of(self._doing(kind), f" ({phase}, step {step})", sizes, part, phase)

@@ -236,7 +236,7 @@ class FSDPParamGroup:
 
     def _name_error(self, error: RuntimeError) -> None:
         """Say in the message which group it was: neither allocators nor process groups know."""
-        error.args = (f"{error} (while gathering {self.name}, {self.nbytes} bytes)",)
+        self.label.locate(error, f"gathering {self.name}, {self.nbytes} bytes")
 
     def reshard(self, free: bool = True) -> None:
         """Register the sharded parameters, forget the full ones' data, and free it.

@@ -150,7 +150,12 @@ class PendingReduce:
     def abandon(self) -> None:
         """Wait until the buffers are no longer in use, and give them up."""
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:  # a peer is gone, say
+                label = (self._reduction.replicas or self._reduction.shards).label
+                label.locate(error, f"reducing gradients of {label.name}")
+                raise
             self._work = None
         self._held_beside = None
         if self._return is not None:

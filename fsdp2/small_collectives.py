@@ -32,7 +32,11 @@ def all_reduce_over(
             Rollcall(group, tensor.device).answer(label.header(_DOING, [tensor]))
         elif group_compat.backend_name(group, tensor.device) == "gloo":
             PairwiseComm(group, label).compare(_DOING, tensor)
-        all_reduce_now(tensor, group, largest=largest)
+        try:
+            all_reduce_now(tensor, group, largest=largest)
+        except RuntimeError as error:  # a peer is gone, say
+            error.args = (f"{error} (while {_DOING} {label.name})",)
+            raise
 
 
 def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Any]:

@@ -274,7 +274,7 @@ def test_a_gather_by_hand_that_failed_can_be_repeated(device: str) -> None:
         with hostile(rank, model.faults.event):
             for number, name in enumerate(("allocate", "issue all_gather", "wait all_gather")):
                 model.faults.arm(number)
-                with pytest.raises(OnPurpose, match=rf"at {name} \(while gathering root, \d+ bytes\)"):
+                with pytest.raises(OnPurpose, match=rf"at {name} \(while gathering root, \d+ bytes; by hand, step 0\)"):
                     model.unshard()
                 model.faults.arm(None)
                 model.unshard()
@@ -292,7 +292,7 @@ def test_a_reduction_that_finds_no_memory_names_its_parameters(device: str) -> N
     def body(rank: int, size: int) -> None:
         run = Run(rank, size, [])
         model = build(run)
-        text = r"out of memory \(while reducing the gradients of scale\)"
+        text = r"out of memory \(while reducing the gradients of scale; backward, step 0\)"
         with mock.patch.object(reduce, "start", fail_to_allocate), pytest.raises(torch.OutOfMemoryError, match=text):
             loss_of(model(run.batch(seed=0))).backward()
 

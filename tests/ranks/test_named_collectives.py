@@ -421,7 +421,7 @@ def assert_tells_where(text: str, rank: int, level: int) -> None:
     assert "Where each rank was:" in text, text
     assert re.search(pattern, text), text
     assert re.search(rf"rank {rank}: gathering layers\.[45].*\(this one\)", text), text
-    assert re.search(r"\(while gathering layers\.[45], \d+ bytes\)", text), text
+    assert re.search(r"\(while gathering layers\.[45], \d+ bytes; forward, step 1\)", text), text
 
 
 def test_who_sleeps_or_has_raised_is_named() -> None:

@@ -4,6 +4,7 @@ On one of four ranks, whose peers are played by a script: what the least request
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -46,6 +47,30 @@ def build() -> Any:
     fully_shard(model.tower, conditional=True)
     fully_shard(model.layer)
     return fully_shard(model)
+
+
+@pytest.mark.parametrize(("meets_on", "warnings"), [("cuda", 1), ("cpu", 0)])
+def test_what_meetings_on_a_device_cost_is_said_once(meets_on: str, warnings: int) -> None:
+    """At the first one, on the first rank: not where a model is built, which may never run."""
+
+    def agree(_: Any, request: int, event: int) -> tuple[int, int, int]:
+        return request, event, event
+
+    with (
+        mock.patch.object(agreement.group_compat, "has_backend", return_value=meets_on == "cpu"),
+        mock.patch.object(agreement.group_compat, "backend_name", return_value="nccl"),
+        mock.patch.object(agreement.Agreement, "_exchange", agree),
+    ):
+        mesh = mock.Mock(ranks=range(4), axis_groups=[None], device=torch.device(meets_on), is_first=True)
+        found = [agreement.Agreement([], mesh, lambda: None)]
+        mesh.is_first = False
+        found.append(agreement.Agreement([], mesh, lambda: None))
+        with pytest.warns(UserWarning, match="conditional=True") if warnings else nullcontext([]) as seen:
+            for _ in range(2):
+                for each in found:
+                    each.meet_at_forward_end()
+    assert len(seen) == warnings
+    assert all('init_process_group("cpu:gloo,cuda:nccl")' in str(each.message) for each in seen)
 
 
 def event(name: str, kind: int) -> int:
