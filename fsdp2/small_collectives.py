@@ -35,7 +35,7 @@ def all_reduce_over(
         try:
             all_reduce_now(tensor, group, largest=largest)
         except RuntimeError as error:  # a peer is gone, say
-            error.args = (f"{error} (while {_DOING} {label.name})",)
+            label.locate(error, f"{_DOING} {label.name}")
             raise
 
 

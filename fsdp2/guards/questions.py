@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm import moves_data
-from ..headers import Label
+from ..headers import Label, Runtime
 from ..mesh import DataMesh
 from ..small_collectives import all_reduce_over
 
@@ -23,11 +23,15 @@ class Question(NamedTuple):
     judge: Callable[[Sequence[tuple[int, int]]], None]
 
 
-def ask(mesh: DataMesh, questions: Sequence[Question]) -> None:
-    """Compare the numbers of all `questions` over the ranks of `mesh` in one all-reduce, and judge them in order."""
+def ask(mesh: DataMesh, questions: Sequence[Question], runtime: Runtime | None = None) -> None:
+    """Compare the numbers of all `questions` over the ranks of `mesh` in one all-reduce, and judge them in order.
+
+    `runtime`: what runs, for errors to say so.
+    """
     numbers = [number for question in questions for number in question.numbers]
     if numbers:
-        bounds = iter(bounds_over(mesh, numbers, ", ".join(question.name for question in questions)))
+        name = ", ".join(question.name for question in questions)
+        bounds = iter(bounds_over(mesh, numbers, name, runtime))
         for question in questions:
             question.judge([*islice(bounds, len(question.numbers))])
 
@@ -37,7 +41,9 @@ def connects(mesh: DataMesh) -> bool:
     return mesh.num_ranks == 1 or moves_data(mesh.axis_groups, mesh.device)
 
 
-def bounds_over(mesh: DataMesh, numbers: Sequence[Tensor | int], name: str) -> list[tuple[int, int]]:
+def bounds_over(
+    mesh: DataMesh, numbers: Sequence[Tensor | int], name: str, runtime: Runtime | None = None
+) -> list[tuple[int, int]]:
     """Returns the least and the greatest of each over the ranks of `mesh`, all of which must call it. `name`: of what.
 
     Of tensors without dims, too. They and the result cross between the host and the device in one copy each.
@@ -51,8 +57,10 @@ def bounds_over(mesh: DataMesh, numbers: Sequence[Tensor | int], name: str) -> l
             *(each.to(mesh.device, torch.int64).view(1) for each in on_device.values()),
         ]
     )
-    both = torch.cat([~own, own])
-    all_reduce_over(both, mesh.axis_groups, largest=True, label=Label(name))
+    both, label = torch.cat([~own, own]), Label(name)
+    if runtime is not None:
+        label.run_in(runtime)
+    all_reduce_over(both, mesh.axis_groups, largest=True, label=label)
     found = both.tolist()
     bounds = {i: (~found[k], found[len(own) + k]) for k, i in enumerate([*on_host, *on_device])}
     return [bounds[i] for i in range(len(numbers))]

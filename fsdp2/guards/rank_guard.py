@@ -123,10 +123,10 @@ class RankGuard:
             self._mesh = widest if connects(widest) else None
         for mesh, question in starts.items():
             if mesh != self._mesh:
-                ask(mesh, [question])
+                ask(mesh, [question], self._root.context)
         if self._mesh is not None:
             first = [starts[self._mesh]] if self._mesh in starts else []
-            ask(self._mesh, [*first, *self._questions(self._mesh, number)])
+            ask(self._mesh, [*first, *self._questions(self._mesh, number)], self._root.context)
 
     def _questions(self, mesh: DataMesh, number: int) -> Iterator[Question]:
         if mesh.num_ranks > 1:

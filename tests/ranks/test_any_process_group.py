@@ -9,6 +9,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -443,11 +444,11 @@ class OnlySums(PythonGroup):
         raise NotImplementedError("not implemented")
 
 
-def python_group(cls: type[PythonGroup], ranks: list[int], **options: Any) -> PythonGroup:
+def python_group(cls: type[PythonGroup], ranks: list[int], timeout: timedelta | None = None) -> PythonGroup:
     """Registered as torchft registers its own. All ranks of the world must call it."""
-    inner = dist.new_group(ranks)
+    inner = dist.new_group(ranks, timeout=timeout)
     name = f"{cls.__name__}-{'-'.join(map(str, ranks))}".lower()
-    made = cls(inner, **options) if dist.get_rank() in ranks else None
+    made = cls(inner) if dist.get_rank() in ranks else None
     dist.Backend.register_backend(name, lambda *_: made, devices=["cpu"])
     group = dist.new_group(ranks, backend=name)
     assert made is None or group is made
