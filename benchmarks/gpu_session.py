@@ -2,8 +2,10 @@
 
     python -m benchmarks.gpu_session --out FOLDER
 
-Each part runs in a process of its own, and what it has found is in FOLDER at once: `tests.log`, `rows.jsonl` (one row a
-line), and `report.md`, written anew after each part. A part that fails or has no time left costs no other's numbers.
+Correctness comes first, then launches, memory and times. Each part runs in a process of its own, and what it has found
+is in FOLDER at once: a log of each (`correctness.log` has a line for each way of training, as it ends), `rows.jsonl`
+(one row a line), and `report.md`, written anew after each part. A part that fails or has no time left costs no other's
+numbers.
 Needs torch built for CUDA and, for the tests, pytest 9; without a GPU it says so, and ends.
 """
 
@@ -25,7 +27,9 @@ from .jobs import ROOT
 from .report import Row, describe_machine, format_table
 
 # In a short session the first ones matter most; what is left of it goes to the last, which takes as long as it may.
-ORDER = ("tests", *PARTS)
+ORDER = ("correctness", "tests", *PARTS)
+# Training beside a plain model in many ways, on a simulated world and on one rank of NCCL.
+CORRECTNESS = ("tests/one_of_many.py", "cuda")
 TESTS = ("-m", "pytest", "-q", "-rs", "-o", "addopts=", "-W", "default", "tests/cuda")
 # The library that all others are compared with comes last.
 COLUMNS = ("fsdp2", "fsdp1", "ddp", "torch")
@@ -56,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_part(part: str, out: Path, deadline: float) -> str:
     """What came of it, in words."""
+    checks = {"correctness": CORRECTNESS, "tests": TESTS}
     measures = ("-m", "benchmarks.cuda", part, str((out / "rows.jsonl").resolve()))
-    command = [sys.executable, *(TESTS if part == "tests" else measures)]
+    command = [sys.executable, *checks.get(part, measures)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     start, log = time.monotonic(), out / f"{part}.log"
     with log.open("wb") as output:

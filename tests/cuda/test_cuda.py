@@ -4,6 +4,7 @@ Skipped where there is none. One GPU is enough: NCCL over one rank, and a fake p
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, comm, fully_shard
+from fsdp2.guards import questions
 from fsdp2.state import states_below
 from helpers import assert_same, fake_world, full
 from models import TinyGPT, mean_loss
@@ -84,9 +86,12 @@ def test_forward_holds_two_groups() -> None:
         assert 2 * group <= peak <= 2.05 * group
 
 
-def test_a_step_never_waits_for_the_device() -> None:
-    """The host runs ahead of kernels: no copy that blocks, no value that is read, whatever the dtypes."""
+def test_the_host_waits_for_the_device_where_checks_look_and_thrice_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it runs ahead of kernels: no copy that blocks, no value that is read, whatever the dtypes. As torch counts:
+    see tests/trace/test_host_syncs.py for more ways.
+    """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    monkeypatch.setattr(questions, "moves_data", lambda *_: True)  # so that ranks compare what they have
     with fake_world(8):
         mesh = init_device_mesh("cuda", (8,))
         model = TinyGPT(dim=64, depth=3)
@@ -94,13 +99,19 @@ def test_a_step_never_waits_for_the_device() -> None:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         batch = model.example(rows=2, seed=0).cuda()
-        for strict in (False, False, True):
-            torch.cuda.set_sync_debug_mode("error" if strict else "default")
-            try:
-                mean_loss(model(batch)).backward()
-                model.zero_grad()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        for number in range(1, 10):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    mean_loss(model(batch)).backward()
+                    model.zero_grad()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            waits = [str(each.message) for each in seen if "synchroniz" in str(each.message)]
+            # A backward gathers, too: ranks compare what they have at gathers number 1, 2, 4, ...
+            assert len(waits) <= 3, f"step {number}: {waits}"
+            assert not waits or number in (1, 2, 4, 8), f"step {number}: {waits}"
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import one_of_many
 from benchmarks import gpu_session, instructions
 from benchmarks.__main__ import main, measure, parse_arguments, plan_jobs
 from benchmarks.cuda import Setup, kind_of_call, measure_calls, measure_exposed, measure_memory, measure_time
@@ -316,6 +317,30 @@ def test_a_session_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.CaptureF
     if not torch.cuda.is_available():
         assert gpu_session.main(["--out", str(tmp_path)]) == 0
         assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_a_session_begins_with_correctness() -> None:
+    """What is wrong makes the rest needless."""
+    assert gpu_session.ORDER[:2] == ("correctness", "tests")
+    assert (gpu_session.ROOT / gpu_session.CORRECTNESS[0]).is_file()
+
+
+@pytest.mark.parametrize("world", one_of_many.WORLDS)
+def test_what_a_session_begins_with_runs_on_a_cpu(world: str) -> None:
+    """Every way of training ends as the plain model, which one GPU is to show of kernels and streams."""
+    for name in one_of_many.ways_in(world):
+        one_of_many.run("cpu", world, name)
+
+
+def test_a_way_that_fails_costs_no_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each says how it has ended as soon as it has."""
+    broken = dataclasses.replace(one_of_many.WAYS["fp32"], after=lambda model: model.set_gradient_divide_factor(3.0))
+    ways = {"fp32": one_of_many.WAYS["fp32"], "divided by 3": broken, "recomputed": one_of_many.WAYS["recomputed"]}
+    monkeypatch.setattr(one_of_many, "WAYS", ways)
+    assert one_of_many.main("cpu") == 1
+    told, _ = capsys.readouterr()
+    assert told.count("as the plain model") == 2 * (len(ways) - 1)
+    assert "one of 8 simulated ranks, divided by 3: FAILED: step 0: " in told
 
 
 def test_a_session_reports_what_it_has(tmp_path: Path) -> None:
