@@ -1,6 +1,10 @@
 """What one GPU can show: launches, memory and time of a step beside ranks that do not exist; what a wire exposes.
 
 `python -m benchmarks.cuda PART FILE` measures one part and appends rows to a file as it goes.
+
+At its steps number 1, 2, 4, 8, 16, ... fsdp2's checks look (fsdp2/guards/looks.py), and the host waits for the device.
+What is counted, and memory, is that of steps between; of nine timed steps at most one is such a step, which medians
+leave out.
 """
 
 import gc
@@ -29,6 +33,7 @@ from .libraries import Library
 from .report import Row, timed_row
 from .timing import Call, interleave, repeat, subtract
 
+WARM_UP = 4  # the next three steps are not among those at which checks look
 # Which calls of the CUDA runtime and driver count as what; the first that fits.
 CALLS = {
     "device-wide and stream waits": ("Synchronize", "cudaMemcpy$"),
@@ -136,7 +141,7 @@ def measure_calls(setup: Setup) -> Iterator[Row]:
         counts: dict[str, Counter[str]] = {}
         for name in ("plain", *setup.names):
             step = stage.build(name)
-            repeat(3, step)
+            repeat(WARM_UP, step)
             counts[name] = count_calls(step, setup)
             del step
             free_memory(setup)
@@ -164,7 +169,7 @@ def _measure_memory(step: Call, setup: Setup) -> dict[str, float]:
     if not setup.is_cuda:
         step()
         return {}
-    repeat(3, step)
+    repeat(WARM_UP, step)
     free_memory(setup)
     resting, before = torch.cuda.memory_allocated(), torch.cuda.memory_stats()
     torch.cuda.reset_peak_memory_stats()
@@ -221,7 +226,7 @@ def measure_time(setup: Setup) -> Iterator[Row]:
     for setting, stage in each_stage(setup):
         fill_cache(setup)
         steps, timer = stage.build_all(), Timer(setup)
-        times = interleave(steps, rounds=setup.rounds, warmup=3, measure=timer.time)
+        times = interleave(steps, rounds=setup.rounds, warmup=WARM_UP, measure=timer.time)
         plain = sorted(times.pop("plain"))[setup.rounds // 2]
         host = {name: timer.host[steps[name]][-setup.rounds :] for name in setup.names}
         yield timed_row("cuda", "step ms", setting, times, limit=plain)
@@ -239,7 +244,7 @@ def measure_exposed(setup: Setup) -> Iterator[Row]:
             steps = {name: _OnWire(step, stage.wire, speed * 1e9) for name, step in models.items()}
             measure = Timer(setup).time
             if speed == 0:
-                free = interleave(steps, rounds=setup.rounds, warmup=3, measure=measure)
+                free = interleave(steps, rounds=setup.rounds, warmup=WARM_UP, measure=measure)
                 compute = min(interleave({"plain": plain}, rounds=3, warmup=2, measure=measure)["plain"])
                 continue
             times = interleave(steps, rounds=setup.rounds, warmup=1, measure=measure)
