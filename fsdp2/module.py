@@ -204,7 +204,8 @@ class FSDPModule(RootMethods):
 
         Args:
             hook: None removes it.
-            stream: where it runs (a torch.Stream); None: the stream that computes. Only without replicas.
+            stream: where it runs (a torch.Stream), which the hook must not enter again: torch 2.11 keeps one context in
+                each. None: the stream that computes. Only without replicas.
 
         On one rank it is called, too, with that rank's gradients. If only modules without parameters have a hook, which
         is never called, the next optimizer step raises a RuntimeError.

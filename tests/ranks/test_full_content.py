@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard
+from fsdp2.state import require_state
 from helpers import assert_same, run_ranks
 from scenarios import WIDTH, Run, blocks, check, kept, loss_of, sgd, whole
 
@@ -283,3 +284,69 @@ def test_no_alarm_where_full_parameters_stay() -> None:
                     model.blocks[step % 3].up.weight.mul_(0.9 if step < 5 else float("nan"))
 
     run_ranks(4, body)
+
+
+# ---- what the host reads when a pass ends
+
+
+def test_writes_in_several_groups_are_found_and_all_are_as_they_were() -> None:
+    """The host reads what a pass has found when its outermost forward ends: the first group is named, none keeps what
+    was written to it, and a forward inside the block of full_params, or of a module alone, ends by itself.
+    """
+
+    def whole_model(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    def inside_full_params(model: Any, x: Tensor) -> Tensor:
+        with full_params(model.blocks[2]):
+            return model(x)
+
+    def without_grad(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    def one_block(model: Any, x: Tensor) -> Tensor:
+        return model.blocks[0](x)
+
+    def body(_: int, __: int) -> None:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+        for run in (whole_model, inside_full_params, without_grad, one_block):
+            for keeps in (False, True):
+                model, plain = sharded_and_plain()
+                for block in model.blocks:
+                    block.set_reshard_after_forward(not keeps)
+                model.set_reshard_after_backward(not keeps)
+                for block in model.blocks[:2]:
+                    block.write = scaled
+                with pytest.raises(RuntimeError, match=r"^blocks\.0\.\w+\.weight.* was modified in place") as caught:
+                    run(model, x)
+                assert "blocks.1" not in str(caught.value), "each error names a group's"
+                for block in model.blocks:
+                    block.write = None
+                for _ in range(2):
+                    assert_same(model(x), plain(x), 0, 1e-6, f"after {run.__name__}")
+
+    run_ranks(2, body)
+
+
+def test_a_pass_that_fails_for_another_reason_leaves_nothing_to_be_read() -> None:
+    """Neither what it had found is told in the next pass, which is exact, nor what it had looked at."""
+
+    def body(_: int, __: int) -> None:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+        model, plain = sharded_and_plain()
+        handle = model.blocks[2].register_forward_pre_hook(raise_on_purpose)
+        model.blocks[0].write = scaled
+        with pytest.raises(ValueError, match="on purpose"):
+            model(x)
+        handle.remove()
+        model.blocks[0].write = None
+        assert not require_state(model).context.reads.waiting
+        for _ in range(3):
+            assert_same(model(x), plain(x), 0, 1e-6, "the next forwards")
+
+    run_ranks(2, body)
+
+
+def raise_on_purpose(*_: Any) -> None:
+    raise ValueError("on purpose")

@@ -13,8 +13,10 @@ import pytest
 import torch
 from simulated_world import count_host_waits, simulated_world
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from vector_clocks import Stream
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, fully_shard, reduce_plan
 from fsdp2.guards import questions
 from fsdp2.guards.looks import is_time_to_look
 
@@ -115,3 +117,47 @@ def test_the_host_waits_at_the_steps_where_checks_look_and_thrice_then(way: Call
             assert waits <= MOST if is_time_to_look(number) else not waits, f"step {number} of {way.__name__}: {seen}"
             assert number != 2 or waits == MOST, "ranks compare what one copy brings, and the pass reads what it found"
     assert not simulation.problems, "\n".join(simulation.problems)
+
+
+def cast_replicas(model: Net) -> None:
+    """Large gradients travel in pieces, and are summed between replicas, both of which is issued beside backward."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+
+
+def hooked(model: Net) -> None:
+    cast(model)
+    assert isinstance(model, FSDPModule)
+    for module in (*model.blocks, model):
+        module.set_all_reduce_hook(lambda gradients: gradients.mul_(1), stream=torch.Stream())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("way", [plain, cast, cast_replicas, hooked], ids=lambda way: way.__name__)
+def test_no_stream_is_entered_inside_itself(way: Callable[[Net], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 keeps one context in each stream object, and refuses, or restores the wrong stream."""
+    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 64)
+    enter, leave, entered, times = Stream.__enter__, Stream.__exit__, set[int](), Counter[str]()
+
+    def enter_once(stream: Stream) -> Stream:
+        assert id(stream) not in entered, stream
+        entered.add(id(stream))
+        times[str(stream)] += 1
+        return enter(stream)
+
+    def leave_once(stream: Stream, *error: object) -> None:
+        entered.remove(id(stream))
+        leave(stream, *error)
+
+    monkeypatch.setattr(Stream, "__enter__", enter_once)
+    monkeypatch.setattr(Stream, "__exit__", leave_once)
+    with simulated_world(4) as simulation:
+        model = Net()
+        way(model)
+        for _ in range(3):
+            with simulation:
+                model(torch.randn(4, 8)).sum().backward()
+    assert times or way in (plain, cast)
