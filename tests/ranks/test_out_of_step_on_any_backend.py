@@ -23,7 +23,7 @@ from fsdp2 import fully_shard
 from helpers import assert_same, run_ranks
 
 WIDTH = 6
-TIMEOUT = timedelta(seconds=2)
+LONG, SHORT = 30, 3  # seconds
 
 
 class Stack(nn.Module):
@@ -40,8 +40,8 @@ class Stack(nn.Module):
         return x
 
 
-def build(cls: type[PythonGroup], size: int, level: int) -> Any:
-    group = python_group(cls, [*range(size)], timeout=TIMEOUT)
+def build(cls: type[PythonGroup], size: int, level: int, timeout: float) -> Any:
+    group = python_group(cls, [*range(size)], timeout=timedelta(seconds=timeout))
     torch.manual_seed(0)
     model: Any = Stack()
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shards",))
@@ -94,7 +94,7 @@ def test_the_debug_level_finds_it_and_the_next_step_is_exact(cls: type[PythonGro
     """Whatever one of three ranks does: all raise, at once, each names what the others were about to do."""
 
     def body(rank: int, size: int) -> None:
-        model = build(cls, size, level=1)
+        model = build(cls, size, level=1, timeout=LONG)
         train(model, batch(rank))
         expected = own_gradients(model)
         for stray in STRAYS:
@@ -102,7 +102,7 @@ def test_the_debug_level_finds_it_and_the_next_step_is_exact(cls: type[PythonGro
             start = time.monotonic()
             with pytest.raises(RuntimeError, match=r"ranks are out of step\. .*rank.*; rank.*: ") as caught:
                 (stray if rank == 1 else train)(model, batch(rank))
-            assert time.monotonic() - start < TIMEOUT.total_seconds(), "nobody has waited for the timeout"
+            assert time.monotonic() - start < LONG / 2, "nobody has waited for the timeout"
             assert re.search(r"(gathering|reducing) blocks\.\d \((forward|backward), step \d\)", str(caught.value))
             model.order = (0, 1, 2, 3)
             model.set_requires_gradient_sync(True)
@@ -122,10 +122,6 @@ def in_forward(model: Any) -> None:
     model.blocks[1].register_forward_pre_hook(fail)
 
 
-def between_forward_and_backward(model: Any) -> None:
-    model.register_forward_hook(fail)
-
-
 def before_a_look(model: Any) -> None:
     """Before the first block is gathered for the second time, when ranks compare what they have in common."""
     model.blocks[2].register_full_backward_hook(fail)
@@ -138,7 +134,6 @@ def amid_reductions(model: Any) -> None:
 WHERE: dict[Callable[[Any], None], str] = {
     # The rank that fails has begun to gather what follows.
     in_forward: r"\(while gathering blocks\.[23], \d+ bytes; forward, step 1\)",
-    between_forward_and_backward: r"\(while (gathering|reducing gradients of) blocks\.\d.*; backward, step 1\)",
     before_a_look: r"\(while all-reducing optimizer steps of root; backward, step 1\)",
     amid_reductions: r"\(while reducing gradients of blocks\.\d; backward, step 1\)",
 }
@@ -147,7 +142,7 @@ WHERE: dict[Callable[[Any], None], str] = {
 @pytest.mark.parametrize("fails", WHERE, ids=lambda fails: fails.__name__)
 def test_without_it_the_others_end_within_the_timeout_and_say_where_they_were(fails: Callable[[Any], None]) -> None:
     def body(rank: int, size: int) -> str:
-        model = build(WithTensors, size, level=0)
+        model = build(WithTensors, size, level=0, timeout=SHORT)
         train(model, batch(rank))
         model.zero_grad()
         if rank == 1:
@@ -156,7 +151,7 @@ def test_without_it_the_others_end_within_the_timeout_and_say_where_they_were(fa
         start = time.monotonic()
         with pytest.raises((RuntimeError, ValueError)) as caught:
             train(model, batch(rank))
-        assert time.monotonic() - start < TIMEOUT.total_seconds() + 5
+        assert time.monotonic() - start < SHORT + LONG / 2
         dist.barrier()  # the failed rank's sockets stay: the others wait for the timeout
         return str(caught.value)
 
