@@ -14,13 +14,14 @@ from torch import Tensor
 from ..buffers import GroupBuffers
 from ..param import FSDPParam
 from .checksum import bits_of
+from .reads import NO_NUMBERS
 
 
 class FullContent:
     """Holds a sum, on the device, of what each full parameter in `buffers` holds when a forward begins, in `every` so
     many words. The first of `params` have their full parameters there.
 
-    Nothing here waits for the device, but for `written`.
+    Nothing here waits for the device.
     """
 
     def __init__(self, params: Sequence[FSDPParam], buffers: GroupBuffers, every: int) -> None:
@@ -31,7 +32,7 @@ class FullContent:
     def _find_sums(self) -> Tensor:
         """Modulo 2 ** 64: another value in one place shows, an exchange of values does not."""
         sums = [words.sum() for words in self._words]
-        return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+        return torch.stack(sums) if sums else NO_NUMBERS
 
     def changes(self) -> Tensor:
         """Returns, as int64, which full parameters hold something else now; for `named`."""
@@ -40,15 +41,11 @@ class FullContent:
     def differences(self) -> Tensor:
         """Returns, as int64, which full parameters differ from their shards, as far as this rank knows; for `named`."""
         differ = [_differs(param, self._buffers.full_parameter(i)) for i, param in enumerate(self._params)]
-        return torch.stack(differ).to(torch.int64) if differ else torch.zeros(0, dtype=torch.int64)
+        return torch.stack(differ).to(torch.int64) if differ else NO_NUMBERS
 
     def named(self, flags: Sequence[int]) -> list[str]:
         """Returns the names of the parameters whose flag is set."""
         return [param.name for param, flag in zip(self._params, flags, strict=True) if flag]
-
-    def written(self) -> list[str]:
-        """Returns the names of those whose memory holds something else now. The host waits for the device."""
-        return self.named(self.changes().tolist())
 
 
 def refuse_differing(names: Sequence[str]) -> None:

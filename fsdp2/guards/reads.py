@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+NO_NUMBERS = torch.zeros(0, dtype=torch.int64, device="cpu")
+
 
 class PassReads:
     """Holds what the checks of one root have computed in the pass that runs, until `judge` reads it."""
@@ -46,6 +48,6 @@ class PassReads:
 def read_all(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Returns what flat int64 tensors hold. The host waits once for each device on which some of them lie."""
     whole = {}
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
+    for device in dict.fromkeys(tensor.device for tensor in tensors if tensor.numel()):
         whole[device] = iter(torch.cat([tensor for tensor in tensors if tensor.device == device]).tolist())
     return [[next(whole[tensor.device]) for _ in range(tensor.numel())] for tensor in tensors]

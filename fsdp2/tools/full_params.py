@@ -6,7 +6,7 @@ way. With any option it lends whole copies of what is stored, of which nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import hooks, torch_compat
 from ..guards.full_content import FullContent
 from ..guards.looks import is_time_to_look
+from ..guards.reads import NO_NUMBERS, read_all
 from ..modes import hidden
 from ..owners import Owned, owners_by_id
 from ..param import FSDPParam
@@ -199,7 +200,7 @@ def _in_use(given: _Given) -> Iterator[Any]:
         with hidden():
             for handle in handles:
                 handle.remove()
-            written = [name for look in looks for name in look.written()]
+            written = _written(looks)
             for state, was_kept in reversed(joined):
                 if not in_backward:
                     _settle(state, was_kept or torch.is_grad_enabled(), failed or bool(written))
@@ -221,17 +222,24 @@ class _Look:
             if is_time_to_look(state.blocks, always=state.group.is_checked):
                 self._content, self._versions = state.group.adopted.note_content(every=1), state.group.shard_versions()
 
-    def written(self) -> list[str]:
-        """Names of those that were written to. All have their own memory again."""
-        moved = self._group.adopted.take_moved() if self._group.is_unsharded else []
-        overwritten, written = self._overwritten(), self._group.versions.take_written()
-        return moved or written or overwritten
-
-    def _overwritten(self) -> list[str]:
+    def changes(self) -> Tensor:
+        """Returns what `FullContent.changes` does. All have their own memory again."""
+        self._moved = self._group.adopted.take_moved() if self._group.is_unsharded else []
         # Full parameters may lie where shards do, to which an optimizer may have written.
-        if self._content is None or not self._group.is_unsharded or self._group.shard_versions() != self._versions:
-            return []
-        return self._content.written()
+        if not self._group.is_unsharded or self._group.shard_versions() != self._versions:
+            self._content = None
+        return NO_NUMBERS if self._content is None else self._content.changes()
+
+    def written(self, changes: Sequence[int]) -> list[str]:
+        """Names of those that were written to. `changes`: as the host has read them."""
+        written = self._group.versions.take_written()
+        return self._moved or written or ([] if self._content is None else self._content.named(changes))
+
+
+def _written(looks: Sequence[_Look]) -> list[str]:
+    """Names of all that were written to: the host reads the device once."""
+    changes = read_all([look.changes() for look in looks])
+    return [name for look, flags in zip(looks, changes, strict=True) for name in look.written(flags)]
 
 
 def _settle(state: FSDPState, backward_follows: bool, failed: bool) -> None:

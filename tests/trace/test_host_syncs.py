@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from vector_clocks import Stream
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, fully_shard, reduce_plan
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, full_params, fully_shard, reduce_plan
 from fsdp2.guards import questions
 from fsdp2.guards.looks import is_time_to_look
 
@@ -117,6 +117,19 @@ def test_the_host_waits_at_the_steps_where_checks_look_and_thrice_then(way: Call
             assert waits <= MOST if is_time_to_look(number) else not waits, f"step {number} of {way.__name__}: {seen}"
             assert number != 2 or waits == MOST, "ranks compare what one copy brings, and the pass reads what it found"
     assert not simulation.problems, "\n".join(simulation.problems)
+
+
+def test_a_block_of_full_params_reads_once_what_was_written_in_all_groups() -> None:
+    with simulated_world(4) as simulation:
+        model = Net()
+        plain(model)
+
+        def block() -> None:
+            with full_params(model):
+                pass
+
+        waits = [count_host_waits(simulation, block).total() for _ in range(4)]
+    assert waits == [1, 1, 0, 1]
 
 
 def cast_replicas(model: Net) -> None:
