@@ -49,21 +49,16 @@ def bounds_over(
     Of tensors without dims, too. They and the result cross between the host and the device in one copy each.
     """
     kind = mesh.device.type
-    on_device = {i: each for i, each in enumerate(numbers) if isinstance(each, Tensor) and each.device.type == kind}
-    on_host = {i: int(each) for i, each in enumerate(numbers) if i not in on_device}
-    own = torch.cat(
-        [
-            _to_device([*on_host.values()], mesh.device),
-            *(each.to(mesh.device, torch.int64).view(1) for each in on_device.values()),
-        ]
-    )
+    there = {i: each for i, each in enumerate(numbers) if isinstance(each, Tensor) and each.device.type == kind}
+    sent = _to_device([0 if i in there else int(each) for i, each in enumerate(numbers)], mesh.device)
+    # What is a number on the host of this rank may be one on the device of another: each keeps its place.
+    own = torch.stack([there[i].to(sent) if i in there else each for i, each in enumerate(sent.unbind())])
     both, label = torch.cat([~own, own]), Label(name)
     if runtime is not None:
         label.run_in(runtime)
     all_reduce_over(both, mesh.axis_groups, largest=True, label=label)
     found = both.tolist()
-    bounds = {i: (~found[k], found[len(own) + k]) for k, i in enumerate([*on_host, *on_device])}
-    return [bounds[i] for i in range(len(numbers))]
+    return [(~inverse, most) for inverse, most in zip(found[: len(own)], found[len(own) :], strict=True)]
 
 
 def _to_device(numbers: Sequence[int], device: torch.device) -> Tensor:

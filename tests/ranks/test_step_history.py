@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from fsdp2 import fully_shard
+from fsdp2.guards.questions import bounds_over
+from fsdp2.state import require_state
 from helpers import run_ranks
 
 DIFFERENT = "each rank's part is of another model now"
@@ -135,3 +137,20 @@ def test_divisors_are_compared_where_collectives_say_nothing() -> None:
 
     for text in run_ranks(2, body):
         assert "Call set_gradient_divide_factor on all ranks, with the same factor" in text
+
+
+def test_what_ranks_compare_keeps_its_place() -> None:
+    """The kind: numbers that are on the host of one rank, and on the device of another, where a parameter was loaded on
+    one rank only, or is there on one only. And any order and number of them.
+    """
+
+    def body(rank: int, _: int) -> None:
+        mesh = require_state(build()).group.mesh
+        given = [
+            [1, torch.tensor(5), 7, torch.tensor(-4)],
+            [torch.tensor(3), 2, torch.tensor(7), -9],
+            [2, 2, 7, 1 << 40],
+        ]
+        assert bounds_over(mesh, given[rank], "numbers") == [(1, 3), (2, 5), (7, 7), (-9, 1 << 40)]
+
+    run_ranks(3, body)
