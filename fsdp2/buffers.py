@@ -142,6 +142,10 @@ class GroupBuffers:
             self._kept.drop()
         self._free_full()
 
+    def hold_memory(self) -> bool:
+        """Returns True if full parameters are there, or a part of them."""
+        return self._is_allocated or (self._kept is not None and self._kept.is_filled)
+
     def _free_full(self) -> None:
         if self._is_allocated and not self.layout.aliased and not self.keeps_storage:
             self._is_allocated = False

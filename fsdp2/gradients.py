@@ -48,7 +48,7 @@ class GroupGradients:
     changes = 0
 
     def __init__(self, params: Sequence[FSDPParam], reduction: Reduction, streams: GroupStreams | None = None) -> None:
-        self._params, self.reduction, self._streams = params, reduction, streams
+        self._params, self.reduction, self.streams = params, reduction, streams
         self.synchronise = True
         # Reduce zeros for parameters that have no gradient on this rank: they may have one on others.
         self.reduces_unused = False
@@ -118,7 +118,7 @@ class GroupGradients:
         self.sent_nbytes = per_rank * self.reduction.shards.size
         self._followed = [self._params[i].full for i in expected]
         for bucket in self._buckets:
-            arrive = bucket.arrive if self._streams is None else noting(self._streams, bucket)
+            arrive = bucket.arrive if self.streams is None else noting(self.streams, bucket)
             for i in bucket.indices:
                 torch_compat.on_accumulated(self._params[i].full, _KEY, arrive)
         self._plan.cache_clear()
@@ -154,10 +154,10 @@ class GroupGradients:
             self.on_first()
         # Other ranks' buckets may be complete at other times: then all reduce at the module's boundary.
         if bucket.missing == 0 and not self.reduces_unused:
-            if self._streams is None:
+            if self.streams is None:
                 self._complete(bucket)
             else:
-                with self._streams.at_home():
+                with self.streams.at_home():
                     self._complete(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
@@ -171,10 +171,10 @@ class GroupGradients:
 
     def flush(self) -> None:
         """Reduce what has arrived, also if the rest of its bucket has not."""
-        if self._streams is None:
+        if self.streams is None:
             self._flush_arrived()
         else:
-            with self._streams.at_home():
+            with self.streams.at_home():
                 self._flush_arrived()
 
     def _flush_arrived(self) -> None:
@@ -201,6 +201,9 @@ class GroupGradients:
 
         Every rank must call it, or `flush` a conditional group.
         """
+        if self.streams is not None and self.streams.are_apart():
+            with self.streams.at_home():
+                return self.serve()
         for bucket in self._buckets:
             self._fill(bucket)
             self._process(self._take(bucket.indices))
@@ -225,6 +228,9 @@ class GroupGradients:
 
     def end_backward(self) -> None:
         """Reduce what is left. `resume` follows, when no rank reduces any more."""
+        if self.streams is not None and self.streams.are_apart():
+            with self.streams.at_home():
+                return self.end_backward()
         self.owes = not (self.synchronise and self.reduction.all_reduce)
         fills = self.reduces_unused and self._reduces_all()
         unused = [each for each in self._buckets if not each.complete] if fills else []
@@ -247,6 +253,9 @@ class GroupGradients:
 
     def resume(self) -> None:
         """Sum between replicas what no gradient of this backward pass has taken along."""
+        if self.streams is not None and self.streams.are_apart():
+            with self.streams.at_home():
+                return self.resume()
         partial = self.waiting.partial
         while partial and self.synchronise and self.reduction.all_reduce:
             carried = self.waiting.take_partial([next(iter(partial))])

@@ -315,6 +315,8 @@ def use_in_backward(state: FSDPState) -> None:
     """Backward is about to read a weight of `state`."""
     if not state.backward_ready:
         before_backward(state)
+    elif state.group.streams is not None:
+        state.group.streams.use()
 
 
 def before_backward(state: FSDPState, recomputes: bool = False) -> None:
@@ -328,6 +330,8 @@ def before_backward(state: FSDPState, recomputes: bool = False) -> None:
         state.note_versions(state.group.shard_versions())
         unshard(state)
         state.context.prefetcher.in_backward(state)
+    elif state.group.streams is not None:
+        state.group.streams.use()
 
 
 def on_first_gradient(state: FSDPState) -> None:

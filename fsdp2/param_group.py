@@ -71,8 +71,8 @@ class FSDPParamGroup:
         reduction = Reduction.over(mesh, self.transfers, self.label)
         self._comm = self._plain_comm = reduction.shards
         self.state: _Settled | PendingGather = SHARDED
-        self._streams = GroupStreams.of(mesh.device)
-        self.gradients = GroupGradients(self.params, reduction, self._streams)
+        self.streams = GroupStreams.of(mesh.device)
+        self.gradients = GroupGradients(self.params, reduction, self.streams)
         self.gradients.label = self.label
         self.adopted = AdoptedParams(self.params, self.gradients, mesh, policy, rest, self.transfers)
         self.faces, self.versions = self.adopted.faces, self.adopted.versions
@@ -181,13 +181,17 @@ class FSDPParamGroup:
 
     # ---- sharded -> unsharded -> sharded
 
-    def start_unshard(self, for_backward: bool = False) -> None:
+    def start_unshard(self, for_backward: bool = False, ahead: bool = True) -> None:
         """Begin to gather, unless that is under way or done. Every rank must call it, in the same order.
 
-        `for_backward`: between a forward and its backward users may not change parameters.
+        `for_backward`: between a forward and its backward users may not change parameters. `ahead`: of the modules that
+        need it, which may run on another stream.
         """
         if self.state is not SHARDED:
             return
+        if self.streams is not None and self.streams.choose_home(ahead, self._holds_memory):
+            with self.streams.at_home(joins=False):
+                return self.start_unshard(for_backward)
         if self.adopted.buffers is None:
             self._notice_changes()
         if self.gradients.steps.under_way:
@@ -199,8 +203,6 @@ class FSDPParamGroup:
         buffers, extensions = self.adopted.buffers, self.adopted.extensions
         assert buffers is not None
         self.gathered_at = self.shard_versions() if self.notes_changes or not for_backward else None
-        if self._streams is not None:
-            self._streams.take_memory()
         try:
             more = extensions.start(self._comm) if extensions.members else ()
             self.state = buffers.start_gather(self._comm, *more)
@@ -212,8 +214,11 @@ class FSDPParamGroup:
         """Have the full parameters' data, of what the sharded ones are now: gather, or finish the gather under way."""
         if not (for_backward or self.faces.installed):
             self._notice_changes()
-        self.start_unshard(for_backward)
-        if isinstance(self.state, PendingGather):
+        self.start_unshard(for_backward, ahead=False)
+        if self.streams is not None and self.streams.are_apart() and isinstance(self.state, PendingGather):
+            with self.streams.at_home(joins=False):
+                self.unshard(for_backward)
+        elif isinstance(self.state, PendingGather):
             pending, self.state = self.state, SHARDED  # so it is if that fails
             try:
                 pending.finish()
@@ -227,9 +232,14 @@ class FSDPParamGroup:
             self.adopted.refuse_moved()
         if self.versions.guards:
             self.versions.renew(self.shard_versions())
+        if self.streams is not None:
+            self.streams.use()
 
     def unshard_again(self) -> None:
         """Gather what is in use: it gets the values that it has. Every rank must call it, or `unshard`."""
+        if self.streams is not None and self.streams.are_apart():
+            with self.streams.at_home():
+                return self.unshard_again()
         self.unshard(for_backward=True)
         self.state = SHARDED
         self.unshard(for_backward=True)
@@ -243,6 +253,9 @@ class FSDPParamGroup:
 
         `free=False` leaves the bytes where they are, for a graph that reads them without our notice.
         """
+        if self.streams is not None and self.streams.are_apart() and self._holds_memory():
+            with self.streams.at_home():
+                return self.reshard(free)
         self.faces.uninstall()
         state, self.state = self.state, SHARDED
         if isinstance(state, PendingGather):
@@ -257,6 +270,9 @@ class FSDPParamGroup:
 
     def shrink(self) -> None:
         """Register the sharded parameters; give up the full ones but for a part, from which few ranks restore them."""
+        if self.streams is not None and self.streams.are_apart():
+            with self.streams.at_home():
+                return self.shrink()
         self.faces.uninstall()
         assert self.state is UNSHARDED, "a forward has just used them"
         assert self.adopted.buffers is not None
@@ -264,6 +280,11 @@ class FSDPParamGroup:
         if self.versions.guards and not self.adopted.keeps_storage:
             self.versions.expire()
         self.adopted.buffers.shrink()
+
+    def _holds_memory(self) -> bool:
+        """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
+        buffers = self.adopted.buffers
+        return (buffers is not None and buffers.hold_memory()) or self.gradients.are_under_way()
 
     def shard_versions(self) -> tuple[int, ...]:
         """`GroupVersions.sharded`, when the steps of an optimizer in backward are done."""

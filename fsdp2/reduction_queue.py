@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from operator import attrgetter
 from statistics import median_low
 from typing import NamedTuple, Protocol
 
 from .reduce import Pending, PendingReduce, Reduction
+from .streams import GroupStreams
 
 # So many reduced buckets may be on their way to the CPU, or be stepped on there, before the host waits for the oldest:
 # what one group has at most, or two. That bounds what they take on the device, and in page-locked memory.
@@ -25,6 +26,7 @@ class Owner(Protocol):
 
     backward_pass: object
     reduction: Reduction
+    streams: GroupStreams | None
 
     def receive(self, pending: Pending, of_pass: object) -> None:
         """Take what comes out of a reduction."""
@@ -66,7 +68,11 @@ class ReductionQueue:
             self._finish_oldest()
         for entry in running:
             if isinstance(entry.pending, PendingReduce) and entry.pending.has_second_stage:
-                entry.pending.advance()
+                if entry.owner.streams is None:
+                    entry.pending.advance()
+                else:
+                    with entry.owner.streams.at_home():
+                        entry.pending.advance()
 
     def limit(self, max_running: int, group_nbytes: Iterable[int]) -> None:
         """Choose how many may run. `group_nbytes`: what the gradients of each group take when they are sent."""
@@ -105,13 +111,19 @@ class ReductionQueue:
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the buffers any more
                 if step is not None:
                     steps.append(step)
-                elif backward_pass is None or of_pass is backward_pass:
-                    pending.abandon()
                 else:
-                    owner.receive(pending, of_pass)
+                    with nullcontext() if owner.streams is None else owner.streams.at_home():
+                        if backward_pass is None or of_pass is backward_pass:
+                            pending.abandon()
+                        else:
+                            owner.receive(pending, of_pass)
         wait(steps)
 
     def _finish_oldest(self) -> None:
+        streams = self._running[0].owner.streams
+        if streams is not None and streams.are_apart():
+            with streams.at_home():
+                return self._finish_oldest()
         entry = self._running.popleft()
         if entry.owner.reduction.transfers is None or not entry.pending.start_return():
             entry.owner.receive(entry.pending, entry.of_pass)

@@ -24,11 +24,12 @@ from fsdp2 import streams
 class SimulatedWork(dist.Work):
     """A collective in flight, which holds no tensor."""
 
-    def __init__(self, simulation: Simulation, clock: Clock) -> None:
+    def __init__(self, simulation: Simulation, what: str, clock: Clock) -> None:
         super().__init__()
-        self._simulation, self._clock = simulation, clock
+        self._simulation, self._what, self._clock = simulation, what, clock
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self._simulation.collective_waits[self._what, self._simulation.current.name] += 1
         self._simulation.current.come_behind(self._clock)
         return True
 
@@ -53,7 +54,7 @@ class SimulatedGroup(dist.ProcessGroup):
         with _disable_current_modes(), torch.no_grad():
             for output, own in zip(outputs, inputs, strict=True):
                 move(output.view(-1), own.reshape(-1))
-        return SimulatedWork(simulation, stream.clock.copy())
+        return SimulatedWork(simulation, what, stream.clock.copy())
 
     def _gather_all(self, outputs: list[Tensor], own: list[Tensor], *_: Any) -> dist.Work:
         return self._run("all-gather", outputs, own, lambda out, own: out.view(self.size(), -1).copy_(own.clone()))
@@ -93,9 +94,10 @@ def _create(simulation: Simulation, common: Any, _options: Any) -> SimulatedGrou
 
 
 @contextmanager
-def simulated_world(world_size: int, rank: int = 1) -> Iterator[Simulation]:
+def simulated_world(world_size: int, rank: int = 1, has_streams: bool = True) -> Iterator[Simulation]:
     """A default process group of any size, of which this process is one rank, on a CPU with streams.
 
+    Without them, collectives alone run beside the one stream: as on a CPU, where other threads do that.
     Build the model inside, and run steps in `with simulation:`. Whatever was judged is in `simulation.problems`.
     """
     simulation = Simulation()
@@ -115,15 +117,15 @@ def simulated_world(world_size: int, rank: int = 1) -> Iterator[Simulation]:
         mock.patch.object(Tensor, "tolist", read),
         mock.patch.object(torch, "Stream", make_stream),
         mock.patch.object(torch.accelerator, "current_stream", find_current),
-        mock.patch.object(streams, "exist_on", lambda device: device.type != "meta"),
+        mock.patch.object(streams, "exist_on", lambda device: has_streams and device.type != "meta"),
     ):
         dist.Backend.register_backend("simulated", partial(_create, simulation), extended_api=True, devices=["cpu"])
         dist.init_process_group("simulated", store=dist.HashStore(), rank=rank, world_size=world_size)
-        streams._stream_of.cache_clear()
+        streams._stream_beside.cache_clear()
         try:
             yield simulation
         finally:
-            streams._stream_of.cache_clear()
+            streams._stream_beside.cache_clear()
             dist.destroy_process_group()
 
 

@@ -1,26 +1,460 @@
-"""The order of streams is right in every way of training: no race, and no memory that goes back while it is used."""
+"""The order of streams is right in every way of training: no race, and no memory that goes back while it is used.
 
+On a GPU the caching allocator hands freed memory to the next kernel of the stream that it belongs to, and numbers are
+wrong once in a while where another stream still uses it. On a CPU other threads write to what a collective receives.
+Here the order alone is judged, whatever the times: see vector_clocks.py.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
 import torch
-from simulated_world import count_host_waits, simulated_world
+from simulated_world import simulated_world
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+from vector_clocks import Simulation, Stream
 
-from fsdp2 import fully_shard
-from models import TinyGPT, mean_loss
+from fsdp2 import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    bucket,
+    comm,
+    fully_shard,
+    param_group,
+    reduce_plan,
+    replicate,
+)
+from fsdp2.mesh import DataMesh
+from fsdp2.transfers import Transfers
+
+RANKS, BLOCKS, DIM = 4, 3, 16
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WIRE = dataclasses.replace(BF16, wire_dtype=torch.bfloat16)
 
 
-def test_plain() -> None:
-    with simulated_world(4) as simulation:
-        model = TinyGPT(dim=96, depth=4)
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+class Block(nn.Module):
+    """Parameters that are gathered on their own, and packed ones; one that doesn't divide by the ranks."""
 
-        def step() -> None:
-            batch = model.example(rows=2, seed=0)
-            mean_loss(model(batch)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 2 * DIM + 1)
+        self.down = nn.Linear(2 * DIM + 1, DIM)
 
-        waits = [count_host_waits(simulation, step) for _ in range(6)]
-    assert not simulation.problems, "\n".join(simulation.problems)
-    assert not waits[-1], waits
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """A lone parameter at either end, which is reduced in pieces where it is cast or padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.last = nn.Linear(DIM, DIM + 1, bias=False)
+        self.skips = False
+        # How blocks are called.
+        self.call: Callable[..., Tensor] = lambda block, x: block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x if self.skips else self.last(x)
+
+
+def build(shard: Callable[..., Any] = fully_shard, *, blocks: dict[str, Any] | None = None, **options: Any) -> Any:
+    model = Net()
+    for module in (model.first, model.last):
+        shard(module, **options)
+    for block in model.blocks:
+        shard(block, **options, **(blocks or {}))
+    return shard(model, **options)
+
+
+def hsdp(**options: Any) -> Any:
+    return build(mesh=init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("r", "s")), **options)
+
+
+def change(model: Any, setting: str, *values: Any, **options: Any) -> Any:
+    getattr(model, setting)(*values, **options)
+    return model
+
+
+def checkpointed(model: Any, use_reentrant: bool) -> Any:
+    model.call = partial(checkpoint, use_reentrant=use_reentrant)
+    return model
+
+
+class Allocating:
+    """A user's own collective, as `set_custom_all_gather` and `set_custom_reduce_scatter` want it."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool, op: Any = None) -> Any:
+        return (group._allgather_base if op is None else group._reduce_scatter_base)(output_tensor, input_tensor)
+
+
+def own_collectives(model: Any) -> Any:
+    for block in model.blocks:
+        block.set_custom_all_gather(Allocating())
+        block.set_custom_reduce_scatter(Allocating())
+    return model
+
+
+class InBF16(Tensor):
+    """A weight that is stored in fp32 and gathered in bf16, by its own methods."""
+
+    @staticmethod
+    def __new__(cls, stored: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, stored.shape, strides=stored.stride(), dtype=torch.float32)
+
+    def __init__(self, stored: Tensor) -> None:
+        self.stored = stored
+
+    def __tensor_flatten__(self) -> Any:
+        return ["stored"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], *_: Any) -> Any:
+        return cls(parts["stored"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def stored(values: Any) -> Any:
+            return torch.utils._pytree.tree_map_only(cls, lambda value: value.stored, values)
+
+        result = func(*stored(args), **stored(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        if isinstance(result, (list, tuple)):
+            return [cls(each) for each in result]
+        return cls(result) if isinstance(result, Tensor) else result
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.stored.bfloat16(),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, _: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        value = outputs[0].to(param_dtype)
+        if out is not None:
+            out.copy_(value)
+            return None
+        return value, (value,)
+
+
+def extended() -> Any:
+    model = Net()
+    for block in model.blocks:
+        block.up = nn.Linear(DIM, 2 * DIM)
+        block.down = nn.Linear(2 * DIM, DIM)
+        block.up.weight = nn.Parameter(InBF16(block.up.weight.detach()))
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def offloaded(**options: Any) -> Any:
+    """Shards rest on the CPU, and the device is the CPU's own memory under another name."""
+    with mock.patch.object(DataMesh, "device", torch.device("cpu", 0)):
+        return build(offload_policy=CPUOffloadPolicy(pin_memory=False), **options)
+
+
+MODELS = {
+    "fp32": build,
+    "bf16": lambda: build(mp_policy=BF16),
+    "wire": lambda: build(mp_policy=WIRE),
+    "kept part": lambda: build(reshard_after_forward=2),
+    "kept": lambda: build(reshard_after_forward=False),
+    "replicate": lambda: build(replicate),
+    "hsdp": hsdp,
+    "hsdp bf16": lambda: hsdp(mp_policy=BF16),
+    "hsdp wire": lambda: hsdp(mp_policy=WIRE),
+    "hsdp sums": lambda: change(hsdp(), "set_force_sum_reduction_for_comms", True, recurse=True),
+    "hsdp own": lambda: own_collectives(hsdp()),
+    "own": lambda: own_collectives(build()),
+    "sums": lambda: change(build(), "set_force_sum_reduction_for_comms", True, recurse=True),
+    "prefetch all": lambda: change(build(mp_policy=BF16), "set_prefetch_budget", 1 << 30),
+    "more in flight": lambda: change(hsdp(mp_policy=BF16), "set_reduce_scatter_max_input_buffers", 3),
+    "kept storage": lambda: change(build(), "set_keep_unsharded_storage", True),
+    "unused": lambda: change(build(), "set_reduce_scatter_unused_params", True),
+    "checkpoint": lambda: checkpointed(build(mp_policy=BF16), use_reentrant=False),
+    "reentrant checkpoint": lambda: checkpointed(build(mp_policy=BF16), use_reentrant=True),
+    "conditional": lambda: build(blocks={"conditional": True}),
+    "extensions": extended,
+    "offload": offloaded,
+    "offload hsdp": lambda: hsdp(mp_policy=BF16),
+}
+
+
+@pytest.fixture(autouse=True)
+def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 64)
+    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 64)
+    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(param_group, "make_transfers", Transfers)
+
+
+class Program:
+    """Trains a model in the simulation."""
+
+    def __init__(self, simulation: Simulation, model: Any) -> None:
+        self.simulation, self.model, self.side = simulation, model, simulation.stream("side")
+        self.batch = torch.ones(2, DIM, requires_grad=True)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(self) -> Tensor:
+        return self.model(self.batch).float().sum()
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.update()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def on_side(self, what: Callable[[], Any]) -> Any:
+        """`what` on the other stream, between what the current one was given before and is given later; beside it, the
+        current one goes on with something else, which takes memory.
+        """
+        before = self.simulation.current
+        self.side.wait_stream(before)
+        with self.side:
+            result = what()
+        torch.ones(1).add_(1)
+        before.wait_stream(self.side)
+        return result
+
+    # ---- the programs
+
+    def usual(self) -> None:
+        """Steps, one of them in two parts, of which the first is not reduced; evaluation; one without a layer that was
+        gathered ahead; one that fails; one after it.
+        """
+        for synchronises in (True, True, False, True):
+            self.model.set_requires_gradient_sync(synchronises)
+            self.loss().backward()
+            if synchronises:
+                self.update()
+        with torch.no_grad():
+            self.loss()
+        self.model.skips = True
+        self.loss().backward()
+        self.fail()
+        self.model.skips = False
+        self.step()
+
+    def fail(self) -> None:
+        handle = self.batch.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            self.loss().backward()
+        handle.remove()
+
+    def all_on_side(self) -> None:
+        """After one step on the main stream, all is done on another, and at the end on the main stream again."""
+        self.step()
+        self.on_side(self.usual)
+        self.step()
+
+    def in_turns(self) -> None:
+        """Each part of a pass on another stream than the one before: what is left there is used elsewhere."""
+        for _ in range(2):
+            self.on_side(self.step)
+            self.model.set_requires_gradient_sync(False)
+            self.loss().backward()
+            self.model.set_requires_gradient_sync(True)
+            self.on_side(self.step)
+            with torch.no_grad():
+                self.on_side(self.loss)
+            self.step()
+
+    def backward_elsewhere(self) -> None:
+        """Backward is called on another stream than forward; autograd computes on that of forward."""
+        main = self.simulation.current
+        for synchronises in (True, False, True):
+            self.model.set_requires_gradient_sync(synchronises)
+            loss = self.simulation.on_stream(self.loss(), backward=main)
+            self.on_side(loss.backward)
+        self.update()
+        self.on_side(self.fail)
+        self.step()
+
+    def backward_on_side(self) -> None:
+        """Backward computes on another stream than forward."""
+        for synchronises in (True, False, True):
+            self.model.set_requires_gradient_sync(synchronises)
+            self.on_side(self.loss().backward)
+        self.update()
+        self.step()
+
+    def by_hand(self) -> None:
+        """Gathers and deliveries that a user starts on one stream, and ends on another."""
+        for _ in range(2):
+            handle = self.model.unshard(async_op=True)
+            self.on_side(handle.wait)
+            self.step()
+            self.on_side(partial(self.model.unshard, async_op=True))
+            self.model.reshard()
+            self.model.unshard()
+            self.on_side(self.model.reshard)
+        self.model.set_requires_gradient_sync(False)
+        self.loss().backward()
+        self.model.set_requires_gradient_sync(True)
+        self.on_side(self.step)
+
+
+PROGRAMS = [
+    *(Program.usual, Program.all_on_side, Program.in_turns),
+    *(Program.backward_elsewhere, Program.backward_on_side, Program.by_hand),
+]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # in evaluation
+
+
+def judge(simulation: Simulation) -> None:
+    assert not simulation.problems, "\n".join(f"{n} x {text}" for text, n in simulation.problems.most_common(10))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_one_model(name: str, program: Callable[[Program], None]) -> None:
+    with simulated_world(RANKS) as simulation:
+        model = MODELS[name]()
+        with simulation:
+            program(Program(simulation, model))
+        assert simulation.collective_waits.total() > 20
+        judge(simulation)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_streams(name: str) -> None:
+    """As on a CPU: the caller itself waits for collectives, which alone run beside it."""
+    with simulated_world(RANKS, has_streams=False) as simulation:
+        model = MODELS[name]()
+        with simulation:
+            Program(simulation, model).usual()
+        judge(simulation)
+
+
+class Towers(nn.Module):
+    """Two towers of blocks, whose blocks are called in turns: those of the first on the stream that called forward, the
+    others on a second one. Each ends in a module that both share, if `shares`, or in one of its own.
+    """
+
+    def __init__(self, simulation: Simulation, side: Stream, shares: bool) -> None:
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+        self.heads = nn.ModuleList([Block(), Block()])
+        if shares:
+            self.heads[1] = self.heads[0]
+        self.simulation, self.side = simulation, side
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = self.simulation.current
+        left = right = x
+        pairs = [*zip(self.left, self.right, strict=True), tuple(self.heads)]
+        for one, other in pairs:
+            right = self.on_side(other, right, main)
+            left = one(left)
+        main.wait_stream(self.side)
+        return left + right
+
+    def on_side(self, block: nn.Module, x: Tensor, main: Stream) -> Tensor:
+        simulation, side = self.simulation, self.side
+        if x is not None and block is self.right[0]:
+            side.wait_stream(main)
+        simulation.record_stream(x, side)
+        with side:
+            y = simulation.on_stream(block(simulation.on_stream(x, backward=main)), backward=side)
+        simulation.record_stream(y, main)
+        return y
+
+
+def towers(simulation: Simulation, side: Stream, shares: bool, **options: Any) -> Any:
+    model = Towers(simulation, side, shares)
+    for block in dict.fromkeys([*model.left, *model.right, *model.heads]):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "fp32": dict,
+    "bf16": lambda: {"mp_policy": BF16},
+    "kept": lambda: {"reshard_after_forward": False},
+    "kept part": lambda: {"reshard_after_forward": 2},
+    "hsdp": lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")), "mp_policy": BF16},
+}
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_towers_on_two_streams(name: str, shares: bool) -> None:
+    with simulated_world(RANKS) as simulation:
+        side = simulation.stream("tower")
+        model = towers(simulation, side, shares, **OPTIONS[name]())
+        with simulation:
+            program = Program(simulation, model)
+            program.usual()
+            program.all_on_side()
+        judge(simulation)
+
+
+class Beside(nn.Module):
+    """A block of two layers in one group, the second of which runs on another stream, beside the first."""
+
+    def __init__(self, simulation: Simulation, side: Stream) -> None:
+        super().__init__()
+        self.dense, self.expert = Block(), Block()
+        self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.simulation, self.side = simulation, side
+
+    def forward(self, x: Tensor) -> Tensor:
+        simulation, side, main = self.simulation, self.side, self.simulation.current
+        side.wait_stream(main)
+        simulation.record_stream(x, side)
+        with side:
+            y = self.frozen(self.expert(simulation.on_stream(x, backward=main)))
+            y = simulation.on_stream(y, backward=side)
+        simulation.record_stream(y, main)
+        x = self.dense(x)
+        main.wait_stream(side)
+        return x + y
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_shared_expert_beside_the_block(name: str) -> None:
+    """One group is read, and its gradients are computed, on two streams."""
+    with simulated_world(RANKS) as simulation:
+        options, side = OPTIONS[name](), simulation.stream("expert")
+        model: Any = nn.Sequential(*(fully_shard(Beside(simulation, side), **options) for _ in range(3)))
+        fully_shard(model, **options)
+        model.skips = False
+        with simulation:
+            Program(simulation, model).usual()
+        judge(simulation)
+
+
+@pytest.mark.parametrize("on_one_stream", [False, True], ids=["two streams", "one stream"])
+@pytest.mark.parametrize("name", ["bf16", "hsdp bf16", "wire", "offload"])
+def test_two_models(name: str, on_one_stream: bool) -> None:
+    """In turns, with no order between them."""
+    with simulated_world(RANKS) as simulation:
+        programs = [Program(simulation, MODELS[name]()) for _ in range(2)]
+        other = simulation.main if on_one_stream else simulation.stream("other")
+        with simulation:
+            for _ in range(3):
+                losses = []
+                for program, stream in zip(programs, (simulation.main, other), strict=True):
+                    with stream:
+                        losses.append(program.loss())
+                for program, stream, loss in zip(programs, (simulation.main, other), losses, strict=True):
+                    with stream:
+                        loss.backward()
+                        program.update()
+        judge(simulation)

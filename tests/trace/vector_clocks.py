@@ -7,11 +7,11 @@ says, for each stream, how much of that one's work lies behind it; `wait_stream`
 Each process group has a stream of its own, as over NCCL: a collective runs there, behind all that the current stream
 was given, and `Work.wait()` orders the current stream behind it. Memory behaves as in CUDA's caching allocator: a block
 belongs to the stream that was current when it was allocated, and goes back to it when its storage is freed or resized
-to 0; then that stream's next work may write to it.
+to 0; then that stream's next operation may write to it.
 
 `problems` counts what is wrong:
     race        two streams access the same bytes, one of them writes, and neither is ordered behind the other
-    early free  a block goes back while another stream may still use it
+    early free  a block has gone back, and its stream begins another operation while some other may still use the block
     use of freed memory
 
 `host_waits` counts what makes the host wait for the device: see `count_host_waits` in simulated_world.py, which has the
@@ -24,6 +24,7 @@ says by `Simulation.on_stream` where backward changes streams. Copies between th
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -61,7 +60,6 @@ class Stream:
         simulation.streams.append(self)
 
     def come_behind(self, clock: Clock) -> None:
-        self._simulation.find_freed()
         self.clock |= clock
 
     def wait_stream(self, other: Stream) -> None:
@@ -131,12 +129,13 @@ class Access:
 class Block:
     """The memory of one storage, as the allocator of a GPU would have it."""
 
-    storage: StorageWeakRef
+    storage: weakref.ref[torch.UntypedStorage]
     stream: Stream
     made_by: str
     accesses: list[Access] = field(default_factory=list)
     # Streams for which `Tensor.record_stream` was called.
     recorded: set[Stream] = field(default_factory=set)
+    freed_at: str = ""
 
 
 class Simulation(TorchDispatchMode):
@@ -151,7 +150,11 @@ class Simulation(TorchDispatchMode):
         self.problems: Counter[str] = Counter()
         self.host_waits: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
+        # What was waited for, by which stream -> how often.
+        self.collective_waits: Counter[tuple[str, str]] = Counter()
         self._blocks: dict[int, Block] = {}
+        # What has come back to each stream since its last operation.
+        self._free: dict[Stream, list[Block]] = {}
         self._restored = -1
 
     # ---- what tests ask for
@@ -187,12 +190,11 @@ class Simulation(TorchDispatchMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **(kwargs or {}))
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor takes the operation apart; its local operations come back to us
-        self.find_freed()
+        if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a subclass, which takes the operation apart: its inner operations come back to us
         name = func._schema.name.split("::")[-1]
         if name in HOST_READS:
-            self.host_waits_for(name, self.current.clock)
+            self.count_host_wait(name)
         result = func(*args, **(kwargs or {}))
         returned, out = func._schema.returns, _tensors(result)
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
@@ -203,6 +205,8 @@ class Simulation(TorchDispatchMode):
                 self._block(tensor.untyped_storage(), name)
             return result
         reads, writes = _arguments(func, args, kwargs or {})
+        if name.endswith("_like"):
+            reads = []  # of which it takes shape and dtype
         known = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
         fresh = [tensor for tensor in out if tensor.untyped_storage()._cdata not in known]
         self.run(name, reads, [*writes, *fresh], self.current)
@@ -210,6 +214,7 @@ class Simulation(TorchDispatchMode):
 
     def run(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], stream: Stream) -> None:
         """Queues an operation on `stream`."""
+        self._reuse(stream)
         stream.clock[stream] += 1
         self.operations[stream.name] += 1
         what = f"{what} ({_place()})"
@@ -237,51 +242,63 @@ class Simulation(TorchDispatchMode):
         block.accesses = [old for old in block.accesses if not new.makes_needless(old)] + [new]
 
     def _block(self, storage: torch.UntypedStorage, what: str) -> Block:
-        block = self._blocks.get(storage._cdata)
-        if block is None or block.storage.expired():
+        key = storage._cdata
+        block = self._blocks.get(key)
+        if block is None:
+            self._reuse(self.current)
             made_by = f"{what} ({_place()}) on {self.current}"
-            block = self._blocks[storage._cdata] = Block(StorageWeakRef(storage), self.current, made_by)
+            reference = weakref.ref(storage, lambda _: self._take_back(key))
+            block = self._blocks[key] = Block(reference, self.current, made_by)
         return block
 
     # ---- memory
 
-    def find_freed(self) -> None:
-        """Takes back the blocks of storages that are gone."""
-        for key in [key for key, block in self._blocks.items() if block.storage.expired()]:
-            self._take_back(self._blocks.pop(key))
-
     def resize(self, resize: Callable[..., Any], storage: torch.UntypedStorage, size: int) -> Any:
         """Stands for `UntypedStorage.resize_`."""
-        self.find_freed()
         before = storage.nbytes()
-        if before and size != before and storage._cdata in self._blocks:
-            self._take_back(self._blocks.pop(storage._cdata))
+        if before and size != before:
+            self._take_back(storage._cdata)
         result = resize(storage, size)
         if size and size != before:
             self._block(storage, "resize_")
         return result
 
-    def _take_back(self, block: Block) -> None:
-        for access in block.accesses:
-            if block.stream.clock[access.stream] < access.time and access.stream not in block.recorded:
-                self.problems[f"early free at {_place()}: memory made by {block.made_by} may still be {access}"] += 1
+    def _take_back(self, key: int) -> None:
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            block.freed_at = _place()
+            self._free.setdefault(block.stream, []).append(block)
+
+    def _reuse(self, stream: Stream) -> None:
+        """An operation begins on `stream`, which may write to any block that has come back to it."""
+        for block in self._free.pop(stream, ()):
+            for access in block.accesses:
+                if stream.clock[access.stream] < access.time and access.stream not in block.recorded:
+                    self.problems[
+                        f"early free at {block.freed_at}: memory made by {block.made_by} may still be {access}"
+                    ] += 1
 
     # ---- the host
 
     def host_waits_for(self, what: str, clock: Clock) -> None:
-        """The host waits: what it queues from now on, on whatever stream, is behind that work.
+        """The host waits: what it queues from now on, on whatever stream, is behind that work."""
+        self.count_host_wait(what)
+        for stream in self.streams:
+            stream.come_behind(clock)
 
-        What a program itself reads is left out: an optimizer's counts of steps lie on the CPU, for example.
+    def count_host_wait(self, what: str) -> None:
+        """The host reads a result. What a program itself reads is left out: counts of steps lie on the CPU, say.
+
+        It orders nothing here, though it does on a GPU: whoever counts on that would fail where that result is the
+        CPU's.
         """
         place = _place()
         if place != "user":
             self.host_waits[f"{what} ({place})"] += 1
-            for stream in self.streams:
-                stream.come_behind(clock)
 
     def read_on_host(self, read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """Stands for `Tensor.tolist`, which is no operation."""
-        self.host_waits_for("tolist", self.current.clock)
+        self.count_host_wait("tolist")
         return read(tensor)
 
 
