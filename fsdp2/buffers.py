@@ -143,8 +143,9 @@ class GroupBuffers:
         self._free_full()
 
     def hold_memory(self) -> bool:
-        """Returns True if full parameters are there, or a part of them."""
-        return self._is_allocated or (self._kept is not None and self._kept.is_filled)
+        """Returns True if memory is to be given back: that of full parameters, or of a part of them."""
+        is_freed_later = self._is_allocated and not self.layout.aliased and not self.keeps_storage
+        return is_freed_later or (self._kept is not None and self._kept.is_filled)
 
     def _free_full(self) -> None:
         if self._is_allocated and not self.layout.aliased and not self.keeps_storage:

@@ -287,6 +287,9 @@ class GroupGradients:
             for i, (flat, offset) in shards.items():
                 self.waiting.keep_partial(i, flat.as_strided((self._specs[i].shard_numel,), (1,), offset))
             return
+        if self.streams is not None:
+            for flat, _ in shards.values():
+                self.streams.lend(flat)
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # to disable it takes as long as two operations
             with dtensor_compat.no_torch_function():
                 is_hooked = torch_compat.have_gradient_hooks([self._params[i].sharded for i in shards])

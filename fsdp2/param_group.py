@@ -253,7 +253,11 @@ class FSDPParamGroup:
 
         `free=False` leaves the bytes where they are, for a graph that reads them without our notice.
         """
-        if self.streams is not None and self.streams.are_apart() and self._holds_memory():
+        if (
+            self.streams is not None
+            and self.streams.are_apart()
+            and (self.state is not SHARDED or self._holds_memory())
+        ):
             with self.streams.at_home():
                 return self.reshard(free)
         self.faces.uninstall()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 
 def exist_on(device: torch.device) -> bool:
@@ -52,6 +53,10 @@ class GroupStreams:
         self._device = device
         self._home: torch.Stream | None = None
         self._others: list[torch.Stream] = []
+        # Those that have come behind home since the last gather.
+        self._readers: list[torch.Stream] = []
+        # Those for which work is done at home now.
+        self._guests: list[torch.Stream] = []
         # Stream that began a gather -> the one that first used what was gathered, the last time.
         self._used_on: dict[torch.Stream, torch.Stream] = {}
         self._began_on: torch.Stream | None = None
@@ -68,6 +73,7 @@ class GroupStreams:
 
         Home stays where it is while the group `holds_memory` there, gradients in flight for example.
         """
+        self._readers.clear()
         if self._is_inside:
             return False
         current = torch.accelerator.current_stream(self._device)
@@ -90,15 +96,22 @@ class GroupStreams:
         if self._began_on is not None:
             self._used_on[self._began_on] = current
             self._began_on = None
-        if current != self._home and current not in self._others and self._home is not None:
+        if current != self._home and current not in self._readers and self._home is not None:
             current.wait_stream(self._home)
-            self._others.append(current)
+            self._readers.append(current)
+            self.note()
 
     def note(self) -> None:
-        """The current stream computes a gradient."""
+        """The current stream computes a gradient, or reads parameters."""
         stream = torch.accelerator.current_stream(self._device)
         if stream != self._home and stream not in self._others:
             self._others.append(stream)
+
+    def lend(self, tensor: Tensor) -> None:
+        """Users get `tensor`, which was made at home, and free it on their own streams when they want."""
+        if tensor.device == self._device:
+            for stream in self._guests:
+                tensor.record_stream(stream)
 
     def are_apart(self) -> bool:
         """Returns True if `at_home` makes a difference."""
@@ -123,12 +136,12 @@ class GroupStreams:
         users = [stream for stream in users if stream != home]
         for stream in users:
             home.wait_stream(stream)
-        self._is_inside = True
+        self._is_inside, self._guests = True, users
         try:
             with home:
                 yield
         finally:
-            self._is_inside = False
+            self._is_inside, self._guests = False, []
             if joins:
                 for stream in users:
                     stream.wait_stream(home)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vector_clocks import Clock, Simulation, Stream
 
 from fsdp2 import streams
+from fsdp2.transfers import Transfers
 
 
 class SimulatedWork(dist.Work):
@@ -106,6 +107,16 @@ def simulated_world(world_size: int, rank: int = 1, has_streams: bool = True) ->
     resized: Any = lambda storage, size: simulation.resize(resize, storage, size)  # noqa: E731  a method
     read: Any = lambda tensor: simulation.read_on_host(tolist, tensor)  # noqa: E731  a method
 
+    def record(tensor: Tensor, stream: Stream) -> None:
+        simulation.record_stream(tensor, stream)
+
+    allocate = Transfers.allocate
+
+    def allocate_on_host(transfers: Transfers, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = allocate(transfers, numel, dtype)
+        simulation.lies_on_host(tensor)
+        return tensor
+
     def make_stream(*_: Any, **__: Any) -> Stream:
         return simulation.stream(next(names))
 
@@ -115,6 +126,8 @@ def simulated_world(world_size: int, rank: int = 1, has_streams: bool = True) ->
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resized),
         mock.patch.object(Tensor, "tolist", read),
+        mock.patch.object(Transfers, "allocate", allocate_on_host),
+        mock.patch.object(Tensor, "record_stream", record),
         mock.patch.object(torch, "Stream", make_stream),
         mock.patch.object(torch.accelerator, "current_stream", find_current),
         mock.patch.object(streams, "exist_on", lambda device: has_streams and device.type != "meta"),

@@ -32,7 +32,7 @@ from fsdp2 import (
 from fsdp2.mesh import DataMesh
 from fsdp2.transfers import Transfers
 
-RANKS, BLOCKS, DIM = 4, 3, 16
+RANKS, BLOCKS, DIM = 4, 2, 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIRE = dataclasses.replace(BF16, wire_dtype=torch.bfloat16)
 
@@ -158,10 +158,13 @@ def extended() -> Any:
     return fully_shard(model)
 
 
-def offloaded(**options: Any) -> Any:
+def offloaded(build: Callable[..., Any] = build) -> Any:
     """Shards rest on the CPU, and the device is the CPU's own memory under another name."""
-    with mock.patch.object(DataMesh, "device", torch.device("cpu", 0)):
-        return build(offload_policy=CPUOffloadPolicy(pin_memory=False), **options)
+    with (
+        mock.patch.object(DataMesh, "device", torch.device("cpu", 0)),
+        mock.patch.object(param_group, "make_transfers", Transfers),
+    ):
+        return build(offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 MODELS = {
@@ -187,7 +190,7 @@ MODELS = {
     "conditional": lambda: build(blocks={"conditional": True}),
     "extensions": extended,
     "offload": offloaded,
-    "offload hsdp": lambda: hsdp(mp_policy=BF16),
+    "offload hsdp": lambda: offloaded(hsdp),
 }
 
 
@@ -196,7 +199,6 @@ def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 64)
     monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 64)
     monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 64)
-    monkeypatch.setattr(param_group, "make_transfers", Transfers)
 
 
 class Program:

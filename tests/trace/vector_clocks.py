@@ -28,7 +28,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -136,6 +137,7 @@ class Block:
     # Streams for which `Tensor.record_stream` was called.
     recorded: set[Stream] = field(default_factory=set)
     freed_at: str = ""
+    is_on_host: bool = False
 
 
 class Simulation(TorchDispatchMode):
@@ -174,6 +176,10 @@ class Simulation(TorchDispatchMode):
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """What `tensor.record_stream(stream)` does: its memory goes back when `stream` no longer uses it."""
         self._block(tensor.untyped_storage(), "user").recorded.add(stream)
+
+    def lies_on_host(self, tensor: Tensor) -> None:
+        """`tensor` stands for memory of the CPU, which no stream gives back."""
+        self._block(tensor.untyped_storage(), "host").is_on_host = True
 
     def switch(self, stream: Stream) -> None:
         stream.wait_stream(self.current)
@@ -265,7 +271,7 @@ class Simulation(TorchDispatchMode):
 
     def _take_back(self, key: int) -> None:
         block = self._blocks.pop(key, None)
-        if block is not None:
+        if block is not None and not block.is_on_host:
             block.freed_at = _place()
             self._free.setdefault(block.stream, []).append(block)
 
@@ -334,8 +340,14 @@ def _place() -> str:
     """Up to three lines of fsdp2 that run, innermost first; else "user"."""
     frame, places = sys._getframe(1), []
     while frame is not None and len(places) < 3:
-        _, in_package, file = frame.f_code.co_filename.rpartition("/fsdp2/")
-        if in_package and "/tests/" not in frame.f_code.co_filename:
+        file = _file_in_package(frame.f_code)
+        if file:
             places.append(f"{file}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(places) or "user"
+
+
+@cache
+def _file_in_package(code: CodeType) -> str:
+    _, folder, file = code.co_filename.rpartition("/fsdp2/")
+    return file if folder and "/tests/" not in code.co_filename else ""
