@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import torch_compat
+from . import streams, torch_compat
 
 
 class Work(Protocol):
@@ -33,9 +33,14 @@ class AllWork:
         self._owned = (*self._owned, *works)
 
     def __del__(self) -> None:
-        # Given up unfinished, with a model that is deleted say: other threads still write to the memory.
-        with suppress(RuntimeError):
-            AllWork.wait(self)
+        # Given up unfinished, with a model that is deleted say: others still write to the memory, which may belong to
+        # any stream.
+        if self._works:
+            with suppress(RuntimeError):
+                AllWork.wait(self)
+            for device in {each.device for each in self._owned if isinstance(each, Tensor)}:
+                if streams.exist_on(device):
+                    torch.accelerator.current_stream(device).synchronize()
 
 
 class DividedWork(AllWork):

@@ -6,14 +6,16 @@ Here the order alone is judged, whatever the times: see vector_clocks.py.
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from simulated_world import simulated_world
+from simulated_world import SimulatedWork, simulated_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -26,10 +28,15 @@ from fsdp2 import (
     comm,
     fully_shard,
     param_group,
+    reduce,
     reduce_plan,
     replicate,
+    streams,
 )
 from fsdp2.mesh import DataMesh
+from fsdp2.reduce import PendingReduce
+from fsdp2.reduction_queue import ReductionQueue
+from fsdp2.streams import GroupStreams
 from fsdp2.transfers import Transfers
 
 RANKS, BLOCKS, DIM = 4, 2, 16
@@ -358,24 +365,18 @@ class Towers(nn.Module):
         self.simulation, self.side = simulation, side
 
     def forward(self, x: Tensor) -> Tensor:
-        main = self.simulation.current
-        left = right = x
-        pairs = [*zip(self.left, self.right, strict=True), tuple(self.heads)]
-        for one, other in pairs:
-            right = self.on_side(other, right, main)
+        simulation, side, main = self.simulation, self.side, self.simulation.current
+        side.wait_stream(main)
+        left, right = simulation.fork(x, side)
+        for one, other in [*zip(self.left, self.right, strict=True), self.heads]:
+            with side:
+                right = other(simulation.on_stream(right, backward=main, waits=False))
+                right = simulation.on_stream(right, backward=side, waits=False)
             left = one(left)
-        main.wait_stream(self.side)
+        right = simulation.on_stream(right, backward=side)
+        simulation.record_stream(right, main)
+        main.wait_stream(side)
         return left + right
-
-    def on_side(self, block: nn.Module, x: Tensor, main: Stream) -> Tensor:
-        simulation, side = self.simulation, self.side
-        if x is not None and block is self.right[0]:
-            side.wait_stream(main)
-        simulation.record_stream(x, side)
-        with side:
-            y = simulation.on_stream(block(simulation.on_stream(x, backward=main)), backward=side)
-        simulation.record_stream(y, main)
-        return y
 
 
 def towers(simulation: Simulation, side: Stream, shares: bool, **options: Any) -> Any:
@@ -408,10 +409,13 @@ def test_two_towers_on_two_streams(name: str, shares: bool) -> None:
 
 
 class Beside(nn.Module):
-    """A block of two layers in one group, the second of which runs on another stream, beside the first."""
+    """A block of two layers in one group, the second of which runs on another stream, beside the first, and is issued
+    before it or behind it.
+    """
 
-    def __init__(self, simulation: Simulation, side: Stream) -> None:
+    def __init__(self, simulation: Simulation, side: Stream, is_first: bool) -> None:
         super().__init__()
+        self.is_first = is_first
         self.dense, self.expert = Block(), Block()
         self.frozen = nn.Linear(DIM, DIM).requires_grad_(False)
         self.simulation, self.side = simulation, side
@@ -419,44 +423,285 @@ class Beside(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         simulation, side, main = self.simulation, self.side, self.simulation.current
         side.wait_stream(main)
-        simulation.record_stream(x, side)
+        x, y = simulation.fork(x, side)
+        if not self.is_first:
+            x = self.dense(x)
         with side:
-            y = self.frozen(self.expert(simulation.on_stream(x, backward=main)))
+            y = self.frozen(self.expert(simulation.on_stream(y, backward=main, waits=False)))
             y = simulation.on_stream(y, backward=side)
         simulation.record_stream(y, main)
-        x = self.dense(x)
+        if self.is_first:
+            x = self.dense(x)
         main.wait_stream(side)
         return x + y
+
+
+def beside(simulation: Simulation, **options: Any) -> None:
+    """Trains three of them, all of whose gradients of one dtype are reduced together."""
+    side = simulation.stream("expert")
+    with mock.patch.object(bucket, "MIN_BUCKET_BYTES", 1 << 20):
+        blocks = [Beside(simulation, side, is_first) for is_first in (True, False, True)]
+        model: Any = nn.Sequential(*(fully_shard(block, **options) for block in blocks))
+        Program(simulation, fully_shard(model, **options)).usual()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_shared_expert_beside_the_block(name: str) -> None:
     """One group is read, and its gradients are computed, on two streams."""
-    with simulated_world(RANKS) as simulation:
-        options, side = OPTIONS[name](), simulation.stream("expert")
-        model: Any = nn.Sequential(*(fully_shard(Beside(simulation, side), **options) for _ in range(3)))
-        fully_shard(model, **options)
-        model.skips = False
-        with simulation:
-            Program(simulation, model).usual()
+    with simulated_world(RANKS) as simulation, simulation:
+        beside(simulation, **OPTIONS[name]())
         judge(simulation)
+
+
+def two_models(simulation: Simulation, name: str, other: Stream) -> None:
+    """In turns, the second one on the `other` stream, with no order between them."""
+    programs = [(Program(simulation, MODELS[name]()), stream) for stream in (simulation.main, other)]
+    other.wait_stream(simulation.main)
+    for _ in range(3):
+        losses = []
+        for program, stream in programs:
+            with stream:
+                losses.append(program.loss())
+        for (program, stream), loss in zip(programs, losses, strict=True):
+            with stream:
+                loss.backward()
+                program.update()
 
 
 @pytest.mark.parametrize("on_one_stream", [False, True], ids=["two streams", "one stream"])
 @pytest.mark.parametrize("name", ["bf16", "hsdp bf16", "wire", "offload"])
 def test_two_models(name: str, on_one_stream: bool) -> None:
-    """In turns, with no order between them."""
-    with simulated_world(RANKS) as simulation:
-        programs = [Program(simulation, MODELS[name]()) for _ in range(2)]
-        other = simulation.main if on_one_stream else simulation.stream("other")
-        with simulation:
-            for _ in range(3):
-                losses = []
-                for program, stream in zip(programs, (simulation.main, other), strict=True):
-                    with stream:
-                        losses.append(program.loss())
-                for program, stream, loss in zip(programs, (simulation.main, other), losses, strict=True):
-                    with stream:
-                        loss.backward()
-                        program.update()
+    with simulated_world(RANKS) as simulation, simulation:
+        two_models(simulation, name, simulation.main if on_one_stream else simulation.stream("other"))
         judge(simulation)
+
+
+def test_one_stream_waits_for_nobody() -> None:
+    """But for a stream beside it, which waits for it."""
+    with simulated_world(RANKS) as simulation:
+        for name in ("fp32", "kept part", "hsdp bf16", "extensions"):
+            model = MODELS[name]()
+            with simulation:
+                Program(simulation, model).usual()
+        assert {by for by, _ in simulation.stream_waits}.isdisjoint({"main", "side"}), simulation.stream_waits
+
+
+@pytest.mark.parametrize("name", ["hsdp", "hsdp bf16", "replicate"])
+def test_compute_waits_for_sums_between_replicas_only(name: str) -> None:
+    """What begins them, when the reduce-scatter is through, is not the stream that computes."""
+    with simulated_world(RANKS) as simulation:
+        model = MODELS[name]()
+        with simulation:
+            Program(simulation, model).usual()
+        assert simulation.collective_waits["reduce-scatter", "main"] == 0
+        assert simulation.collective_waits["all-reduce", "main"] > 10
+
+
+def test_compute_does_not_wait_for_pieces_to_be_sent() -> None:
+    """Those of a lone, cast gradient are packed and sent one after the other, beside the backward that goes on."""
+    with simulated_world(RANKS) as simulation:
+        program = Program(simulation, MODELS["bf16"]())
+        with simulation:
+            program.loss().backward()
+        beside = [
+            count
+            for (what, stream), count in simulation.collective_waits.items()
+            if what == "reduce-scatter" and stream != "main"
+        ]
+        pieces = 2 * DIM * DIM * 4 // reduce_plan.MIN_PIECE_BYTES
+        assert sum(beside) >= min(pieces, reduce_plan.MAX_PIECES) - 2 * reduce.PIECES_IN_FLIGHT
+
+
+def test_what_is_deleted_in_flight() -> None:
+    """A model goes with reductions that nobody has waited for: their memory, of several streams, is not used again
+    before they are through. Likewise where the last backward ran on another stream, or the model is
+    deleted on one.
+    """
+    with simulated_world(RANKS) as simulation, simulation:
+        for runs_on_side, dies_on_side in ((False, False), (True, False), (False, True)):
+            program = Program(simulation, change(MODELS["bf16"](), "set_manual_backward_finalization", True))
+            loss = program.loss()
+            program.on_side(loss.backward) if runs_on_side else loss.backward()
+            if dies_on_side:
+                program.on_side(partial(program.__dict__.pop, "model"))
+            del program, loss
+            gc.collect()
+            torch.ones(1).add_(1)
+        judge(simulation)
+
+
+# ---- faults that must be found
+
+
+class Unwaited(GroupStreams):
+    """Nobody waits before it reads parameters."""
+
+    def use(self) -> None:
+        pass
+
+
+class Apart(GroupStreams):
+    """The engine works on the stream that calls it, whichever that is."""
+
+    def are_apart(self) -> bool:
+        return False
+
+
+class Forgetful(GroupStreams):
+    """Streams on which gradients were computed are not noted."""
+
+    def note(self) -> None:
+        pass
+
+
+class Lonely(GroupStreams):
+    """Work at home begins and ends without the other streams."""
+
+    @contextmanager
+    def at_home(self, joins: bool = True) -> Iterator[None]:
+        with super().at_home(joins=False):
+            yield
+
+
+class Hasty(GroupStreams):
+    """Home moves while memory is in use there."""
+
+    def choose_home(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
+        return super().choose_home(ahead, lambda: False)
+
+
+class Stale(GroupStreams):
+    """Who has waited once for home reads all later gathers."""
+
+    def choose_home(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
+        readers = [*self._readers]
+        result = super().choose_home(ahead, holds_memory)
+        self._readers = readers
+        return result
+
+
+class Possessive(GroupStreams):
+    """Gradients are given to users of other streams, and the allocator does not know."""
+
+    def lend(self, tensor: Tensor) -> None:
+        pass
+
+
+def of_streams(kind: type[GroupStreams]) -> Any:
+    return mock.patch.object(param_group, "GroupStreams", kind)
+
+
+def not_waited_for(collective: str) -> Any:
+    wait = SimulatedWork.wait
+    pretend: Any = lambda work, *_: work._what == collective or wait(work)  # noqa: E731  a method
+    return mock.patch.object(SimulatedWork, "wait", pretend)
+
+
+@contextmanager
+def unordered(device: torch.device) -> Iterator[None]:
+    """`streams.beside` without its wait."""
+    with streams._stream_beside(torch.accelerator.current_stream(device), device):
+        yield
+
+
+def one_for_all() -> Any:
+    only = cache(lambda _: torch.Stream())
+    return mock.patch.object(streams, "_stream_beside", lambda stream, device: only(device))
+
+
+def finishes_where_called() -> Any:
+    """Reductions end on the stream that calls."""
+    finish = ReductionQueue._finish_oldest
+
+    def finish_oldest(queue: ReductionQueue) -> None:
+        owner = queue._running[0].owner.streams
+        assert owner is not None
+        before, owner._is_inside = owner._is_inside, True
+        try:
+            finish(queue)
+        finally:
+            owner._is_inside = before
+
+    return mock.patch.object(ReductionQueue, "_finish_oldest", finish_oldest)
+
+
+def drops_inputs() -> Any:
+    """What a collective beside the stream that computes reads is held by nobody."""
+    advance = PendingReduce._advance_if_free
+
+    def advance_if_free(pending: PendingReduce) -> None:
+        advance(pending)
+        pending._held_beside = None
+
+    return mock.patch.object(PendingReduce, "_advance_if_free", advance_if_free)
+
+
+def run_program(name: str, program: Callable[[Program], None]) -> Callable[[Simulation], None]:
+    return lambda simulation: program(Program(simulation, MODELS[name]()))
+
+
+def run_beside(simulation: Simulation) -> None:
+    beside(simulation, mp_policy=BF16)
+
+
+def run_towers(simulation: Simulation) -> None:
+    model = towers(simulation, simulation.stream("tower"), shares=True, reshard_after_forward=False)
+    Program(simulation, model).usual()
+
+
+def run_two_models(simulation: Simulation) -> None:
+    two_models(simulation, "bf16", simulation.stream("other"))
+
+
+PLANTED: dict[str, tuple[Callable[[], Any], str, Callable[[Simulation], None]]] = {
+    "a gather is not waited for": (lambda: not_waited_for("all-gather"), "race", run_program("bf16", Program.step)),
+    "a reduction is not waited for": (
+        lambda: not_waited_for("reduce-scatter"),
+        "race",
+        run_program("fp32", Program.usual),
+    ),
+    "a sum is not waited for": (lambda: not_waited_for("all-reduce"), "race", run_program("hsdp", Program.step)),
+    "inputs are dropped": (drops_inputs, "early free", run_program("hsdp", Program.usual)),
+    "beside, without its wait": (
+        lambda: mock.patch.object(streams, "beside", unordered),
+        "race",
+        run_program("bf16", Program.step),
+    ),
+    "one stream beside two": (one_for_all, "early free", run_two_models),
+    "parameters freed where they were used": (
+        lambda: of_streams(Apart),
+        "early free",
+        run_program("kept", Program.in_turns),
+    ),
+    "gathers of one tower in the memory of the other": (lambda: of_streams(Apart), "race", run_towers),
+    "parameters read before they are there": (lambda: of_streams(Unwaited), "race", run_towers),
+    "gradients read before they are there": (lambda: of_streams(Forgetful), "race", run_beside),
+    "gradients freed before they are read": (lambda: of_streams(Lonely), "early free", run_beside),
+    "home moves too early": (lambda: of_streams(Hasty), "early free", run_program("kept", Program.in_turns)),
+    "an earlier wait counts": (lambda: of_streams(Stale), "race", run_program("kept part", Program.backward_on_side)),
+    "gradients given away": (lambda: of_streams(Possessive), "early free", run_program("fp32", Program.in_turns)),
+    "delivered where backward was called": (
+        finishes_where_called,
+        "early free",
+        run_program("fp32", Program.backward_elsewhere),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_fault_is_found(name: str) -> None:
+    plant, kind, run = PLANTED[name]
+    with simulated_world(RANKS) as simulation:
+        with plant(), simulation:
+            run(simulation)
+        assert any(problem.startswith(kind) for problem in simulation.problems), simulation.problems
+
+
+def test_use_of_freed_memory_is_found() -> None:
+    with simulated_world(RANKS) as simulation, simulation:
+        tensor = torch.ones(4)
+        tensor.untyped_storage().resize_(0)
+        tensor.detach().view(2, 2)  # touches nothing
+        assert not simulation.problems
+        simulation.run("add_", [], [tensor], simulation.main)
+        assert [*simulation.problems] == ["use of freed memory: add_ (user) on main"]

@@ -64,6 +64,7 @@ class Stream:
         self.clock |= clock
 
     def wait_stream(self, other: Stream) -> None:
+        self._simulation.stream_waits[self.name, other.name] += 1
         self.come_behind(other.clock)
 
     def wait_event(self, event: Event) -> None:
@@ -152,7 +153,8 @@ class Simulation(TorchDispatchMode):
         self.problems: Counter[str] = Counter()
         self.host_waits: Counter[str] = Counter()
         self.operations: Counter[str] = Counter()
-        # What was waited for, by which stream -> how often.
+        # Which stream waited for which -> how often; and which collective was waited for by which stream.
+        self.stream_waits: Counter[tuple[str, str]] = Counter()
         self.collective_waits: Counter[tuple[str, str]] = Counter()
         self._blocks: dict[int, Block] = {}
         # What has come back to each stream since its last operation.
@@ -164,14 +166,22 @@ class Simulation(TorchDispatchMode):
     def stream(self, name: str) -> Stream:
         return Stream(self, name)
 
-    def on_stream(self, tensor: Tensor, backward: Stream) -> Tensor:
+    def on_stream(self, tensor: Tensor, backward: Stream, waits: bool = True) -> Tensor:
         """Returns the same values. Backward goes on, on `backward`, when it comes to this place.
 
-        As autograd does it: that stream comes behind the one that ran before, and when all is computed, the stream that
-        called backward is current again, and comes behind the others.
+        As autograd does it: that stream comes behind the one that ran before, if it `waits` for what that computed; and
+        when all is computed, the stream that called backward is current again, and comes behind the others.
         """
-        result: Tensor = _OnStream.apply(tensor, self, backward)
+        result: Tensor = _OnStream.apply(tensor, self, backward, waits)
         return result
+
+    def fork(self, tensor: Tensor, other: Stream) -> tuple[Tensor, Tensor]:
+        """Returns the same values for this stream, and for the `other` one. Backward waits for that one where both
+        gradients are added up.
+        """
+        self.record_stream(tensor, other)
+        mine, theirs = _Fork.apply(tensor, self, other)
+        return mine, theirs
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """What `tensor.record_stream(stream)` does: its memory goes back when `stream` no longer uses it."""
@@ -181,8 +191,9 @@ class Simulation(TorchDispatchMode):
         """`tensor` stands for memory of the CPU, which no stream gives back."""
         self._block(tensor.untyped_storage(), "host").is_on_host = True
 
-    def switch(self, stream: Stream) -> None:
-        stream.wait_stream(self.current)
+    def switch(self, stream: Stream, waits: bool = True) -> None:
+        if waits and stream is not self.current:
+            stream.come_behind(self.current.clock)
         self.current = stream
 
     def restore_at_backward_end(self) -> None:
@@ -310,16 +321,29 @@ class Simulation(TorchDispatchMode):
 
 class _OnStream(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, simulation: Simulation, stream: Stream) -> Tensor:
-        ctx.simulation, ctx.stream = simulation, stream
+    def forward(ctx: Any, tensor: Tensor, simulation: Simulation, stream: Stream, waits: bool) -> Tensor:
+        ctx.simulation, ctx.stream, ctx.waits = simulation, stream, waits
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.simulation.restore_at_backward_end()
         ctx.simulation.record_stream(gradient, ctx.stream)
-        ctx.simulation.switch(ctx.stream)
-        return gradient, None, None
+        ctx.simulation.switch(ctx.stream, ctx.waits)
+        return gradient, None, None, None
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, simulation: Simulation, other: Stream) -> tuple[Tensor, Tensor]:
+        ctx.simulation, ctx.other = simulation, other
+        return tensor.view_as(tensor), tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.simulation.current.come_behind(ctx.other.clock)
+        ctx.simulation.record_stream(gradients[1], ctx.simulation.current)
+        return sum(gradients), None, None
 
 
 def _arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
