@@ -371,9 +371,8 @@ class Towers(nn.Module):
         for one, other in [*zip(self.left, self.right, strict=True), self.heads]:
             with side:
                 right = other(simulation.on_stream(right, backward=main, waits=False))
-                right = simulation.on_stream(right, backward=side, waits=False)
+                right = simulation.on_stream(right, backward=side, waits=other is self.heads[1])
             left = one(left)
-        right = simulation.on_stream(right, backward=side)
         simulation.record_stream(right, main)
         main.wait_stream(side)
         return left + right
@@ -410,7 +409,7 @@ def test_two_towers_on_two_streams(name: str, shares: bool) -> None:
 
 class Beside(nn.Module):
     """A block of two layers in one group, the second of which runs on another stream, beside the first, and is issued
-    before it or behind it.
+    before it or behind it, and behind what has no parameters.
     """
 
     def __init__(self, simulation: Simulation, side: Stream, is_first: bool) -> None:
@@ -424,6 +423,9 @@ class Beside(nn.Module):
         simulation, side, main = self.simulation, self.side, self.simulation.current
         side.wait_stream(main)
         x, y = simulation.fork(x, side)
+        with side:
+            y = torch.tanh(simulation.on_stream(y, backward=main, waits=False))
+            y = simulation.on_stream(y, backward=side, waits=False)
         if not self.is_first:
             x = self.dense(x)
         with side:
@@ -512,6 +514,11 @@ def test_compute_does_not_wait_for_pieces_to_be_sent() -> None:
         assert sum(beside) >= min(pieces, reduce_plan.MAX_PIECES) - 2 * reduce.PIECES_IN_FLIGHT
 
 
+def delete(program: Program) -> None:
+    del program.model, program.optimizer
+    gc.collect()
+
+
 def test_what_is_deleted_in_flight() -> None:
     """A model goes with reductions that nobody has waited for: their memory, of several streams, is not used again
     before they are through. Likewise where the last backward ran on another stream, or the model is
@@ -522,10 +529,8 @@ def test_what_is_deleted_in_flight() -> None:
             program = Program(simulation, change(MODELS["bf16"](), "set_manual_backward_finalization", True))
             loss = program.loss()
             program.on_side(loss.backward) if runs_on_side else loss.backward()
-            if dies_on_side:
-                program.on_side(partial(program.__dict__.pop, "model"))
-            del program, loss
-            gc.collect()
+            del loss
+            program.on_side(partial(delete, program)) if dies_on_side else delete(program)
             torch.ones(1).add_(1)
         judge(simulation)
 
