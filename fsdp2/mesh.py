@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from dataclasses import dataclass, field
@@ -57,11 +58,22 @@ class DataMesh:
     mesh: DeviceMesh
     shard_axes: tuple[int, ...]
     replicate_axes: tuple[int, ...] = ()
+    _device: torch.device = field(init=False, compare=False, repr=False)
     _specs: dict[Any, DTensorSpec] = field(default_factory=dict, init=False, compare=False, repr=False)
     _plain: dict[Any, Distribution] = field(default_factory=dict, init=False, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        kind = self.mesh.device_type
+        device = (kind,) if kind in ("cpu", "meta") else (kind, torch.get_device_module(kind).current_device())
+        object.__setattr__(self, "_device", torch.device(*device))
+
     def __reduce__(self) -> Any:
         return DataMesh, (self.mesh, self.shard_axes, self.replicate_axes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataMesh:
+        copied = DataMesh(copy.deepcopy(self.mesh, memo), self.shard_axes, self.replicate_axes)
+        object.__setattr__(copied, "_device", self._device)
+        return copied
 
     def dtensor_spec(
         self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
@@ -81,6 +93,13 @@ class DataMesh:
             gathered: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
             self._plain[key] = Distribution(self.mesh, _cut(self.mesh, gathered, self, *key), None, (), dim)
         return self._plain[key]
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are gathered: a device of the mesh's type; of several, that which was current when this was
+        built. Other threads, which may never have chosen theirs, use the same.
+        """
+        return self._device
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -126,13 +145,6 @@ class DataMesh:
         """This rank's process group along each axis on which other ranks share or replicate the parameters."""
         axes = sorted((*self.shard_axes, *self.replicate_axes))
         return [self.mesh.get_group(axis) for axis in axes if self.mesh.size(axis) > 1]
-
-    @property
-    def device(self) -> torch.device:
-        """Where shards live: the mesh's device type, and its current device if there are several."""
-        if self.mesh.device_type in ("cpu", "meta"):
-            return torch.device(self.mesh.device_type)
-        return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
 
 
 def _group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:

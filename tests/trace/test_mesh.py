@@ -1,13 +1,21 @@
 """The mesh of calls that name none."""
 
+import copy
 import gc
+import pickle
+import threading
 import weakref
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
+import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.mesh import subgroup
+from fsdp2.mesh import DataMesh, subgroup
 from helpers import fake_world
 
 
@@ -48,3 +56,52 @@ def test_a_subgroup_lives_as_long_as_its_group() -> None:
         del first, group
     gc.collect()
     assert reference() is None
+
+
+@pytest.fixture
+def current() -> Any:
+    """Stands in for the devices of an accelerator: `device` is current on this thread, and 0 on all others."""
+    local = threading.local()
+    local.device = 3
+    module = SimpleNamespace(current_device=lambda: getattr(local, "device", 0))
+    with mock.patch.object(torch, "get_device_module", lambda _: module):
+        yield local
+
+
+def on_another_thread(function: Any) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+class Accelerated:
+    """A mesh of accelerators."""
+
+    device_type = "cuda"
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda data: on_another_thread(lambda: data.device),
+        lambda data: on_another_thread(lambda: copy.deepcopy(data).device),
+        lambda data: copy.deepcopy(on_another_thread(lambda: copy.deepcopy(data))).device,
+    ],
+    ids=["another thread", "a copy there", "a copy of a copy"],
+)
+def test_the_device_is_fixed_when_a_mesh_is_built(find: Any, current: Any) -> None:
+    """The kind: what is asked of the thread that runs. A thread that writes checkpoints, or evaluates, may never have
+    chosen a device: what it gathered would be allocated on device 0, which another process has.
+    """
+    data: Any = DataMesh(Accelerated(), (0,))  # type: ignore[arg-type]
+    assert find(data) == torch.device("cuda", 3)
+
+
+def test_a_later_choice_of_device_changes_no_mesh(current: Any) -> None:
+    data: Any = DataMesh(Accelerated(), (0,))  # type: ignore[arg-type]
+    current.device = 5
+    assert data.device == torch.device("cuda", 3)
+    assert copy.deepcopy(data).device == torch.device("cuda", 3)
+    assert pickle.loads(pickle.dumps(data)).device == torch.device("cuda", 5), "another process has another device"

@@ -1,0 +1,161 @@
+"""The kind: what is remembered for one thread only. Forward, backward and steps may each run on any thread, as long as
+there is one after the other: programs call `backward` on a worker thread, and autograd has threads of its own.
+"""
+
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from helpers import assert_same, full, run_checks, shard_batch
+from models import TinyGPT, mean_loss
+
+Run = Callable[[Callable[[], Any]], Any]
+STEPS = 3
+
+
+def here(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+def on_a_fresh_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+_workers = threading.local()
+
+
+def on_the_worker(work: Callable[[], Any]) -> Any:
+    """The same thread each time."""
+    if not hasattr(_workers, "pool"):
+        _workers.pool = ThreadPoolExecutor(1)
+    return _workers.pool.submit(work).result()
+
+
+THREADS: dict[str, tuple[Run, Run, Run]] = {
+    "backward": (here, on_the_worker, here),
+    "forward": (on_the_worker, here, here),
+    "both": (on_the_worker, on_the_worker, here),
+    "all": (on_the_worker, on_the_worker, on_the_worker),
+    "fresh ones": (on_a_fresh_thread, on_a_fresh_thread, on_a_fresh_thread),
+}
+"""Where forward, backward and the optimizer run."""
+
+
+def checkpointed(use_reentrant: bool, model: Any) -> None:
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+
+
+def shard(model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        fsdp2.fully_shard(block, **options)
+    return fsdp2.fully_shard(model, **options)
+
+
+def hsdp(model: Any) -> Any:
+    return shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")))
+
+
+def stepping(model: Any) -> Any:
+    """An optimizer steps in backward."""
+    shard(model, offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[Any], None], Callable[[Any], Any]]] = {
+    "plain": (lambda model: None, shard),
+    "kept": (lambda model: None, partial(shard, reshard_after_forward=False)),
+    "checkpoint": (partial(checkpointed, False), shard),
+    "reentrant checkpoint": (partial(checkpointed, True), shard),
+    "hsdp": (lambda model: None, hsdp),
+    "offload": (lambda model: None, stepping),
+}
+
+
+def check(name: str, threads: tuple[Run, Run, Run]) -> None:
+    """Trains beside the plain model: a step, one in two parts, one after a backward that failed; and evaluates."""
+    prepare, wrap = MODELS[name]
+    forward, backward, update = threads
+    torch.manual_seed(0)
+    plain = TinyGPT(dim=6, depth=2).double()
+    model = copy.deepcopy(plain)
+    prepare(model)
+    wrap(model)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, model)]
+    for step in range(STEPS):
+        for part in range(2 if step == 1 else 1):
+            batch = plain.example(rows=4, seed=2 * step + part)
+            model.set_requires_gradient_sync(step != 1 or part == 1)
+            mean_loss(plain(batch)).backward()
+            loss = forward(lambda batch=batch: mean_loss(model(shard_batch(batch))))
+            backward(loss.backward)
+        if step == 2:
+            fail(model, shard_batch(batch), forward, backward)
+            loss = forward(lambda batch=batch: mean_loss(model(shard_batch(batch))))
+            model.zero_grad()
+            backward(loss.backward)
+        for (key, expected), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert_same(full(parameter.grad), expected.grad, f"gradient of {key} in step {step}")
+        optimizers[0].step()
+        update(optimizers[1].step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    with torch.no_grad():
+        output = forward(lambda: model(batch))
+        assert_same(output, plain(batch), "evaluated")
+
+
+def fail(model: Any, batch: Any, forward: Run, backward: Run) -> None:
+    def with_an_error() -> Any:
+        output = model(batch)
+        output.register_hook(lambda _: 1 / 0)
+        return mean_loss(output)
+
+    loss = forward(with_an_error)
+    with pytest.raises(ZeroDivisionError):
+        backward(loss.backward)
+
+
+def test_any_thread_may_run_any_part() -> None:
+    checks = [
+        (f"{name}, {where} elsewhere", partial(check, name, THREADS[where])) for name in MODELS for where in THREADS
+    ]
+    run_checks(2, checks)
+
+
+def test_the_step_of_an_optimizer_in_backward() -> None:
+    """It runs on the thread that backward runs on; what is left of it is there for the next forward on another."""
+
+    def body(threads: tuple[Run, Run, Run]) -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        model: Any = copy.deepcopy(plain)
+        for layer in (model[0], model[2]):
+            fsdp2.fully_shard(layer)
+        fsdp2.fully_shard(model)
+        model.set_optimizer_in_backward(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(STEPS):
+            batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).double()
+            plain(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = threads[0](lambda batch=batch: model(shard_batch(batch)).square().mean())
+            threads[1](loss.backward)
+        for (key, expected), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert_same(full(parameter), expected, key)
+
+    run_checks(2, [(where, partial(body, threads)) for where, threads in THREADS.items()])
+    assert not dist.is_initialized()
