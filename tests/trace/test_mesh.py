@@ -64,7 +64,7 @@ def current() -> Any:
     local = threading.local()
     local.device = 3
     module = SimpleNamespace(current_device=lambda: getattr(local, "device", 0))
-    with mock.patch.object(torch, "get_device_module", lambda _: module):
+    with mock.patch.object(torch, "get_device_module", return_value=module):
         yield local
 
 
