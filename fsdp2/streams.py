@@ -3,8 +3,9 @@ group computes, if a model has several. Nothing of the kind on CPU.
 
 Lifetime rule: what a collective, or this stream, reads or writes stays alive until the stream that computes has waited
 for a collective that was issued later. Then that stream may free it and take the memory again, in the order of its own
-work, and nobody calls `record_stream`. Memory that was allocated on this stream goes back to it, and is in order, too:
-whatever is issued here comes behind all that the stream that computes was given before.
+work; `record_stream` is called for gradients alone that are delivered while several streams are in use. Memory that was
+allocated on this stream goes back to it, and is in order, too: whatever is issued here comes behind all that the stream
+that computes was given before.
 """
 
 from __future__ import annotations
