@@ -68,11 +68,7 @@ class ReductionQueue:
             self._finish_oldest()
         for entry in running:
             if isinstance(entry.pending, PendingReduce) and entry.pending.has_second_stage:
-                if entry.owner.streams is None:
-                    entry.pending.advance()
-                else:
-                    with entry.owner.streams.at_home():
-                        entry.pending.advance()
+                entry.pending.advance()
 
     def limit(self, max_running: int, group_nbytes: Iterable[int]) -> None:
         """Choose how many may run. `group_nbytes`: what the gradients of each group take when they are sent."""

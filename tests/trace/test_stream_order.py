@@ -280,6 +280,9 @@ class Program:
             self.on_side(self.step)
             with torch.no_grad():
                 self.on_side(self.loss)
+            self.fail()
+            self.optimizer.zero_grad()
+            self.on_side(self.step)
             self.step()
 
     def backward_elsewhere(self) -> None:
@@ -291,6 +294,13 @@ class Program:
             self.on_side(loss.backward)
         self.update()
         self.on_side(self.fail)
+        self.step()
+        self.model.set_requires_gradient_sync(False)
+        self.loss().backward()
+        self.model.set_requires_gradient_sync(True)
+        self.model.skips = True  # what waits of the last layer is reduced at the end
+        self.on_side(self.simulation.on_stream(self.loss(), backward=main).backward)
+        self.model.skips = False
         self.step()
 
     def backward_on_side(self) -> None:
@@ -361,18 +371,22 @@ class Towers(nn.Module):
         self.left, self.right = (nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
         self.heads = nn.ModuleList([Block(), Block()])
         if shares:
-            self.heads[1] = self.heads[0]
+            self.heads[1] = self.heads[0].requires_grad_(False)  # autograd adds gradients of two streams by itself
         self.simulation, self.side = simulation, side
 
     def forward(self, x: Tensor) -> Tensor:
         simulation, side, main = self.simulation, self.side, self.simulation.current
         side.wait_stream(main)
         left, right = simulation.fork(x, side)
+        first = self.heads[0] if self.heads[0] is self.heads[1] else None
         for one, other in [*zip(self.left, self.right, strict=True), self.heads]:
+            if one is first:
+                left = one(left)
             with side:
                 right = other(simulation.on_stream(right, backward=main, waits=False))
                 right = simulation.on_stream(right, backward=side, waits=other is self.heads[1])
-            left = one(left)
+            if one is not first:
+                left = one(left)
         simulation.record_stream(right, main)
         main.wait_stream(side)
         return left + right
@@ -678,7 +692,7 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, Callable[[Simulation], None]]] 
         "early free",
         run_program("kept", Program.in_turns),
     ),
-    "gathers of one tower in the memory of the other": (lambda: of_streams(Apart), "race", run_towers),
+    "gathers of one tower in the memory of the other": (lambda: of_streams(Apart), "early free", run_towers),
     "parameters read before they are there": (lambda: of_streams(Unwaited), "race", run_towers),
     "gradients read before they are there": (lambda: of_streams(Forgetful), "race", run_beside),
     "gradients freed before they are read": (lambda: of_streams(Lonely), "early free", run_beside),
