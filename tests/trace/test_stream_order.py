@@ -203,7 +203,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 64)
+    monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 16)
     monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 64)
     monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 64)
 
