@@ -1,4 +1,4 @@
-"""What README.md names exists, and what exists is named there."""
+"""What README.md and tests/README.md name exists, and what exists is named in the former."""
 
 import ast
 import inspect
@@ -14,10 +14,11 @@ from fsdp2.module import public_methods
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+OF_TESTS = (ROOT / "tests" / "README.md").read_text()
 TESTS = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"test_\w+\.py(?:::\w+)?", README))))
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"test_\w+\.py(?:::\w+)?", README + OF_TESTS))))
 def test_a_test_that_is_named_exists(name: str) -> None:
     file, _, function = name.partition("::")
     assert file in TESTS
