@@ -22,6 +22,7 @@ from .prefetch import Prefetcher
 from .reduction_queue import ReductionQueue
 from .saved_tensors import SavedTensors
 from .state import FSDPState
+from .write_notices import notices
 
 # What looks at a root before its next pass, once it is at the debug level. It needs to know all that stands above
 # this file.
@@ -55,6 +56,8 @@ class Context:
         device = root.group.mesh.device
         self.takes_inputs_to = None if device.type in ("cpu", "meta") else device
         self._transfers = {state.group.transfers for state in self.states if state.group.transfers is not None}
+        # What has shards that may still be copied to the device, behind a forward, and the versions of these.
+        self._unsettled: list[tuple[FSDPState, tuple[int, ...]]] = []
         self.saved_tensors = SavedTensors(use_in_backward, self._guard_saved)
         # Whether backward's use of a weight is noticed, whatever way it comes.
         self.notices_saved_tensors = True
@@ -181,12 +184,29 @@ class Context:
             self.unfinished.clear()
             if not self.in_backward:
                 self.prefetcher.drop()
-                self.settle_transfers()
+                self._settle_before_writes()
 
     def settle_transfers(self) -> None:
         """The user is about to go on, and may write to shards: have none of them still be copied to the device."""
         for transfers in self._transfers:
             transfers.settle()
+        self._refuse_unnoticed_writes()
+
+    def _refuse_unnoticed_writes(self) -> None:
+        unsettled, self._unsettled = self._unsettled, []
+        written = [state for state, versions in unsettled if state.group.versions.sharded() != versions]
+        if written:
+            raise RuntimeError(
+                f"{', '.join(map(str, written))}: a shard was written to by its private local tensor, behind a "
+                "forward, perhaps while it was still copied to the device. Write to the sharded parameter, or to what "
+                "its to_local() returns; and load a checkpoint before you go on."
+            )
+
+    def _settle_before_writes(self) -> None:
+        """The same, but where somebody is about to write: not now, at the end of a forward, if that is noticed."""
+        if self._transfers:
+            self._unsettled = [(s, s.group.shard_versions()) for s in self.states if s.group.transfers is not None]
+            notices.before_next_write(self.settle_transfers)
 
     def meet_at_end(self, state: FSDPState) -> None:
         """The forward of `state` is about to end: if it is the outermost, serve what others still run in theirs."""
@@ -195,6 +215,7 @@ class Context:
             self.agreement.meet_at_forward_end()
 
     def _begin_pass(self) -> None:
+        self._refuse_unnoticed_writes()
         if torch_compat.makes_a_graph():
             raise NotImplementedError(f"{self.root}: its gathers can be in no graph. {torch_compat.EXPORT_PLAIN}")
         if self.root.conditional and self.agreement is not None:
@@ -269,6 +290,7 @@ class Context:
             self._guard_saved()
 
     def _begin_backward(self) -> None:
+        self._refuse_unnoticed_writes()
         self.in_backward = True
         self._builds_graph = False
         self._task = torch_compat.graph_task()
@@ -366,6 +388,7 @@ class Context:
     def recover(self) -> None:
         """A backward pass died with an exception: drop what it left half done."""
         self.in_backward = self.graph_reads_weights = self._graph_was_read = False
+        self._unsettled = []  # another error comes first
         self._reductions.abandon(self._backward_pass)
         self.is_last_backward = True
         for state in self.states:

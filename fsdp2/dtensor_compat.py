@@ -22,6 +22,11 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizers_foreac
 from torch.utils._foreach_utils import _foreach_supported_types as _norms_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
+from .write_notices import notices
+
+# Whether an operation on a subclass of DTensor calls its `__torch_dispatch__`.
+DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
+
 
 def dtensor_spec(
     mesh: DeviceMesh,
@@ -50,6 +55,7 @@ class _Chosen:
 def use_class(cls: type[DTensor]) -> None:
     """From now on sharded parameters are made of `cls`, and taken as such by torch's foreach optimizers."""
     _Chosen.cls = cls
+    notices.are_told = cls is not DTensor and DISPATCHES_TO_SUBCLASSES and not notices.are_awaited
     for supported in (_optimizers_foreach_types, _norms_foreach_types):
         if cls not in supported:
             supported.append(cls)
@@ -268,8 +274,6 @@ def refuse_plain_target(op: Any, target: Any) -> None:
         )
 
 
-# Whether an operation on a subclass of DTensor calls its `__torch_dispatch__`.
-DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
 # Whether argmax and its kin count rows of the whole tensor, not of a rank's part.
 FINDS_PLACES = torch.__version__ >= "2.13"
 # Whether a number is divided by each rank's part of a sum.

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from . import dtensor_compat
 from .dtensor_compat import DISPATCHES_TO_SUBCLASSES, local_of, new_dtensor, spec_of
 from .once import once
+from .write_notices import notices
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -33,15 +34,22 @@ _replaced: set[str] = set()
 _explainers: list[Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]] = []
 
 
-class ShardedDTensor(DTensor):
-    """A DTensor with what fsdp2 mends. Results of operations on it are such, too."""
+class _Sharded(DTensor):
+    """What a ShardedDTensor does whichever fixes are in force."""
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if _are_others(types):
             return NotImplemented
-        result = _handlers.get(op, call_unhandled)(op, args, kwargs or {})
-        return result if is_mutable(op) else as_sharded(result)
+        if is_mutable(op):
+            notices.tell()
+            return _handlers.get(op, call_unhandled)(op, args, kwargs or {})
+        return as_sharded(_handlers.get(op, call_unhandled)(op, args, kwargs or {}))
+
+    def to_local(self, **options: Any) -> Tensor:
+        """As that of a DTensor."""
+        notices.note_handed_out()
+        return super().to_local(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """As that of a DTensor."""
@@ -57,6 +65,10 @@ class ShardedDTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Files hold a DTensor: whoever reads them need not have fsdp2."""
         return _twin(self).__reduce_ex__(protocol)
+
+
+class ShardedDTensor(_Sharded):
+    """A DTensor with what fsdp2 mends. Results of operations on it are such, too."""
 
 
 @cache

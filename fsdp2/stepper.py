@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from . import streams
 from .param import FSDPParam
 from .unsynced_grad import SteppedGrad, put_stand_in, take_stand_in
+from .write_notices import notices
 
 
 class Stepper:
@@ -69,7 +70,9 @@ class Stepper:
         try:
             for group, params in zip(groups, chosen, strict=True):
                 group["params"] = params
-            self._optimizer.step()
+            # Their gradients have come, behind the gather that has read them.
+            with notices.quiet():
+                self._optimizer.step()
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params

@@ -73,13 +73,7 @@ class Transfers:
         return Transfer(self._outward.record_event(), (source,), target)
 
     def settle(self) -> None:
-        """Make the host wait until no copy reads the CPU's memory any more.
-
-        Nothing tells of a write before it is made: whoever has a local tensor, or its NumPy array, may write. So the
-        host waits before it goes on with a user's program. At the end of a forward that is until the last group's
-        shards are on the device, which then still computes that group; at the end of a backward, whose gradients the
-        host has waited for, they have long been there.
-        """
+        """Make the host wait until no copy reads the CPU's memory any more."""
         last, self._last = self._last, None
         if last is not None and not last.query():
             last.synchronize()

@@ -21,6 +21,7 @@ from .. import dtensor_compat
 from ..dtensor_compat import local_of, set_local, spec_of
 from ..sharded_dtensor import ShardedDTensor, call_unhandled, handle_operations, handler_of
 from ..tree import map_tensors, tensors_in
+from ..write_notices import notices
 from .local_copies import LocalCopy, memory_of, version_of
 
 _aten = torch.ops.aten
@@ -249,6 +250,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     written = [each for each in dtensor_compat.written_by(op, args, kwargs) if isinstance(each, DTensor)]
     roots = {id(root): root for root in map(_root, written)}
+    notices.tell()
     for root in roots.values():
         _refuse_strided(root)
     wholes = {key: _whole(root) for key, root in roots.items()}
@@ -304,6 +306,7 @@ def _write_own(part: Part) -> None:
         NotImplementedError: the rank's is not all of `part`.
     """
     root, copied = _root(part), local_of(part)
+    notices.tell()
     _refuse_strided(root)
     if copied.shape != part.shape:
         raise NotImplementedError(

@@ -14,6 +14,7 @@ from ..comm import all_gather_now
 from ..guards.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
 from ..param import FSDPParam
 from ..param_group import FSDPParamGroup
+from ..write_notices import notices
 
 _DIGEST_NBYTES = 16
 _CHANGED_MEANWHILE = (
@@ -136,6 +137,7 @@ class _Copy:
 
     @torch.no_grad()
     def write_back(self) -> None:
+        notices.tell()
         self.param.local.copy_(self.param.own_rows(self._value()))
 
 

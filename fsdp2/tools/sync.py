@@ -23,6 +23,7 @@ from ..owners import sharded_owner
 from ..param import FSDPParam, fqn
 from ..small_collectives import gather_objects
 from ..state import FSDPState, data_mesh_of, modules_below, states_among
+from ..write_notices import notices
 
 # What is sent at once, and what it is collected in: the memory that a call needs besides the model.
 BUCKET_NBYTES = 16 * 1024 * 1024
@@ -255,6 +256,7 @@ def _broadcast(found: Sequence[_Copies], device: torch.device) -> None:
 
 
 def _broadcast_over(groups: Sequence[dist.ProcessGroup], parts: Sequence[Tensor], device: torch.device) -> None:
+    notices.tell()
     is_first = all(group.rank() == 0 for group in groups)
     size = min(BUCKET_NBYTES, sum(_aligned(part.nbytes) for part in parts))
     bucket = torch.empty(size, dtype=torch.uint8, device=device)

@@ -5,7 +5,7 @@ backward, with offload and without.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, bucket, clip_grad_norm_, reduce_plan
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, bucket, clip_grad_norm_, full_params, reduce_plan
+from fsdp2.dtensor_compat import DISPATCHES_TO_SUBCLASSES
+from fsdp2.write_notices import notices
 from helpers import assert_same, full, run_ranks
-from scenarios import MayFail, Net, Run, check, loss_of, sgd
+from scenarios import WIDTH, MayFail, Net, Run, check, loss_of, sgd
 from stand_in import StandIn, apart
 
 OFFLOAD = CPUOffloadPolicy()
@@ -127,6 +129,59 @@ def test_a_step_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
                 run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
     check(scenario, 2)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda model: [each.mul_(0.5) for each in model.parameters()],
+    "in a list": lambda model: torch._foreach_mul_([*model.parameters()], 0.5),
+    "through .data": lambda model: [each.data.mul_(0.5) for each in model.parameters()],
+    "a row": lambda model: model.head.weight.__setitem__(0, 0.5),
+    "a state dict": lambda model: model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()}),
+    "its view": lambda model: [each.mul_(0.5) for each in model.state_dict().values()],
+    "whole parameters": lambda model: write_whole(model),
+    "a step": lambda model: step_by(model, foreach=False),
+    "a step on lists": lambda model: step_by(model, foreach=True),
+    "the local tensor": lambda model: [each.to_local().mul_(0.5) for each in model.parameters()],
+}
+
+
+def write_whole(model: nn.Module) -> None:
+    with full_params(model, writeback=True):
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def step_by(model: nn.Module, foreach: bool) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach).step()
+
+
+@pytest.mark.skipif(not DISPATCHES_TO_SUBCLASSES, reason="nothing tells of writes: the host waits behind each forward")
+@pytest.mark.parametrize("way", WRITES)
+def test_who_writes_to_shards_waits_for_their_copies(way: str) -> None:
+    """Not before, at the end of a forward; unless somebody has got a local tensor. The stand-in tells who does not."""
+
+    def body(rank: int, size: int) -> None:
+        run = Run(rank, size, [])
+        model: Any = run.build(Net)
+        x = torch.ones(2, WIDTH, dtype=torch.float64)
+        with offloaded(run, model) as stand_in, torch.no_grad():
+            for _ in range(3):
+                model(x)
+                stand_in.log.clear()
+                is_told = notices.are_told
+                WRITES[way](model)
+                assert stand_in.log.count("host waits") == is_told
+            assert notices.are_told == (way != "the local tensor")
+            notices.are_told = True
+            model(x)
+            model.head.weight._local_tensor.mul_(0.5)
+            with pytest.raises(RuntimeError, match=r"^head: a shard was written to by its private local tensor"):
+                model(x)
+            stand_in._arrived.clear()  # it has noticed, too
+
+    run_ranks(2, body)
 
 
 def test_unshard_by_hand() -> None:

@@ -28,7 +28,7 @@ OFFLOAD = CPUOffloadPolicy()
 class TestOrder(expecttest.TestCase):
     def test_an_iteration(self) -> None:
         """The copy of the next group's shards begins before a group computes, and so do the returns of the last one's
-        gradients, for which the host waits at the end only.
+        gradients, for which the host waits at the end only; at the end of forward it waits for nothing.
         """
 
         def begin(self: StandIn, target: Tensor, source: Tensor, then: Callable[[], Any]) -> Late:
@@ -66,7 +66,6 @@ gather b2    128
 run    b1
 wait         32
 run    b2
-host waits
 back   root
 reduce root  128
 free   root

@@ -126,6 +126,7 @@ ORDER = (
     "torch_compat",
     "group_compat",
     "dtensor_compat",
+    "write_notices",
     "once",
     "when_imported",
 )
