@@ -70,6 +70,15 @@ def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
 meshes_in_use: WeakSet[DeviceMesh] = WeakSet()
 
 
+def maker() -> Callable[[Tensor, DTensorSpec], DTensor]:
+    """Returns what `dtensor` does, for those who make many."""
+    return _makers.setdefault(_Chosen.cls, partial(new_dtensor, _Chosen.cls))
+
+
+# Of each class that has been chosen.
+_makers: dict[type[DTensor], Callable[[Tensor, DTensorSpec], DTensor]] = {}
+
+
 def as_sharded(tensor: DTensor) -> DTensor:
     """Returns `tensor`: if it is torch's DTensor, it is one of that class now."""
     if type(tensor) is DTensor:

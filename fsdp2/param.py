@@ -121,7 +121,7 @@ class FSDPParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy starts from; its sharded face is what is registered in the copied modules."""
-        faces = ("full", "sharded", "dtensor_spec", "local_shape", "_local_stride", "memory")
+        faces = ("full", "sharded", "dtensor_spec", "local_shape", "_local_stride", "memory", "_make_gradient")
         return {name: value for name, value in vars(self).items() if name not in faces}
 
     def wake(self) -> None:
@@ -162,6 +162,7 @@ class FSDPParam:
         kind = self.distribution
         self.dtensor_spec = self._mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, local.dtype)
         self.local_shape, self._local_stride = local.shape, contiguous_stride(local.shape)
+        self._make_gradient = dtensor_compat.maker()
 
     def _wrap(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self._prepare_gradients(local)
@@ -314,7 +315,7 @@ class FSDPParam:
         `flat` has the storage dtype. The hooks of the sharded face, if it may have any (`is_hooked`), run: on the
         gradient as in plain training, then on the parameter.
         """
-        gradient: Any = dtensor_compat.dtensor(
+        gradient: Any = self._make_gradient(
             flat.as_strided(self.local_shape, self._local_stride, offset), self.dtensor_spec
         )
         sharded = self.sharded
