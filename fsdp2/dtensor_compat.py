@@ -50,11 +50,12 @@ class _Chosen:
     """The class of sharded parameters, and of their gradients: DTensor, or a subclass with other operations."""
 
     cls: type[DTensor] = DTensor
+    make: Callable[[Tensor, DTensorSpec], DTensor] = partial(new_dtensor, DTensor)
 
 
 def use_class(cls: type[DTensor]) -> None:
     """From now on sharded parameters are made of `cls`, and taken as such by torch's foreach optimizers."""
-    _Chosen.cls = cls
+    _Chosen.cls, _Chosen.make = cls, partial(new_dtensor, cls)
     notices.are_told = cls is not DTensor and DISPATCHES_TO_SUBCLASSES and not notices.are_awaited
     for supported in (_optimizers_foreach_types, _norms_foreach_types):
         if cls not in supported:
@@ -63,7 +64,7 @@ def use_class(cls: type[DTensor]) -> None:
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Returns one of that class, without a copy, a check or an autograd node."""
-    return new_dtensor(_Chosen.cls, local, spec)
+    return _Chosen.make(local, spec)
 
 
 # Those that sharded parameters are on, in torch 2.11 and 2.12: operations are found by that.
@@ -72,14 +73,10 @@ meshes_in_use: WeakSet[DeviceMesh] = WeakSet()
 
 def maker() -> Callable[[Tensor, DTensorSpec], DTensor]:
     """Returns what `dtensor` does, for those who make many."""
-    return _makers.setdefault(_Chosen.cls, partial(new_dtensor, _Chosen.cls))
+    return _Chosen.make
 
 
-# Of each class that has been chosen.
-_makers: dict[type[DTensor], Callable[[Tensor, DTensorSpec], DTensor]] = {}
-
-
-def as_sharded(tensor: DTensor) -> DTensor:
+def of_chosen_class(tensor: DTensor) -> DTensor:
     """Returns `tensor`: if it is torch's DTensor, it is one of that class now."""
     if type(tensor) is DTensor:
         tensor.__class__ = _Chosen.cls
@@ -221,7 +218,7 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTe
     """This rank's part of what all ranks have, without communication."""
     strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}
     if not strided or not all(_cuts_last(axis, mesh, placements) for axis in strided):
-        return as_sharded(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+        return of_chosen_class(distribute_tensor(whole, mesh, placements, src_data_rank=None))
     # Where parts are uneven, torch would cut otherwise.
     local = whole
     for axis, each in sorted(enumerate(placements), key=lambda pair: pair[0] in strided):

@@ -128,7 +128,7 @@ class FSDPParam:
         """Become usable, in a copy of which all modules are there."""
         self.full, self.memory = _NO_STORAGE, None
         self.sharded = self.slots[0].get()
-        dtensor_compat.as_sharded(self.sharded)  # type: ignore[arg-type]
+        dtensor_compat.of_chosen_class(self.sharded)  # type: ignore[arg-type]
         self.sharded.grad = None  # as copies of plain parameters have none
         self._prepare_gradients(self.local)
 
@@ -303,7 +303,7 @@ class FSDPParam:
         if found.stride() != contiguous_stride(self.shape):
             # Shards are always contiguous; the object must say so, and stay the one that users hold.
             torch.utils.swap_tensors(found, self._wrap(dtensor_compat.local_of(found).contiguous(), found))
-        dtensor_compat.as_sharded(found)
+        dtensor_compat.of_chosen_class(found)
         self.sharded = found
         self._share_attributes()
         self._prepare_gradients(self.local)

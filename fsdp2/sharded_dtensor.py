@@ -10,7 +10,7 @@ replaced are found in torch's own table, by the mesh of what they are called wit
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -99,7 +99,7 @@ def _twin(tensor: DTensor) -> DTensor:
 
 
 def as_torchs(value: Any) -> Any:
-    """Returns torch's DTensor in place of a ShardedDTensor, below autograd; also in a list or tuple, or a dict."""
+    """Returns torch's DTensor in place of a ShardedDTensor, below autograd; also in a list or tuple."""
     kind = type(value)
     if kind is ShardedDTensor:
         return new_dtensor(DTensor, local_of(value), spec_of(value))
@@ -216,18 +216,19 @@ def _have_handlers_by_thread() -> None:
 
 def _explain_plan(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Operations without a handler fail where torch plans them."""
-    if _is_sharded((*args, *kwargs.values())):
+    if _is_on_mesh_in_use(args, kwargs):
         for explain in _explainers:
             explain(error, op, args, kwargs)
 
 
 def _handle_if_sharded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _is_sharded((*args, *kwargs.values())):
+    if not _is_on_mesh_in_use(args, kwargs):
         return _call_without_handler(op, args, kwargs)
     result = handler_of(op)(op, args, kwargs)
     if is_mutable(op):
         return result
-    return as_sharded(result) if _has_sharded((*args, *kwargs.values())) else _as_torchs_own(result)
+    is_sharded = any(isinstance(each, ShardedDTensor) for each in _dtensors_in((*args, *kwargs.values())))
+    return as_sharded(result) if is_sharded else _as_torchs_own(result)
 
 
 def _as_torchs_own(result: Any) -> Any:
@@ -240,20 +241,20 @@ def _as_torchs_own(result: Any) -> Any:
     return result
 
 
-def _has_sharded(values: Iterable[Any]) -> bool:
+def _is_on_mesh_in_use(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns True if a ShardedDTensor is among them, or a DTensor on the mesh of a sharded parameter."""
     return any(
-        isinstance(each, ShardedDTensor) or (isinstance(each, list | tuple) and _has_sharded(each)) for each in values
+        isinstance(each, ShardedDTensor) or each.device_mesh in dtensor_compat.meshes_in_use
+        for each in _dtensors_in((*args, *kwargs.values()))
     )
 
 
-def _is_sharded(values: Iterable[Any]) -> bool:
+def _dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
     for each in values:
         if isinstance(each, DTensor):
-            if isinstance(each, ShardedDTensor) or each.device_mesh in dtensor_compat.meshes_in_use:
-                return True
-        elif isinstance(each, list | tuple) and _is_sharded(each):
-            return True
-    return False
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _dtensors_in(each)
 
 
 def _call_without_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -77,7 +77,7 @@ def _set_to_zero(gradients: Any) -> Any:
             zeros = torch.zeros_like(dtensor_compat.local_of(gradient), memory_format=torch.contiguous_format)
             dtensor_compat.set_local(gradient, zeros)
             gradient.__class__ = DTensor  # type: ignore[assignment]
-            dtensor_compat.as_sharded(gradient)
+            dtensor_compat.of_chosen_class(gradient)
         elif isinstance(gradient, DTensor):
             dtensor_compat.local_of(gradient).zero_()
         else:
