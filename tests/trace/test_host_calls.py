@@ -4,11 +4,13 @@ tenth apart.
 On one of many ranks whose peers are simulated, above what the plain model needs.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,3 +101,24 @@ def test_start_up_costs_a_bounded_number_for_each_parameter(world_size: int) -> 
         few, more, many = count(2), count(4), count(6)
     assert many - more == more - few, "each block costs the same"
     assert (more - few) / (2 * 2 * LAYERS) <= START_UP_CALLS
+
+
+def test_a_step_does_not_ask_for_the_innermost_transform() -> None:
+    """The kind: a question whose answer stays with the thread. To ask functorch for its stack makes one, which autograd
+    copies into each node of all later graphs, a plain model's too.
+    """
+    asked: list[str] = []
+
+    def note(_: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ in ("peek_interpreter_stack", "get_interpreter_stack"):
+            asked.append(function.__name__)
+
+    with fake_world(8):
+        step = build_steady_step(load_library("fsdp2"), replace(HOST_SHAPES["9 parameters"], blocks=2), "fp32")
+        sys.setprofile(note)
+        try:
+            step()
+            torch._C._functorch.peek_interpreter_stack()  # is noticed
+        finally:
+            sys.setprofile(None)
+    assert asked == ["peek_interpreter_stack"]
