@@ -9,7 +9,6 @@ torch.compile traces what is here; but for that it runs outside of graphs only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -43,7 +42,6 @@ def accept_sharded_inputs() -> None:
 def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     parameters = signature(backward)
 
-    @wraps(backward)
     def backward_of_sharded(*args: Any, **kwargs: Any) -> None:
         if kwargs.get("inputs") is not None or len(args) > len(parameters.parameters) - 1:
             bound = parameters.bind(*args, **kwargs)
@@ -60,7 +58,6 @@ def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
 
 
 def _without_full_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(grad)
     def grad_of_sharded(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return grad(outputs, inputs, *args, **kwargs)

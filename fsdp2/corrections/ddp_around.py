@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +22,6 @@ def _guard(imported: ModuleType) -> None:
     ddp: Any = imported.DistributedDataParallel
     init = ddp.__init__
 
-    @wraps(init)
     def checked(self: nn.Module, module: Any, *args: Any, **options: Any) -> None:
         if isinstance(module, nn.Module) and not torch_compat.is_shared_with_ddp(module):
             _check(module)

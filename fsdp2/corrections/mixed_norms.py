@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +19,6 @@ def refuse_mixed_norms() -> None:
 
 
 def _refusing(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(total_norm)
     def refusing(tensors: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if ShardedDTensor in set(map(type, tensors)) and _lie_on_several_meshes(tensors):

@@ -5,7 +5,6 @@ Torch leaves them plain, those of scalars in `set_optimizer_state_dict`, too, an
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +24,6 @@ def cut_loaded_states() -> None:
     """From now on each rank keeps its part of a whole state that is loaded. All must load the same."""
     plainly = Optimizer.load_state_dict
 
-    @wraps(plainly)
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
         plainly(self, state_dict)
         for param, state in self.state.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -44,10 +44,8 @@ class _Seen(NamedTuple):
         return [state for each in self.states if (state := each()) is not None]
 
 
-_seen: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
-# Identity of an optimizer that stepped nothing of ours when it was looked at -> how many parameters of sharded modules
-# there were then, and how many groups it had.
-_others: dict[int, tuple[int, int]] = {}
+# By the identity of an optimizer, while it is alive: a WeakKeyDictionary takes longer than the look.
+_seen: dict[int, _Seen] = {}
 
 
 def follow_optimizer_steps() -> None:
@@ -71,7 +69,12 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _is_known_to_be_of_others(optimizer: Optimizer) -> bool:
     """Returns True if it has been looked at, and steps nothing of ours: that is all the time that it loses."""
-    return _others.get(id(optimizer)) == (FSDPParam.made, len(optimizer.param_groups))
+    seen = _seen.get(id(optimizer))
+    return seen is not None and not (seen.states or seen.has_stale) and seen.counts == _counts_of(optimizer)
+
+
+def _counts_of(optimizer: Optimizer) -> tuple[int, int]:
+    return sum([len(group["params"]) for group in optimizer.param_groups]), FSDPParam.made
 
 
 @hides_modes
@@ -118,8 +121,9 @@ def _look_at(optimizer: Optimizer) -> _Seen:
     """Finds the states whose parameters it steps on. If it is new, has ranks look after trainable plain parameters that
     it has beside them, and that each rank steps on as it likes.
     """
-    counts = sum(len(group["params"]) for group in optimizer.param_groups), FSDPParam.made
-    seen = _seen.get(optimizer)
+    counts, seen = _counts_of(optimizer), _seen.get(id(optimizer))
+    if seen is None:
+        finalize(optimizer, _seen.pop, id(optimizer), None)
     if seen is None or seen.counts != counts:
         params = _params_of(optimizer)
         owners = (sharded_owner(param) for param in params if isinstance(param, DTensor))
@@ -132,11 +136,7 @@ def _look_at(optimizer: Optimizer) -> _Seen:
         in_backward = seen is not None and states and states[0].group.gradients.steps.stepper is not None
         settings = seen.settings if seen is not None and in_backward else CheckedSettings()
         has_stale = any(SHARDED_AS in vars(param) or names_of_full(param) for param in params)
-        seen = _seen[optimizer] = _Seen(counts, [ref(state) for state in states], settings, has_stale)
-        if not (states or has_stale):
-            if id(optimizer) not in _others:
-                finalize(optimizer, _others.pop, id(optimizer), None)
-            _others[id(optimizer)] = (FSDPParam.made, len(optimizer.param_groups))
+        seen = _seen[id(optimizer)] = _Seen(counts, [ref(state) for state in states], settings, has_stale)
     return seen
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +21,6 @@ def refuse_parallelize_after() -> None:
 def _check_in(names: dict[str, Any]) -> None:
     distribute = names["distribute_tensor"]
 
-    @wraps(distribute)
     def checked(tensor: Tensor, *args: Any, **options: Any) -> DTensor:
         owner = sharded_owner(tensor) if isinstance(tensor, DTensor) else None
         if owner is not None:
