@@ -1,0 +1,286 @@
+"""fully_shard() and replicate(): collect the parameters of modules, shard them, and attach hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from threading import RLock
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from .compat import untraced
+from .events import strategies
+from .group import FSDPParamGroup, make_group
+from .hooks import run_forward
+from .mesh import (
+    DataMesh,
+    DataParallelMeshDims,
+    Distribution,
+    data_mesh,
+    default_mesh,
+    described_data_mesh,
+    distribute,
+    named_data_mesh,
+    replicated_data_mesh,
+    subgroup,
+)
+from .module import FSDPModule
+from .parameter import FSDPParam, Slot, fqn
+from .policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
+from .root import Root
+from .state import STATE, FSDPState, modules_below, names_below, state_of, states_among
+from .user_code import hides_modes
+
+Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call of `fully_shard` or `replicate`. `extras`: those of extensions."""
+
+    mesh: DeviceMesh | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    reshard_after_forward: bool | int | None = None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    offload_policy: OffloadPolicy = OffloadPolicy()
+    ignored_params: Collection[nn.Parameter] | None = None
+    replicates: bool = False
+    extras: dict[str, Any] = {}
+
+
+class ParameterPlan(NamedTuple):
+    """What becomes of one parameter."""
+
+    name: str
+    slots: list[Slot]
+    mesh: DataMesh
+    distribution: Distribution
+    keeps_dtype: bool
+
+
+@dataclass
+class Plan:
+    """What one call is about to do; extensions may refuse it, or change it, while nothing is changed yet.
+
+    `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
+    FQNs; `inside`: the states of inner calls; `parameters`: by FQN. `units`: modules that get a state of their own, with
+    the FQNs of their parameters; extensions fill it.
+    """
+
+    roots: list[nn.Module]
+    given: Arguments
+    mesh: DataMesh
+    managed: dict[nn.Module, str]
+    inside: list[FSDPState]
+    parameters: dict[str, ParameterPlan]
+    units: dict[nn.Module, list[str]] = field(default_factory=dict)
+
+
+def fully_shard(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Modules:
+    """Shards the parameters of `module` over the ranks of `mesh`, in place, and returns `module`.
+
+    `fsdp2.fully_shard` describes the arguments; it adds checks and `conditional`. Every rank of the mesh must call it.
+    """
+    return apply(
+        module,
+        Arguments(
+            mesh, dp_mesh_dims, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params
+        ),
+    )
+
+
+def replicate(
+    module: Modules,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Modules:
+    """Keeps a whole copy of the parameters of `module` on each rank of `mesh`, and averages their gradients: DDP."""
+    given = Arguments(mesh, None, None, None, mp_policy, offload_policy, ignored_params, replicates=True)
+    return apply(module, given)
+
+
+@hides_modes
+def apply(module: Modules, given: Arguments) -> Modules:
+    """Does what `fully_shard` and `replicate` do."""
+    plan = _plan(module, given)
+    for check in strategies().plan:
+        check(plan)
+    classes = [sharded_class(type(root)) for root in plan.roots]
+    # From here on nothing is refused.
+    for each in plan.managed:
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                each._buffers[name] = buffer.to(plan.mesh.device)
+    states = _make_states(plan)
+    below = [*states, *plan.inside]
+    attach(states[0], below, classes)
+    return module
+
+
+def attach(state: FSDPState, below: Iterable[FSDPState], classes: Sequence[type]) -> None:
+    """Gives the modules of `state` their state and class, and makes it the root of all states `below`."""
+    for module, cls in zip(state.modules, classes, strict=True):
+        module.__dict__[STATE] = state
+        module.__class__ = cls  # type: ignore[assignment]
+    Root(state, below, names_below(state.modules))
+
+
+# ---- the plan
+
+
+def _plan(module: Any, given: Arguments) -> Plan:
+    roots = list(module) if isinstance(module, (list, tuple)) else [module]
+    for each in roots:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"module: expected an nn.Module or a list of them, got {type(each).__name__}")
+        if state_of(each) is not None:
+            raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
+    nested = {inner for outer in roots for inner in outer.modules() if inner is not outer} if len(roots) > 1 else ()
+    roots = [each for each in roots if each not in nested]
+    mesh = given.mesh if given.mesh is not None else default_mesh()
+    if given.replicates:
+        shared = replicated_data_mesh(mesh)
+    else:
+        shared = data_mesh(mesh) if given.dp_mesh_dims is None else named_data_mesh(mesh, given.dp_mesh_dims)
+    inside = list(states_among(names_below(roots)))
+    managed: dict[nn.Module, str] = {}
+    for i, root in enumerate(roots):
+        here = modules_below(root, "" if len(roots) == 1 else f"[{i}]", and_sharded=False)
+        managed.update((each, name) for each, name in here.items() if each not in managed)
+    slots = _collect_slots(managed, given.ignored_params or ())
+    parameters = {name: _plan_parameter(name, own, shared, given) for name, own in slots.items()}
+    return Plan(roots, given, shared, managed, inside, parameters)
+
+
+def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> dict[str, list[Slot]]:
+    """Returns FQN -> the slots of one distinct parameter. Tied parameters go under the first of their names."""
+    slots: dict[nn.Parameter, list[Slot]] = {}
+    for module in managed:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not (ignored and parameter in ignored):
+                slots.setdefault(parameter, []).append(Slot(module, name))
+    return {fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
+
+
+def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Arguments) -> ParameterPlan:
+    """Asks the user's functions about one parameter."""
+    parameter, mesh, placement = slots[0].get(), shared, None
+    try:
+        if given.shard_placement_fn is not None:
+            placement = given.shard_placement_fn(parameter)
+            if hasattr(placement, "mesh_info"):
+                mesh, placement = described_data_mesh(placement.mesh_info), placement.placement
+        dim = 0 if placement is None else _dim_of(placement, parameter)
+        distribution = distribute(parameter, mesh, dim)
+        return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+def _dim_of(placement: Any, parameter: nn.Parameter) -> int:
+    if type(placement) is not Shard:
+        raise ValueError(f"expected shard_placement_fn to return a Shard or None, got {placement!r}")
+    if not -parameter.dim() <= placement.dim < parameter.dim():
+        raise ValueError(f"expected a dim of shape {tuple(parameter.shape)}, got {placement!r}")
+    return placement.dim % parameter.dim()
+
+
+# ---- what is changed then
+
+
+def _make_states(plan: Plan) -> list[FSDPState]:
+    """Returns the state of the call's modules, and those of its units."""
+    in_unit = {name: unit for unit, names in plan.units.items() for name in names}
+    rest = [each for each in plan.parameters.values() if each.name not in in_unit]
+    policy = plan.given.mp_policy
+    states = [FSDPState(plan.roots, _make_groups(plan, plan.roots, rest, policy), policy)]
+    # The inputs and outputs of a unit are those of the module around it, and stay as they are.
+    policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
+    for unit, names in plan.units.items():
+        own = [plan.parameters[name] for name in names]
+        states.append(FSDPState([unit], _make_groups(plan, [unit], own, policy), policy))
+    states[0].parts = states[1:]
+    return states
+
+
+def _make_groups(
+    plan: Plan, modules: list[nn.Module], parameters: list[ParameterPlan], policy: MixedPrecisionPolicy
+) -> list[FSDPParamGroup]:
+    """Returns a group for each mesh of `parameters`; one, which may be empty, on the mesh of the call if there are none."""
+    given, on_mesh = plan.given, {}
+    for each in parameters:
+        on_mesh.setdefault(each.mesh, []).append(each)
+    groups = []
+    for mesh, members in (on_mesh or {plan.mesh: []}).items():
+        device, pin = storage_place(given.offload_policy, mesh.device)
+        with torch.no_grad():
+            params = [FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype) for each in members]
+        choice, size = given.reshard_after_forward, mesh.size
+        is_int = choice is not None and not isinstance(choice, bool)
+        reshard = choice if not is_int else choice != 1
+        settings = GroupSettings(policy, reshard_after_forward=reshard, pin_memory=pin, extras=given.extras)
+        groups.append(make_group(modules, params, mesh, settings))
+        if is_int and choice not in (1, size) and size > 1:
+            restore_among(groups[-1], choice)
+    return groups
+
+
+def restore_among(group: FSDPParamGroup, num_ranks: int) -> None:
+    """Has so many neighbouring ranks restore the parameters after forward. Every rank must call it."""
+    assert group.mesh.shard_group is not None, "one rank restores nothing"
+    neighbours = subgroup(group.mesh.shard_group, num_ranks)
+    comm = strategies().make_comm(neighbours, group.mesh.device, group.purpose)
+    group.use_comms(group.comms._replace(post_forward=comm))
+
+
+def storage_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:
+    """Returns where shards live, and whether in page-locked memory. A policy of torch's own is accepted, too."""
+    cpu = torch.device("cpu")
+    if not hasattr(policy, "pin_memory") or device == cpu:
+        return device, False
+    return cpu, bool(policy.pin_memory) and torch.accelerator.is_available()
+
+
+# ---- the class of sharded modules
+
+_lock = RLock()  # ranks may be threads of one process, and a class must be made once
+
+
+def sharded_class(cls: type) -> type:
+    """Returns the class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
+
+    FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have
+    layouts of their own); what overrides nn.Module therefore stands in the new class itself.
+    """
+    with _lock:
+        return _sharded_class(cls)
+
+
+@cache
+def _sharded_class(cls: Any) -> Any:
+    @untraced
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_forward(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
+
+    body = {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    for attributes in strategies().class_attributes:
+        body.update(attributes(cls))
+    return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)

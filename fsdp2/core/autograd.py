@@ -1,0 +1,168 @@
+"""Places of the autograd graph where the engine is called: saved tensors, nodes, gradients, the end of backward.
+
+Saved-tensor hooks make backward independent of how a loss reached a module: whatever node of the graph needs a weight
+unpacks it first, whether the module returned its tensors, kept them on `self`, or handed out views of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from . import compat
+from .compat import graph_task, num_dispatch_modes, num_function_modes, storage_id
+from .user_code import are_in_force, outside, run_hidden
+
+# What stands for a saved tensor: (the tensor, its version or its group's versions, the group if it is a weight).
+_Saved = tuple[Tensor, Any, Any]
+
+_DO_LATER = "Change parameters before forward or after backward; none made in torch.inference_mode() can be trained"
+
+
+class SavedTensors:
+    """Saved-tensor hooks that are in force during a forward pass of one root.
+
+    They recognise unsharded parameters among what autograd saves, have them gathered again when backward reads them,
+    and refuse those that have changed meanwhile. `owners`: storage identity -> the group whose weights lie there.
+    """
+
+    def __init__(self) -> None:
+        self.owners: dict[int, Any] = {}
+        self._hooks: saved_tensors_hooks | None = None
+        # Those of a sharded model inside whose forward this one is called.
+        self._outer: SavedTensors | None = None
+
+    def activate(self) -> bool:
+        """Puts the hooks in force, unless other hooks are. Returns False if none may be (in `torch.func.grad`).
+
+        Activation checkpointing brings its own hooks and saves nothing: it runs the forward again, with the engine's
+        module hooks, inside backward. Hooks on top of its own would make it save what it is there to drop.
+        """
+        if self._hooks is not None:
+            return True
+        if compat.why_no_hooks() is not None:
+            return False
+        active = compat.top_saved_tensor_hooks(False)
+        self._outer = getattr(active[0], "__self__", None) if active else None
+        if not active or isinstance(self._outer, SavedTensors):
+            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks.__enter__()
+        return True
+
+    def deactivate(self) -> None:
+        """Puts them out of force."""
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
+
+    def are_on_top(self) -> bool:
+        """Returns True if these hooks, not somebody else's on top of them, are called."""
+        active = compat.top_saved_tensor_hooks(False)
+        return bool(active) and getattr(active[0], "__self__", None) is self
+
+    def _owner_in_outer(self, storage: int) -> Any:
+        outer = self._outer
+        while outer is not None:
+            owner = outer.owners.get(storage)
+            if owner is not None:
+                return owner
+            outer = outer._outer
+        return None
+
+    @compat.no_user_hook
+    def _pack(self, tensor: Tensor) -> _Saved:
+        if num_function_modes() and are_in_force():  # which see attributes, too
+            return run_hidden(self._pack, tensor)
+        # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
+        kept = tensor if tensor.is_leaf else run_hidden(tensor.detach) if num_dispatch_modes() else tensor.detach()
+        storage = storage_id(kept)
+        owner = self.owners.get(storage) or (self._outer and self._owner_in_outer(storage))
+        return (kept, owner.versions, owner) if owner else (kept, kept._version, None)
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if num_function_modes() and are_in_force():
+            return run_hidden(self._unpack, saved)
+        tensor, before, owner = saved
+        # Autograd checks versions itself, but not of tensors that pass through hooks.
+        if owner is None:
+            if tensor._version != before:
+                _refuse("a tensor", tensor, "torch.autograd.set_detect_anomaly(True) finds what needs it")
+        else:
+            owner.use_in_backward()
+            now = owner.versions
+            if now is not before and now != before:
+                names = owner.parameters.changed_names(tensor, before, now)
+                if names:
+                    _refuse(names[0] if len(names) == 1 else f"a parameter (of {owner})", tensor, _DO_LATER)
+        return tensor
+
+
+def _refuse(what: str, tensor: Tensor, do: str) -> None:
+    raise RuntimeError(
+        f"{what} of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place operation "
+        f"since forward, or replaced. {do}."
+    )
+
+
+def before_nodes(nodes: Sequence[Any], callback: Callable[[], None]) -> None:
+    """Calls `callback` when backward is about to run any of `nodes`.
+
+    On nodes, not on tensors: a tensor may be the next module's input, whose hooks on it are to run first, in whatever
+    order they came.
+    """
+
+    def hook(_: Any) -> None:
+        callback()
+
+    for node in nodes:
+        node.register_prehook(hook)
+
+
+def after_tensors(tensors: Sequence[Tensor], callback: Callable[[], None]) -> None:
+    """Calls `callback` when all of `tensors` have their gradient, in each backward."""
+    total, missing, backward = len(tensors), 0, -1
+
+    def hook(_: Tensor) -> None:
+        nonlocal missing, backward
+        if missing == 0 or backward != graph_task():  # the one before may not have reached all
+            missing, backward = total, graph_task()
+        missing -= 1
+        if missing == 0:
+            callback()
+
+    for tensor in tensors:
+        tensor.register_hook(hook)
+
+
+def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:
+    """Calls `callback` at the end of the next (inner) backward that reaches `leaf`.
+
+    Autograd accumulates into leaves before all else: the gradient itself comes too early.
+    """
+
+    def hook(_: Tensor) -> None:
+        handle.remove()
+        compat.on_backward_end(callback)
+
+    handle = leaf.register_hook(hook)
+
+
+def at_backward_end(end: Callable[[], None], recover: Callable[[], None]) -> None:
+    """Calls `end` when the backward that runs has computed all gradients, and `recover` if `end` fails.
+
+    Nothing is called if the backward itself fails: autograd drops what it holds at some later time, on a device's
+    thread perhaps.
+    """
+
+    def run() -> None:
+        try:
+            with outside():
+                end()
+        except BaseException:  # a user's hook on a parameter raised, or a peer is gone
+            run_hidden(recover)
+            raise
+
+    compat.on_backward_end(run)

@@ -1,0 +1,281 @@
+"""Which gradients of a group are reduced together (buckets), and how those of one bucket are packed to be sent.
+
+Shape legend:  W ranks,  P elements of one rank's segment.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from . import compat, streams
+from .gather import contiguous_stride, costs_launches, split_chunks
+from .layout import BucketLayout, ParamSpec, split_pieces
+from .policy import MixedPrecisionPolicy
+
+# A group's gradients are reduced in about four buckets, so that what has arrived can be sent and freed while the rest
+# is computed: eight where copies are sent, cast ones, which take memory, too. Buckets below this size cost more in
+# latency than they save.
+MAX_BUCKETS = 4
+MAX_BUCKETS_OF_COPIES = 8
+MIN_BUCKET_BYTES = 1024 * 1024
+# So many times that where an operation is a launch: a block of some 30 MB, as GPT-2's, is soon computed, and the host
+# would be late with four launches instead of one, which save little memory. Among 1,024 ranks, each one's slice is
+# 16 KiB then, which takes no longer than its latency. Not measured on a GPU.
+LAUNCHES_TIMES = 16
+# The gradient of a group of one parameter, an embedding or a head for example, can't be cut into buckets. It is copied
+# and sent piece by piece, lest a copy of all of it, in the reduce dtype, be the peak of the whole step.
+MAX_PIECES = 16
+MIN_PIECE_BYTES = 1024 * 1024
+# Below this, gradients are packed by one operation on CPU though that takes more copies: an operation costs more than
+# its bytes.
+LITTLE_BYTES = 64 * 1024
+
+
+def wire_dtypes(
+    specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool
+) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes in which gradients travel.
+
+    `as_computed`: a gradient that is computed in a narrower dtype than it is summed in travels in the narrower one,
+    unless the policy chooses another.
+    """
+    return tuple(
+        policy.sent_dtype(spec.storage_dtype, spec.compute_dtype if as_computed and not spec.extended else None)
+        for spec in specs
+    )
+
+
+def find_buckets(
+    specs: Sequence[ParamSpec],
+    reduce_dtypes: Sequence[torch.dtype],
+    wire_dtypes: Sequence[torch.dtype],
+    trainable: Iterable[int],
+    device: torch.device,
+) -> list[tuple[int, ...]]:
+    """Returns the parameter indices of each bucket. Gradients are expected in reverse order of the parameters."""
+    expected = sorted(trainable, reverse=True)
+    are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
+    count = MAX_BUCKETS if are_sent else MAX_BUCKETS_OF_COPIES
+    min_bytes = MIN_BUCKET_BYTES * (LAUNCHES_TIMES if costs_launches(device) else 1)
+    return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, min_bytes)
+
+
+def split_buckets(
+    specs: Sequence[ParamSpec],
+    reduce_dtypes: Sequence[torch.dtype],
+    wire_dtypes: Sequence[torch.dtype],
+    indices: Iterable[int],
+    max_buckets: int,
+    min_bytes: int,
+) -> list[tuple[int, ...]]:
+    """Cuts the parameters `indices` of a group, in the order their gradients are expected, into buckets.
+
+    A bucket holds one (reduce dtype, wire dtype, storage dtype) and at least `min_bytes`, unless all of that kind are
+    less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, and what is left over: there
+    may be up to twice as many buckets.
+    """
+    by_dtype: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for i in indices:
+        by_dtype.setdefault((reduce_dtypes[i], wire_dtypes[i], specs[i].storage_dtype), []).append(i)
+    buckets = []
+    for (reduce_dtype, *_), members in by_dtype.items():
+        sizes = {i: specs[i].shard_numel * specs[i].world_size * reduce_dtype.itemsize for i in members}
+        target = max(sum(sizes.values()) / max_buckets, min_bytes)
+        bucket: list[int] = []
+        filled = 0
+        for i in members:
+            # The largest bucket is what the peak of a step depends on.
+            if filled >= max(min_bytes, 1) and filled + sizes[i] > target:
+                buckets.append(tuple(bucket))
+                bucket, filled = [], 0
+            bucket.append(i)
+            filled += sizes[i]
+        if filled < min_bytes and filled < sum(sizes.values()):
+            bucket = [*buckets.pop(), *bucket]
+        buckets.append(tuple(bucket))
+    return buckets
+
+
+class Bucket:
+    """Counts the gradients of one bucket that are still to come in this backward pass.
+
+    The unsharded parameters hold it by their hooks, so it must not hold the group that owns them.
+    """
+
+    def __init__(self, indices: tuple[int, ...], progress: Callable[[Bucket], None]) -> None:
+        self.indices, self.size = indices, len(indices)
+        self._progress = weakref.WeakMethod(progress)
+        # How many are missing; and how often all were there in this pass: reentrant checkpointing may bring them again.
+        self.missing, self.completed = self.size, 0
+
+    def restart(self) -> None:
+        """Expects all gradients again, in another pass."""
+        self.missing, self.completed = self.size, 0
+
+    def complete(self) -> None:
+        """Notes that all are there."""
+        self.missing, self.completed = self.size, self.completed + 1
+
+    def arrive(self, _: Tensor) -> None:
+        """Counts a gradient, as a post-accumulate hook; tells the group of the first and of the last."""
+        self.missing -= 1
+        if self.missing == 0 or self.missing == self.size - 1:
+            progress = self._progress()
+            if progress is not None:
+                progress(self)
+
+
+class Segments:
+    """Memory in which the packed gradients of one bucket lie side by side, one segment for each rank, to be sent.
+
+    `of_ranks`: (W, P) elements of the wire dtype; `flat`: the same as one row. The views that gradients are copied to
+    are made once; the memory may be freed between two uses.
+    """
+
+    def __init__(self, layout: BucketLayout, specs: Sequence[ParamSpec], world_size: int, device: torch.device) -> None:
+        self._layout, self._specs = layout, [specs[i] for i in layout.packed]
+        with torch.inference_mode(False):  # they outlive it
+            self.of_ranks = torch.empty(world_size, layout.packed_numel, dtype=layout.wire_dtype, device=device)
+        self.flat = self.of_ranks.view(-1)
+        self.storage, self.nbytes = self.flat.untyped_storage(), self.flat.nbytes
+
+    def fill(self, gradients: list[Tensor]) -> None:
+        """Copies each gradient to its place, casting to the wire dtype.
+
+        Padding keeps whatever it held: nobody reads the sums made of it.
+        """
+        sources = [part for each, spec in zip(gradients, self._specs, strict=True) for part in _parts(each, spec)]
+        compat.copy_all(self._places, sources)
+
+    @cached_property
+    def _places(self) -> list[Tensor]:
+        """Where the parts of all gradients go."""
+        layout = self._layout
+        offsets = [layout.offsets[i] - layout.packed_start for i in layout.packed]
+        return [
+            place for spec, first in zip(self._specs, offsets, strict=True) for place in self._places_of(spec, first)
+        ]
+
+    def _places_of(self, spec: ParamSpec, offset: int) -> list[Tensor]:
+        """Where the parts of one gradient go, which begins at `offset` of each segment."""
+        segment = self.of_ranks.stride(0)
+        if spec.has_single_rows:
+            return [self.of_ranks.as_strided(spec.shape, (segment, *contiguous_stride(spec.shape[1:])), offset)]
+        chunk = (spec.shard_numel,) if spec.dim == 0 else spec.local_shape(0)
+        strides = segment, *contiguous_stride(chunk)
+        places = [self.of_ranks.as_strided((spec.whole_chunks, *chunk), strides, offset)]
+        rows = spec.num_rows - spec.whole_chunks * spec.chunk_rows
+        if rows:
+            first = offset + spec.whole_chunks * segment
+            places.append(self.of_ranks.as_strided((rows * spec.row_numel,), (1,), first))
+        return places
+
+
+def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
+    """Returns a gradient's whole chunks, and the rest as one row; the gradient as it is, if no rank has more than a row."""
+    if spec.has_single_rows:
+        return [gradient]
+    if spec.dim == 0:
+        rows = spec.whole_chunks * spec.chunk_rows
+        chunks, *rest = [gradient] if rows == spec.num_rows else [gradient[:rows], gradient[rows:]]
+        chunks = chunks.reshape(spec.whole_chunks, spec.shard_numel)
+    else:
+        chunks, *rest = split_chunks(gradient, spec)
+    return [chunks, *(each.reshape(-1) for each in rest)]
+
+
+class ReducePlan:
+    """Prepares what all reductions of one bucket have in common.
+
+    `pieces`, `halves`: (first, last) elements of each rank's shard, of a bucket that is one gradient and is sent piece
+    by piece: in many pieces if it is all of its group, in two halves if it is copied and shares its group with others.
+    """
+
+    def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:
+        self.layout, self.spec = layout, specs[layout.indices[0]]
+        self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
+        self._specs, self.world_size = specs, world_size
+        self.nbytes = layout.payload_nbytes * world_size  # of what is sent
+        # Segments that no reduction uses: on CPU it takes as long to make their views as to fill them.
+        self._spare: Segments | None = None
+        packed = [specs[i] for i in layout.packed]
+        # One operation packs all of them. On CPU it pads by a copy, and casts slowly.
+        self._is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
+        self._is_even = all(spec.is_even for spec in packed)
+        self._is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES
+        self._has_single_rows = all(spec.has_single_rows for spec in packed)
+        # Elements behind the last of them, of all segments; and zeros for them, which a user's hook sees.
+        self._tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
+        self._tails: dict[torch.dtype, list[Tensor]] = {}
+        self.pieces = self._split(MAX_PIECES) if len(specs) == 1 else []
+        self.halves = self._split(2) if layout.packed and len(layout.indices) == 1 < len(specs) else []
+
+    def _split(self, count: int) -> list[tuple[int, int]]:
+        """Cuts into at most so many pieces, if the reduction takes memory, to copy to, or to receive in."""
+        layout, world_size = self.layout, self.world_size
+        if self.spec.dim or not (layout.packed or layout.wire_dtype != layout.reduce_dtype):
+            return []
+        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, MIN_PIECE_BYTES)
+        return pieces if len(pieces) > 1 else []
+
+    def take_segments(self, device: torch.device) -> Segments:
+        """Returns memory to pack into. `give_back` follows when it has been read."""
+        segments, self._spare = self._spare, None
+        if segments is None:
+            return Segments(self.layout, self._specs, self.world_size, device)
+        segments.storage.resize_(segments.nbytes)
+        return segments
+
+    def give_back(self, segments: Segments) -> None:
+        """Keeps the views, and frees the memory. Where there are streams, other streams may still read it behind the
+        host: there the memory goes with the object.
+        """
+        if not streams.exist_on(segments.flat.device):
+            segments.storage.resize_(0)
+            self._spare = segments
+
+    def pack(self, gradients: Mapping[int, Tensor], segments: Segments) -> None:
+        """Copies the bucket's packed gradients to their places, casting to the wire dtype."""
+        packed, out_WP = [gradients[i] for i in self.layout.packed], segments.of_ranks
+        dtype, launches = packed[0].dtype, costs_launches(out_WP.device)
+        if not self._is_one_operation(packed, out_WP.dtype, launches):
+            segments.fill(packed)
+            return
+        if self._tail_numel and dtype not in self._tails:
+            self._tails[dtype] = [out_WP.new_zeros(self._tail_numel, dtype=dtype)]
+        packed += self._tails.get(dtype, [])
+        if dtype == out_WP.dtype or launches:
+            compat.chunk_cat(packed, out_WP)
+        else:
+            uncast = torch.empty_like(out_WP, dtype=dtype)
+            compat.chunk_cat(packed, uncast)
+            out_WP.copy_(uncast)
+
+    def _is_one_operation(self, packed: list[Tensor], wire_dtype: torch.dtype, launches: bool) -> bool:
+        if not self._is_one_cat:
+            return False
+        if launches:
+            takes_one_copy = self._is_even and len(packed) == 1  # a concatenation also uploads where its inputs lie
+            return not takes_one_copy and len({each.dtype for each in packed}) == 1
+        if self._has_single_rows or not (self._is_even or self._is_little):
+            return False
+        dtypes = {each.dtype for each in packed}  # those that have waited come in the reduce dtype
+        return dtypes == {wire_dtype} or (len(dtypes) == 1 and self._is_little)
+
+    def pack_piece(self, gradient: Tensor, first: int, last: int, out_WP: Tensor) -> None:
+        """Copies elements `first` to `last` of each rank's shard, along dim 0, of one gradient, casting.
+
+        Padding keeps whatever it held.
+        """
+        spec = self.spec
+        flat, shard, last = gradient.reshape(-1), spec.shard_numel, min(last, spec.shard_numel)
+        whole = spec.whole_chunks * shard
+        out_WP[: spec.whole_chunks, : last - first] = flat[:whole].view(spec.whole_chunks, shard)[:, first:last]
+        rest = flat[whole:][first:last]
+        if rest.numel():
+            out_WP[spec.whole_chunks, : rest.numel()] = rest

@@ -1,0 +1,244 @@
+"""The memory of one group: its shards at rest, and its unsharded parameters while they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from . import compat
+from .comm import Comm, Work
+from .gather import Copies, GatherPlan, group_copies, leaf_over, own_storage_view, view_bytes
+from .layout import GatherLayout, gather_layout
+from .streams import Transfer, Transfers
+
+
+class PendingGather:
+    """A gather in flight. Its group's buffers stay allocated until `finish` or `abandon`."""
+
+    def __init__(self, plan: GatherPlan, work: Work | None, inputs: Sequence[Tensor] = ()) -> None:
+        self._plan, self._work, self._inputs_kept_alive = plan, work, inputs
+
+    def finish(self) -> None:
+        """Waits (the current stream; on CPU the caller); then the unsharded parameters are there."""
+        self.abandon()
+        self._plan.finish()
+
+    def abandon(self) -> None:
+        """Waits until nobody writes to the buffers any more, so that they can be freed."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        self._inputs_kept_alive = ()
+
+
+class GroupBuffers:
+    """One flat buffer of shards, and one storage for the unsharded parameters, allocated from `start_gather` to `free`.
+
+    The storage is allocated at first, for `unsharded_parameter`: call `free` when the parameters are built.
+
+    Args:
+        layout: where everything lies.
+        rank: this rank's index in the shard group.
+        device: where the unsharded parameters live and compute.
+        transfers: copies the shards to `device` for each gather, if they rest on the CPU and `device` is another.
+        post_forward: some ranks of the shard group, this one included, which restore the parameters after `shrink`
+            (the secondary partition of ZeRO++ hpZ).
+    """
+
+    def __init__(
+        self,
+        layout: GatherLayout,
+        rank: int,
+        device: torch.device,
+        transfers: Transfers | None = None,
+        post_forward: Comm | None = None,
+    ) -> None:
+        self.layout = layout if transfers is None else replace(layout, aliased=False)
+        self._rank, self._device, self._transfers = rank, device, transfers
+        self._stage: _Stage | None = None
+        self._nbytes, secondary = layout.full_nbytes, None
+        if post_forward is not None:
+            secondary = _secondary_layout(layout, post_forward)
+            self._nbytes = max(self._nbytes, secondary.full_nbytes)
+        if not self.layout.aliased:
+            self._unsharded = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+        # Keep the storage when it is given up, so that pointers into it stay valid.
+        self.keeps_storage = False
+        self._is_allocated = True
+        self._place_shards()
+        self._secondary = None
+        if secondary is not None and post_forward is not None:
+            self._secondary = _SecondaryShards(secondary, post_forward, self._unsharded)
+
+    def renew_shards(self) -> None:
+        """Puts the shards into other memory, without values: users may hold parts of the old one. If the unsharded
+        parameters lie there, too, so do those that `unsharded_parameter` returns from now on.
+        """
+        if not self._is_allocated:
+            self.storage.resize_(self._nbytes)  # while a plan is made of it
+        self._place_shards()
+        if not self._is_allocated:
+            self.storage.resize_(0)
+
+    def _place_shards(self) -> None:
+        nbytes = self.layout.shard_nbytes
+        if self._transfers is None:
+            self.shards = source = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        else:
+            self.shards = self._transfers.allocate(nbytes, torch.uint8).zero_()
+            self._stage = _Stage(self.shards, self._device, self._transfers)
+            source = self._stage.memory
+        if self.layout.aliased:
+            self._unsharded = self.shards
+        self.storage = self._unsharded.untyped_storage()
+        self.storage_id = compat.storage_id(self._unsharded)
+        self._plan = GatherPlan(self.layout, self._rank, source, self._unsharded)
+        if self._stage is not None:
+            self._stage.free()
+
+    def unsharded_parameter(self, i: int) -> Tensor:
+        """Returns the memory of unsharded parameter i, as a tensor to build the parameter upon."""
+        spec = self.layout.specs[i]
+        return leaf_over(self._unsharded, self.layout.full_offsets[i], spec.shape, spec.compute_dtype)
+
+    def words(self, every: int) -> list[Tensor]:
+        """Returns every so many of the words in which each unsharded parameter lies, as int64."""
+        whole = view_bytes(self._unsharded, 0, self._unsharded.numel() // 8, torch.int64)
+        return [
+            whole.as_strided((-(-spec.nbytes // (8 * every)),), (every,), offset // 8)
+            for spec, offset in zip(self.layout.specs, self.layout.full_offsets, strict=True)
+        ]
+
+    def hold(self, locals_: Sequence[Tensor]) -> bool:
+        """Returns True if each of these local tensors is at its place in the shard buffer (`.to` makes new objects)."""
+        places = zip(locals_, self.layout.shard_offsets, strict=True)
+        start = self.shards.data_ptr()
+        return not any(local.is_inference() for local in locals_) and all(
+            not local.numel() or (local.data_ptr() == start + offset and local.is_contiguous())
+            for local, offset in places
+        )
+
+    def move_into_shards(self, locals_: Sequence[Tensor]) -> list[Tensor]:
+        """Copies each local tensor to its place in the shard buffer, and returns those in place."""
+        placed = []
+        for local, spec, offset in zip(locals_, self.layout.specs, self.layout.shard_offsets, strict=True):
+            own = own_storage_view(self.shards, offset, tuple(local.shape), spec.storage_dtype)
+            own.copy_(local)
+            placed.append(own)
+        return placed
+
+    def start_gather(
+        self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
+    ) -> PendingGather:
+        """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
+        if not self._is_allocated:
+            self.storage.resize_(self._nbytes)
+            self._is_allocated = True
+        if self._secondary is not None and self._secondary.is_filled:
+            return self._secondary.start_gather()
+        start = self._plan.start
+        if self._stage is not None:
+            self._stage.start(partial(start, comm, more_outputs, more_inputs))
+            return PendingGather(self._plan, self._stage, more_inputs)
+        return PendingGather(self._plan, start(comm, more_outputs, more_inputs), more_inputs)
+
+    def shrink(self) -> None:
+        """Frees the unsharded parameters but for this rank's secondary shards, from which the next gather restores."""
+        if self._secondary is not None:
+            self._secondary.fill()
+        self._free_unsharded()
+
+    def free(self) -> None:
+        """Frees the unsharded parameters, and what `shrink` has kept of them."""
+        if self._secondary is not None:
+            self._secondary.drop()
+        self._free_unsharded()
+
+    def hold_memory(self) -> bool:
+        """Returns True if `free` would give memory back."""
+        is_freed_later = self._is_allocated and not self.layout.aliased and not self.keeps_storage
+        return is_freed_later or (self._secondary is not None and self._secondary.is_filled)
+
+    def _free_unsharded(self) -> None:
+        if self._is_allocated and not self.layout.aliased and not self.keeps_storage:
+            self._is_allocated = False
+            self.storage.resize_(0)
+
+
+class _Stage:
+    """Memory on the device for a copy of the shards, from which a gather reads. It is the Work of that gather.
+
+    It is allocated at first, for a plan to be made of it.
+    """
+
+    def __init__(self, shards: Tensor, device: torch.device, transfers: Transfers) -> None:
+        self._shards, self._transfers = shards, transfers
+        self.memory = torch.empty_like(shards, device=device)
+        self._storage = self.memory.untyped_storage()
+        self._copy: Transfer[Work | None] | None = None
+
+    def start(self, start_gather: Callable[[], Work | None]) -> None:
+        """Begins to copy the shards, and to gather behind that, beside what the device computes."""
+        self._storage.resize_(self._shards.nbytes)
+        self._copy = self._transfers.start_in(self.memory, self._shards, start_gather)
+
+    def wait(self) -> None:
+        copy, self._copy = self._copy, None
+        assert copy is not None, "a gather is waited for once"
+        work = copy.wait()
+        if work is not None:
+            work.wait()
+        self.free()
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+
+class _SecondaryShards:
+    """This rank's shards in compute dtypes, cut among the ranks of the post-forward mesh instead of all."""
+
+    def __init__(self, layout: GatherLayout, comm: Comm, unsharded: Tensor) -> None:
+        self._comm, self._nbytes = comm, layout.shard_nbytes
+        self.is_filled = False
+        self._shards = torch.empty(self._nbytes, dtype=torch.uint8, device=unsharded.device)
+        self._storage = self._shards.untyped_storage()
+        self._plan = GatherPlan(layout, comm.rank, self._shards, unsharded)
+        self._copies = group_copies(self._plan_fill(layout, comm.rank, unsharded))
+        self._storage.resize_(0)
+
+    def _plan_fill(self, layout: GatherLayout, rank: int, unsharded: Tensor) -> Copies:
+        copies = []
+        for spec, offset, full_offset in zip(layout.specs, layout.shard_offsets, layout.full_offsets, strict=True):
+            shape, (first, last) = spec.local_shape(rank), spec.rows(rank)
+            whole = view_bytes(unsharded, full_offset, spec.numel, spec.compute_dtype).view(spec.shape)
+            own = whole.narrow(spec.dim, first, last - first)
+            copies.append((view_bytes(self._shards, offset, own.numel(), spec.compute_dtype).view(shape), own))
+        return copies
+
+    def fill(self) -> None:
+        self.is_filled = True
+        self._storage.resize_(self._nbytes)
+        for copies in self._copies:
+            compat.copy_all(*copies)
+
+    def drop(self) -> None:
+        if self.is_filled:
+            self.is_filled = False
+            self._storage.resize_(0)
+
+    def start_gather(self) -> PendingGather:
+        return PendingGather(self._plan, self._plan.start(self._comm))
+
+
+def _secondary_layout(layout: GatherLayout, comm: Comm) -> GatherLayout:
+    """Returns the layout of parameters cut among fewer ranks, in compute dtypes, into the same unsharded storage.
+
+    Chunks of fewer ranks need no more padding: they fit where those of all ranks do. Packed segments lie behind them.
+    """
+    specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=comm.size) for spec in layout.specs)
+    own = gather_layout(specs, comm.size, comm.direct_min_bytes)
+    return replace(own, full_offsets=layout.full_offsets, packed_start=layout.packed_start)

@@ -1,0 +1,336 @@
+"""Private names of torch that the core uses, each with the reason why no public name will do."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# ---- tensors
+
+# Copies, divides: one launch for all tensors of a list, where the device allows it. Lists must not be empty.
+copy_all: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
+divide_each: Callable[[list[Tensor], float], Any] = torch._foreach_div_
+quotients: Callable[[list[Tensor], float], Any] = torch._foreach_div
+
+_PLAIN = (Tensor, Parameter)
+# Reads in C what Python code reads in several steps. The first is the version counter of a tensor.
+version_of, requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
+
+
+def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
+    """Writes chunk r along dim 0 of all `tensors`, each flattened, one behind the other, to out[r]."""
+    torch._chunk_cat(tensors, 0, out.shape[0], out=out)
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """Returns the plain tensors that a DTensor or another wrapper consists of; of any other tensor, itself."""
+    if type(tensor) in _PLAIN:
+        return [tensor]
+    if isinstance(tensor, DTensor):
+        return inner_tensors(local_of(tensor))
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    names = flatten()[0] if flatten is not None else ()
+    return [part for name in names for part in inner_tensors(getattr(tensor, name))] or [tensor]
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Returns the identity of the storage behind a tensor, also while it is freed (`data_ptr` is 0 then).
+
+    Returns -1 for a tensor without a storage, which is no view of anything: a sparse one, functorch's wrappers.
+    """
+    if type(tensor) not in _PLAIN:
+        tensor = inner_tensors(tensor)[0]  # the wrapper's own storage holds nothing
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return -1
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Returns True if `tensor` covers all of its storage, and no other tensor uses that."""
+    if type(tensor) is not Tensor:
+        return False
+    storage = tensor.untyped_storage()
+    is_all = storage.nbytes() == tensor.numel() * tensor.element_size()
+    return is_all and torch._C._storage_Use_Count(storage._cdata) == 2  # the second user is `storage`
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """Returns `tensor`, or a copy if it shares memory: autograd gives several parameters views of one gradient."""
+    return tensor if owns_memory(tensor) else tensor.clone()
+
+
+# ---- autograd
+
+# () -> number of the backward pass that runs on this thread, or -1. There is no public function.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# () -> (pack, unpack) of the innermost saved-tensor hooks in force on this thread, or None.
+top_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+# () -> why saved-tensor hooks may not be put in force on this thread, or None: `torch.func.grad` forbids them.
+why_no_hooks: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+# () -> True if one of torch.func's transforms runs on this thread. To ask for the innermost one would give the thread a
+# list of transforms for good, which autograd copies into each node of each graph: 2 % of the instructions of a step.
+runs_transform: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+)
+# Runs a function when the running backward pass has computed all gradients. There is no public hook for that.
+on_backward_end: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+# The hooks of `register_module_full_backward_hook`.
+hooks_of_all_modules: dict[int, Any] = nn.modules.module._global_backward_hooks
+
+# The hooks of `register_hook` and of `register_post_accumulate_grad_hook`: autograd can't run them for us.
+backward_hooks_of, post_accumulate_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+
+def no_user_hook(pack: Function) -> Function:
+    """Decorator of a pack hook: selective checkpointing of torch 2.15 warns about hooks that it takes for a user's."""
+    pack._checkpoint_internal, pack._user_hooks = True, None  # type: ignore[attr-defined]
+    return pack
+
+
+def take_hooks(source: Tensor, target: Tensor) -> None:
+    """Moves the hooks registered on one tensor to another; their handles go on working, since the dicts move."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(source, name)
+        if hooks:
+            setattr(target, name, hooks)
+
+
+def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | None) -> None:
+    """Runs `hook(tensor)`, and no other hook under `key`, when a gradient has been accumulated. None: removes it.
+
+    `register_post_accumulate_grad_hook` does the same, and makes a handle, which takes as long as all the rest.
+    """
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    if hooks is None:
+        hooks = tensor._post_accumulate_grad_hooks = OrderedDict()  # as users' handles need it
+    if hook is None:
+        hooks.pop(key, None)
+    else:
+        hooks[key] = hook
+
+
+def untraced(function: Function) -> Function:
+    """Decorator: torch.compile breaks its graph at a call of `function` and runs it as it is, but may compile what it
+    calls. It costs nothing per call; `torch.compiler.disable` wraps each call, and imports dynamo, which takes seconds.
+    """
+    actions = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    message = f"fsdp2 gathers and frees parameters here, outside of graphs. {EXPORT_PLAIN}"
+    function._torchdynamo_disable_msg = message  # type: ignore[attr-defined]
+    return function
+
+
+EXPORT_PLAIN = (
+    "To export or trace a sharded model, load its full state dict (get_model_state_dict, full_state_dict=True) into a "
+    "plain one, and take that."
+)
+
+# ---- modes: public contexts can only add a mode to the stacks
+
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+pop_dispatch_mode: Callable[[Any], Any] = torch._C._pop_torch_dispatch_stack
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+
+# ---- process groups and meshes
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Returns 'gloo', 'nccl', 'fake', ...: `get_backend` names the default device's only, a group may have several.
+
+    Returns '' for a group written in Python that has no backend, or has gloo: messages between pairs of ranks, which
+    the core sends over gloo, would bypass the collectives that such a group has of its own.
+
+    Raises:
+        RuntimeError: any other group that has no backend for `device`.
+    """
+    is_python = is_python_group(group)
+    try:
+        name = group._get_backend(device).name().lower()
+    except RuntimeError as error:
+        if is_python:
+            return ""
+        has = ", ".join(each.type for each in group._device_types)
+        raise RuntimeError(
+            f"expected a process group with a backend for {device.type}, got one for {has or 'no device'}. Initialise "
+            "it with one for each device: init_process_group('cpu:gloo,cuda:nccl'), for example."
+        ) from error
+    return "" if is_python and name == "gloo" else name
+
+
+def is_python_group(group: dist.ProcessGroup) -> bool:
+    """Returns True if a Python class implements `group`: torch's threads as ranks, or a fault-tolerant library."""
+    return isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
+
+
+def size_may_change(group: dist.ProcessGroup) -> bool:
+    """Returns True if `group` computes its own size: ranks may join and leave it (fault-tolerant libraries)."""
+    return is_python_group(group) and type(group).size is not dist.ProcessGroup.size
+
+
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns True if the group's backend says that it launches several collectives at once, as NCCL does."""
+    return bool(getattr(group._get_backend(device), "supports_coalescing", False))
+
+
+def single_tensor_collectives(group: dist.ProcessGroup) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the group's all-gather and reduce-scatter of one tensor: (output, input) -> asynchronous Work.
+
+    The public functions around them changed name in torch 2.13 and cost as much again. The public coalesced methods
+    take three times as long to issue for a single tensor.
+    """
+    return group._allgather_base, group._reduce_scatter_base
+
+
+# The public functions of one tensor, which changed name in torch 2.13: (output, input, group=..., async_op=...) -> Work.
+all_gather_one: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_one: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh of the axes of both, which must be slices of one mesh. There is no public way to build it.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    return DeviceMesh._concatenate([first, second])
+
+
+def mesh_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
+    """Returns a mesh of one axis, which joins the axes `axes` of `mesh`."""
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is None:
+        assert len(axes) == 1, "several axes are chosen by name"
+        return DeviceMesh.from_group(mesh.get_group(axes[0]), mesh.device_type)
+    chosen = mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]
+    return chosen if chosen.ndim == 1 else chosen._flatten()
+
+
+# ---- DTensor
+
+# The local tensor itself: `to_local()` returns a new view on each call, which has no identity.
+local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+# Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
+no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+# (class, local tensor, spec) -> DTensor, without a copy, a check or an autograd node. The constructor is wrapped to be
+# skipped by dynamo, which costs as much as itself again, on every gradient.
+new_dtensor: Callable[[type[DTensor], Tensor, DTensorSpec], DTensor] = partial(
+    inspect.unwrap(DTensor.__new__), requires_grad=False
+)
+
+
+def local_if_any(tensor: Tensor) -> Tensor:
+    """Returns the local tensor of a DTensor, and any other tensor itself."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def dtensor_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    """Returns the spec of a contiguous DTensor. `DTensor.from_local` builds one in each call, and takes 33 us; the
+    constructor takes 2 us with a prepared one.
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def distributed_parameter(tensor: DTensor, requires_grad: bool) -> Parameter:
+    """Returns `tensor` as a parameter. `nn.Parameter` detaches it, which a DTensor dispatches as an operation: half the
+    time of a `fully_shard` call.
+    """
+    tensor._is_param = True  # what makes it an instance of nn.Parameter
+    return cast(Parameter, tensor.requires_grad_(requires_grad))
+
+
+def set_local(tensor: Tensor, local: Tensor) -> None:
+    """Puts `local`, of equal shape and dtype, behind an existing DTensor: users and optimizers hold that object."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+class _Returns(TorchDispatchMode):
+    """Has every operation return `value`."""
+
+    value: Tensor
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be skipped, dynamo would be imported: seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        return self.value
+
+
+def share_versions(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Has an in-place operation on either tensor of a pair, a DTensor and its local tensor, count for both.
+
+    By themselves they have two version counters. Autograd has what `detach` returns share the counter of what it
+    detaches, and a dispatch mode says what it returns. Tensors made in inference mode have no counter.
+
+    Returns the tensor of each pair from which to read the counter: the local one, which is faster.
+    """
+    counting = []
+    with torch.inference_mode(False), torch.no_grad(), no_torch_function(), _Returns() as returns:
+        for tensor, local in pairs:
+            has_counter = not tensor.is_inference()
+            counting.append(local if has_counter else tensor)
+            if has_counter and not local.is_inference():
+                returns.value = local
+                Tensor.detach(tensor)
+    return counting
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Returns the placement of what is cut along `dim` after another mesh axis has cut it into `split_factor` parts.
+
+    Axes to the left cut first in a plain Shard. The data-parallel axis stands left here, and must cut last.
+    """
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: type[DTensor]) -> DTensor:
+    """Returns this rank's part of a tensor that all ranks have, as a DTensor of `cls`, without communication."""
+    strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}
+    if not strided or not all(_cuts_last(axis, mesh, placements) for axis in strided):
+        distributed: Any = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        distributed.__class__ = cls
+        return cast(DTensor, distributed)
+    # torch would cut uneven parts otherwise.
+    local = whole
+    for axis, each in sorted(enumerate(placements), key=lambda pair: pair[0] in strided):
+        if isinstance(each, Shard | _StridedShard):
+            parts, mine = local.chunk(mesh.size(axis), each.dim), mesh.get_local_rank(axis)
+            local = parts[mine] if mine < len(parts) else local.narrow(each.dim, 0, 0)
+    spec = dtensor_spec(mesh, tuple(placements), tuple(whole.shape), whole.dtype)
+    return new_dtensor(cls, local.contiguous(), spec)
+
+
+def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Returns True if a strided axis cuts what those to its right have cut. That of a view may not."""
+    strided = cast(_StridedShard, placements[axis])
+    later = [other for other in range(axis + 1, mesh.ndim) if placements[other] == Shard(strided.dim)]
+    return strided.split_factor == math.prod(mesh.size(other) for other in later)

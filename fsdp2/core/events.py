@@ -1,0 +1,187 @@
+"""The interface between the core and the rest of the package: events that observers follow, and strategies as values.
+
+An *observer* follows the groups under one root: it overrides methods of `Observer`, and a root calls only those that
+are overridden. A *strategy* is a value that replaces a decision of the core: how ranks communicate, which class sharded
+parameters have. `extend` adds both for the whole process, before modules are sharded. fsdp2/README.md shows an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .backends import make_comm
+from .comm import Comm
+
+
+class Observer:
+    """Follows all groups under one root. Override what is needed; the methods do nothing here.
+
+    `root` is a Root, `state` the FSDPState of one sharded module, `group` an FSDPParamGroup, `param` an FSDPParam. What
+    a method raises ends the pass in which it is called. A method must do the same on all ranks if it communicates.
+    """
+
+    def attached(self, root: Any) -> None:
+        """The root, its groups and their names are known. It happens again when an outer module is sharded."""
+
+    def pass_began(self, root: Any) -> None:
+        """The outermost forward begins; nothing has been gathered for it."""
+
+    def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """A forward is about to cast floating-point tensors among `inputs` to `dtype`."""
+
+    def forward_began(self, group: Any) -> None:
+        """A module's forward begins; its unsharded parameters are registered."""
+
+    def forward_ended(self, group: Any) -> None:
+        """The module's own forward has returned; the unsharded parameters are still there."""
+
+    def forward_returns(self, state: Any, inputs: Any, output: Any) -> Any:
+        """The module's own forward has returned `output`. `inputs`: (args, kwargs). Returns what the module returns."""
+        return output
+
+    def settled(self, state: Any, backward_follows: bool, failed: bool) -> None:
+        """The groups of `state` were resharded, or kept, after a forward."""
+
+    def forward_failed(self, group: Any) -> None:
+        """A forward has raised. The group is resharded next."""
+
+    def pass_ended(self, root: Any) -> None:
+        """The outermost module's own forward has returned."""
+
+    def pass_failed(self, root: Any) -> None:
+        """The outermost forward has raised."""
+
+    def before_gather(self, group: Any) -> None:
+        """The group's all-gather is about to begin."""
+
+    def gathered(self, group: Any) -> None:
+        """The group's all-gather has ended."""
+
+    def unsharded(self, group: Any) -> None:
+        """The group's unsharded parameters are there, or were there already, and are about to be used."""
+
+    def before_free(self, group: Any) -> None:
+        """The memory of the unsharded parameters is about to be freed."""
+
+    def shards_needed(self, group: Any) -> None:
+        """The group's shards are about to be read."""
+
+    def backward_began(self, root: Any) -> None:
+        """The first event of a backward pass."""
+
+    def saved_unseen(self, root: Any) -> None:
+        """Autograd may save unsharded parameters from now on where no hook of the engine sees them."""
+
+    def graph_built(self, root: Any) -> None:
+        """A backward pass runs with grad enabled (create_graph=True): it may save weights where no hook sees them."""
+
+    def before_reduce(self, group: Any) -> None:
+        """Gradients of the group, perhaps not all of them, are about to be reduced."""
+
+    def gradients_due(self, group: Any) -> None:
+        """All gradients of a group that reduces them together (ReduceWhen) are about to be reduced."""
+
+    def gradients_delivered(self, group: Any, params: Sequence[Any], of_pass: object) -> None:
+        """`.grad` of these sharded parameters holds what the backward pass `of_pass` has computed."""
+
+    def gradients_computed(self, root: Any) -> None:
+        """Autograd has computed all gradients of a backward pass, and all that were there are being reduced."""
+
+    def finalized(self, root: Any) -> None:
+        """`.grad` shows all gradients, but for those that are unsynchronized."""
+
+    def backward_ended(self, root: Any) -> None:
+        """A backward pass is about to end."""
+
+    def backward_failed(self, root: Any) -> None:
+        """A backward pass has raised; what it had computed is dropped, earlier gradients stay."""
+
+    def reset(self, root: Any) -> None:
+        """A user has dropped everything that was under way, unsynchronized gradients, too."""
+
+    def out_of_step(self, root: Any) -> None:
+        """Ranks have found that they do not run the same; from the next pass on none must rely on what it recorded."""
+
+    def settings_changed(self, group: Any) -> None:
+        """A setting of the group, or which of its parameters are trainable, has changed."""
+
+    def before_replace(self, group: Any) -> None:
+        """A user has replaced parameters of the group, or their local tensors, and the group is about to take them."""
+
+
+EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+
+
+class Events:
+    """For each event, by its name, the methods of the observers that follow it."""
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self.observers = (*observers,)
+        for name in EVENTS:
+            follow = [each for each in self.observers if getattr(type(each), name) is not getattr(Observer, name)]
+            setattr(self, name, tuple(getattr(each, name) for each in follow))
+
+    def __getattr__(self, name: str) -> tuple[Callable[..., None], ...]:
+        raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
+
+    def of(self, cls: type) -> Any:
+        """Returns the observer of that class, or None."""
+        return next((each for each in self.observers if isinstance(each, cls)), None)
+
+
+NO_EVENTS = Events()
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """Decisions of the core that the rest of the package replaces.
+
+    Args:
+        observers: called with each new root; each returns an observer, or None.
+        make_comm: (process group or None, device, purpose) -> Comm.
+        tensor_class: class of sharded parameters and of their gradients.
+        class_attributes: called with a module's class; what they return is added to the class that it gets when sharded.
+        gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
+        gather_extension: (params, mesh, policy) -> what gathers these parameters, see `GatherExtension`.
+        plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
+        make_prefetcher: (root) -> Prefetcher.
+        before_next_write: has a function called before the next write to a shard; at once, if nothing would tell.
+        deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
+        find_replacements: (group, accept_whole, may_be_untied) -> [(param, what a user has registered for it)].
+    """
+
+    observers: tuple[Callable[[Any], Observer | None], ...] = ()
+    make_comm: Callable[..., Comm] = make_comm
+    tensor_class: type[DTensor] = DTensor
+    class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
+    gathers_itself: Callable[[Tensor], bool] = lambda local: False
+    gather_extension: Callable[..., Any] | None = None
+    plan: tuple[Callable[[Any], None], ...] = ()
+    make_prefetcher: Callable[[Any], Any] | None = None
+    before_next_write: Callable[[Callable[[], object]], None] = lambda action: action()
+    deliver: Callable[..., Any] = lambda gradients, pending, of_pass: None
+    find_replacements: Callable[..., Any] | None = None
+
+
+class _Current:
+    strategies = Strategies()
+
+
+def strategies() -> Strategies:
+    """Returns those in force."""
+    return _Current.strategies
+
+
+def extend(**changes: Any) -> None:
+    """Puts strategies in force for what is sharded from now on. Tuples are added to, other values are replaced."""
+    now = _Current.strategies
+    joined = {n: (*getattr(now, n), *each) if isinstance(each, tuple) else each for n, each in changes.items()}
+    _Current.strategies = replace(now, **joined)
+
+

@@ -1,0 +1,210 @@
+"""From shards to unsharded parameters: views into byte buffers, and the copies around an all-gather.
+
+It takes byte buffers and a layout, and knows no parameter. Everything that does not change from one gather to the next
+(views, lists, which casts are needed) is prepared once, in `GatherPlan`; a gather then is one cast per pair of dtypes,
+one collective and, for the packed parameters, one copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .comm import Comm, Work
+from .compat import copy_all
+from .layout import GatherLayout, ParamSpec
+
+# ---- views and copies
+
+
+def view_bytes(buffer: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Returns `numel` elements of `dtype` that start at byte `offset` of a uint8 buffer: 1-D, of the same memory."""
+    return buffer[offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+def own_storage_view(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns a tensor over `buffer`'s memory that has a storage of its own.
+
+    A DTensor whose local tensor begins inside a storage can't be deep-copied, staged or saved on its own.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device=buffer.device)
+    storage = buffer.untyped_storage()[offset : offset + nbytes]
+    return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape, contiguous_stride(shape))
+
+
+@cache
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides, in elements, of `torch.empty(shape)`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns a tensor over `buffer`'s storage with a version counter of its own: refilling it is no change to autograd."""
+    leaf = torch.empty(0, dtype=dtype, device=buffer.device)
+    return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
+
+
+def costs_launches(device: torch.device) -> bool:
+    """Returns True if an operation is a kernel, which takes longer to launch than a few bytes take to copy."""
+    return device.type != "cpu"
+
+
+# Pairs of a target and a source.
+Copies = list[tuple[Tensor, Tensor]]
+
+
+def group_copies(copies: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Returns the targets and sources of the foreach copies that together do `copies`.
+
+    A foreach copy is one kernel on CUDA if its targets have one dtype, its sources have one, and each is laid out like
+    the other; otherwise it is one for each pair. (Before torch 2.12, https://github.com/pytorch/pytorch/pull/173531, it
+    also wrote wrong bytes where targets differed in dtype.)
+    """
+    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in copies:
+        is_alike = target.is_contiguous() and source.is_contiguous()
+        targets, sources = groups.setdefault((target.dtype, source.dtype, is_alike), ([], []))
+        targets.append(target)
+        sources.append(source)
+    return [*groups.values()]
+
+
+def split_chunks(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
+    """Returns views of `whole`: its whole chunks along `spec.dim`, stacked in a new first dim; then the rest, if any."""
+    rows, dim = spec.whole_chunks * spec.chunk_rows, spec.dim
+    chunks = whole.narrow(dim, 0, rows).unflatten(dim, (spec.whole_chunks, spec.chunk_rows)).movedim(dim, 0)
+    return [chunks] if rows == spec.num_rows else [chunks, whole.narrow(dim, rows, spec.num_rows - rows)]
+
+
+# ---- gathers
+
+
+class GatherPlan:
+    """Prepares how one group's shards (`shards`, uint8, at rest) become its unsharded parameters (`unsharded`, uint8).
+
+    The plan keeps views into both buffers. The storage of `unsharded` may be freed between gathers and must be
+    allocated again before `start`. Where operations cost launches, one copy moves all packed parameters to their
+    places, if they allow that: on CUDA it is one kernel, and a foreach copy to other strides is one for each tensor. On
+    CPU it takes half as long again, and copies the rows that are padding, too.
+    """
+
+    def __init__(self, layout: GatherLayout, rank: int, shards: Tensor, unsharded: Tensor) -> None:
+        self._layout, self._rank, self._shards, self._unsharded = layout, rank, shards, unsharded
+        self._world_size = layout.world_size
+        # Casts write this rank's own slot of an output, which then is the collective's input too.
+        self._casts: Copies = []
+        self._copies_out: Copies = []
+        # The W packed segments as rows of bytes; the sizes of the parts of a row; where the parts of all rows go.
+        self.split: tuple[Tensor, list[int], list[Tensor]] | None = None
+        self.outputs: list[Tensor] = []
+        self.inputs: list[Tensor] = []
+        # The unsharded parameters' bytes as elements of the dtypes that are copied out of them.
+        self._typed: dict[torch.dtype, Tensor] = {}
+        if not layout.aliased:
+            for i in layout.direct:
+                self._plan_direct(i)
+            if layout.packed_nbytes:
+                self._plan_packed(costs_launches(unsharded.device))
+        self.casts, self.copies_out = group_copies(self._casts), group_copies(self._copies_out)
+
+    def start(self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()) -> Work | None:
+        """Begins to gather; `more` beside the plan's parameters. Every rank of `comm` must call it, in the same order.
+
+        Returns None if there is nothing to wait for. `finish` follows when the work has been waited for.
+        """
+        for casts in self.casts:
+            copy_all(*casts)
+        outputs, inputs = self.outputs, self.inputs
+        if more_outputs:
+            outputs, inputs = [*outputs, *more_outputs], [*inputs, *more_inputs]
+        return comm.all_gather(outputs, inputs) if outputs else None
+
+    def finish(self) -> None:
+        """Copies what arrived packed to its place."""
+        if self.split is not None:
+            rows, sizes, targets = self.split
+            torch.split_with_sizes_copy(rows, sizes, 1, out=targets)
+        for copies in self.copies_out:
+            copy_all(*copies)
+
+    def _plan_direct(self, i: int) -> None:
+        spec, start = self._layout.specs[i], self._layout.full_offsets[i]
+        if spec.shard_numel == 0:
+            return
+        must_copy = spec.storage_dtype != spec.compute_dtype or self._world_size == 1
+        if must_copy:
+            to, source = start + self._rank * spec.compute_nbytes, self._layout.shard_offsets[i]
+            target = view_bytes(self._unsharded, to, spec.shard_numel, spec.compute_dtype)
+            self._casts.append((target, view_bytes(self._shards, source, spec.shard_numel, spec.storage_dtype)))
+        if self._world_size > 1:
+            output = self._unsharded[start : start + spec.compute_nbytes * self._world_size]
+            own = slice(self._layout.shard_offsets[i], self._layout.shard_offsets[i] + spec.storage_nbytes)
+            self.outputs.append(output)
+            self.inputs.append(self._slot(output, spec.compute_nbytes) if must_copy else self._shards[own])
+
+    def _plan_packed(self, splits: bool) -> None:
+        layout, nbytes = self._layout, self._layout.packed_nbytes
+        output = self._unsharded[layout.packed_start : layout.packed_start + nbytes * self._world_size]
+        if layout.casts:
+            own = self._slot(output, nbytes)
+            for run in layout.casts:
+                target = view_bytes(own, run.packed_offset, run.numel, run.compute_dtype)
+                self._casts.append((target, view_bytes(self._shards, run.storage_offset, run.numel, run.storage_dtype)))
+        else:
+            first = layout.shard_offsets[layout.packed[0]]
+            own = self._shards[first : first + nbytes]
+        self.outputs.append(output)
+        self.inputs.append(own)
+        # Chunks along another dim interleave in the parameter.
+        if splits and all(layout.specs[i].dim == 0 for i in layout.packed):
+            self._plan_split(output)
+            return
+        for i in layout.packed:
+            self._plan_copy_out(i)
+
+    def _plan_split(self, segments: Tensor) -> None:
+        """Plans one copy of all: along dim 0, each parameter's chunks, with padding, are a part of each row."""
+        layout = self._layout
+        rows = max(layout.specs[i].num_holders for i in layout.packed)
+        places = [(layout.full_offsets[i], layout.specs[i].compute_nbytes) for i in layout.packed]
+        # Nobody reads the bytes that align the segments, but the parts must make up whole rows.
+        places.append((layout.packed_start + layout.packed_nbytes * self._world_size, layout.tail_nbytes))
+        places = [(offset, nbytes) for offset, nbytes in places if nbytes]
+        targets = [self._unsharded[offset : offset + rows * nbytes].view(rows, nbytes) for offset, nbytes in places]
+        self.split = segments.view(self._world_size, -1)[:rows], [nbytes for _, nbytes in places], targets
+
+    def _plan_copy_out(self, i: int) -> None:
+        spec, layout = self._layout.specs[i], self._layout
+        held = spec.num_holders  # the last ranks may hold nothing of a parameter of few rows
+        segment = layout.packed_nbytes // spec.compute_dtype.itemsize
+        first = layout.packed_start + layout.packed_offsets[i]
+        chunks = self._rows_at(first, (held, spec.shard_numel), segment, spec.compute_dtype)
+        if spec.dim == 0:
+            place = self._rows_at(layout.full_offsets[i], chunks.shape, spec.shard_numel, spec.compute_dtype)
+            targets, sources = [place], [chunks]
+        else:
+            whole = view_bytes(self._unsharded, layout.full_offsets[i], spec.numel, spec.compute_dtype)
+            targets = split_chunks(whole.view(spec.shape), spec)
+            sources = [chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))]
+            if len(targets) > 1:
+                sources.append(chunks[spec.whole_chunks, : targets[1].numel()].view(targets[1].shape))
+        self._copies_out += zip(targets, sources, strict=True)
+
+    def _rows_at(self, offset: int, shape: Sequence[int], stride: int, dtype: torch.dtype) -> Tensor:
+        """Returns rows that begin at byte `offset`, `stride` elements apart: in one view instead of six."""
+        if dtype not in self._typed:
+            self._typed[dtype] = self._unsharded.view(dtype)
+        return self._typed[dtype].as_strided(shape, (stride, 1), offset // dtype.itemsize)
+
+    def _slot(self, output: Tensor, nbytes: int) -> Tensor:
+        return output[self._rank * nbytes : (self._rank + 1) * nbytes]

@@ -1,0 +1,392 @@
+"""Reduces unsharded gradients, as autograd produces them, into the sharded parameters' `.grad`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import compat, reduce
+from .buckets import Bucket, ReducePlan, find_buckets, wire_dtypes
+from .compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
+from .layout import ParamSpec, bucket_layout
+from .parameter import FSDPParam
+from .policy import MixedPrecisionPolicy, ReduceWhen
+from .reduce import Pending, Reduction, Shards
+from .streams import at_home
+from .user_code import are_in_force, hidden, num_dispatch_modes, num_function_modes, run_shown
+
+_KEY = "fsdp2"
+_NOTHING = nullcontext()
+
+
+class GroupGradients:
+    """The gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
+
+    `unsynchronized`: parameter index -> unsharded gradient, in the reduce dtype, which a later pass will reduce.
+    `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas.
+    `taken`: indices of those that the backward pass that runs has included.
+    """
+
+    def __init__(self, group: Any, params: Sequence[FSDPParam], reduction: Reduction) -> None:
+        self.group, self._params, self.reduction = group, params, reduction
+        self.streams = group.streams
+        self.unsynchronized: dict[int, Tensor] = {}
+        self.partial: dict[int, Tensor] = {}
+        self.taken: set[int] = set()
+        # Sums of several gradients may be among those of the pass that runs, on whichever rank: they have other dtypes.
+        self._may_be_sums = False
+        # The last backward pass has left gradients to a later one, on whichever rank.
+        self.owes = False
+        # Identity of the backward pass that runs, or ran last.
+        self.backward_pass: object = None
+        self._specs: tuple[ParamSpec, ...] = ()
+        self._reduce_dtypes: tuple[torch.dtype, ...] = ()
+        # In which gradients travel: as they are computed; and if sums of several may be among them.
+        self._wire_dtypes: tuple[torch.dtype, ...] = ()
+        self._wire_dtypes_of_sums: tuple[torch.dtype, ...] = ()
+        self.buckets: list[Bucket] = []
+        # Bytes of all gradients when they are sent.
+        self.sent_nbytes = 0
+        self._plan, self._names = cache(self._make_plan), cache(self._make_names)
+        # Unsharded parameters that tell a bucket of their gradients.
+        self._hooked: list[Tensor] = []
+
+    def is_pending(self) -> bool:
+        """Returns True if gradients have not come to `.grad` yet: they are unsynchronized, or in flight."""
+        return bool(self.unsynchronized or self.partial) or self.group.queue.has(self)
+
+    # ---- plans
+
+    def use(self, reduction: Reduction) -> None:
+        """Reduces in that way from now on."""
+        self.reduction = reduction
+        self._names.cache_clear()
+
+    def prepare(self, specs: tuple[ParamSpec, ...], policy: MixedPrecisionPolicy, trainable: Iterable[int]) -> None:
+        """Plans the buckets of the parameters `trainable`."""
+        self._specs = specs
+        self._reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
+        self._wire_dtypes = wire_dtypes(specs, policy, self.reduction.shards.sums_on_arrival)
+        self._wire_dtypes_of_sums = wire_dtypes(specs, policy, as_computed=False)
+        for parameter in self._hooked:
+            compat.on_accumulated(parameter, _KEY, None)
+        device = self._params[0].unsharded.device if self._params else torch.device("cpu")
+        buckets = find_buckets(specs, self._reduce_dtypes, self._wire_dtypes, trainable, device)
+        self.buckets = [Bucket(indices, self._progress) for indices in buckets]
+        expected = [i for indices in buckets for i in indices]
+        per_rank = sum([specs[i].shard_numel * self._wire_dtypes[i].itemsize for i in expected])
+        self.sent_nbytes = per_rank * self.reduction.shards.size
+        self._hooked = [self._params[i].unsharded for i in expected]
+        for bucket in self.buckets:
+            arrive = self._hook_of(bucket)
+            for i in bucket.indices:
+                compat.on_accumulated(self._params[i].unsharded, _KEY, arrive)
+        self._plan.cache_clear()
+        self._names.cache_clear()
+        for notify in self.group.events.settings_changed:
+            notify(self.group)
+
+    def _hook_of(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        return bucket.arrive
+
+    def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool) -> ReducePlan:
+        shards, first = self.reduction.shards, indices[0]
+        wire_dtype = (self._wire_dtypes_of_sums if may_be_sums else self._wire_dtypes)[first]
+        layout = bucket_layout(self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, wire_dtype)
+        return ReducePlan(layout, self._specs, shards.size)
+
+    def _make_names(self, indices: tuple[int, ...]) -> str:
+        divisor = self.reduction.divisor  # which checks compare between ranks
+        divided = "" if divisor is None else f", divided by {divisor:g},"
+        return f"{divided} of {', '.join(self._params[i].name for i in indices)}"
+
+    # ---- as gradients arrive
+
+    def _progress(self, bucket: Bucket) -> None:
+        """The first, or the last, gradient of a bucket has arrived."""
+        if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+            with hidden():
+                return self._progress(bucket)
+        if bucket.missing == bucket.size - 1:
+            self.group.first_gradient()
+        # Other ranks' buckets may be complete at other times: then all reduce when backward leaves the module.
+        if bucket.missing == 0 and not self.group.settings.reduce_unused:
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        bucket.complete()
+        is_together = self.group.settings.reduce_when is not ReduceWhen.BUCKET
+        if not is_together:
+            self._process(self._take(bucket.indices))
+        for each in self.buckets:
+            if not each.completed:
+                return
+        if is_together:
+            self.flush()
+        self.group.last_gradient()
+
+    def flush(self) -> None:
+        """Reduces what has arrived, also if the rest of its bucket has not."""
+        self._flush(self._find_arrived(self.buckets if self._fills() else []))
+
+    def _fills(self) -> bool:
+        """Returns True if all ranks reduce all gradients now, zeros where they have none."""
+        settings = self.group.settings
+        return settings.reduce_unused and settings.reduce_gradients and settings.reduce_when is not ReduceWhen.ASKED
+
+    def _find_arrived(self, filled: Iterable[Bucket]) -> set[int]:
+        """Returns the indices of gradients that are there; in buckets to be `filled`, zeros stand for missing ones."""
+        for bucket in filled:
+            bucket.complete()
+            self._fill(bucket)
+        return {i for i, param in enumerate(self._params) if param.unsharded.grad is not None}
+
+    def _fill(self, bucket: Bucket) -> None:
+        for unsharded in (self._params[i].unsharded for i in bucket.indices):
+            if unsharded.grad is None:
+                unsharded.grad = torch.zeros_like(unsharded)
+
+    def reduce_with_zeros(self) -> None:
+        """Reduces all buckets, with zeros for the gradients that this rank does not have. Every rank must call it."""
+        for bucket in self.buckets:
+            self._fill(bucket)
+            self._process(self._take(bucket.indices))
+
+    def _flush(self, left: set[int]) -> None:
+        settings = self.group.settings
+        if settings.reduce_when is not ReduceWhen.BUCKET and settings.reduce_gradients and left:
+            for notify in self.group.events.gradients_due:
+                notify(self.group)
+        for bucket in self.buckets:
+            self._process(self._take([i for i in bucket.indices if i in left]))
+            left.difference_update(bucket.indices)
+        for i in sorted(left, reverse=True):  # frozen since they were computed, hence in no bucket
+            self._process(self._take((i,)))
+
+    # ---- backward passes
+
+    def begin_backward(self, backward_pass: object) -> None:
+        """A backward pass begins, or what stands for one."""
+        self.backward_pass, self._may_be_sums = backward_pass, self.owes
+        self.taken.clear()
+
+    def end_backward(self) -> None:
+        """Reduces what is left. `resume` follows, when no rank reduces any more."""
+        settings = self.group.settings
+        self.owes = not (settings.reduce_gradients and settings.all_reduce)
+        unused = [each for each in self.buckets if not each.completed] if self._fills() else []
+        is_partly_there = [each for each in self.buckets if each.missing < each.size]
+        if unused or is_partly_there or settings.reduce_when is not ReduceWhen.BUCKET:
+            self._flush(self._find_arrived(unused))
+        if self.unsynchronized and settings.reduce_gradients:
+            self._flush(set(self.unsynchronized))
+        for bucket in self.buckets:
+            bucket.restart()
+
+    def resume(self) -> None:
+        """Sums between replicas what no gradient of this backward pass has taken along."""
+        settings = self.group.settings
+        while self.partial and settings.reduce_gradients and settings.all_reduce:
+            carried = self._take_partial([next(iter(self.partial))])
+            indices = tuple(carried)
+            layout, self.group.purpose.part = self._plan(indices, True).layout, self._names(indices)
+            device = self._params[0].unsharded.device
+            self.group.queue.add(self, reduce.resume(carried, layout, self.reduction, device))
+
+    def reduce_unsynchronized(self) -> None:
+        """Between backward passes: does what one more, that computes nothing, would do with unsynchronized gradients.
+
+        Gradients that somebody has assigned to the unsharded parameters are included.
+        """
+        if self.owes:
+            self.begin_backward(object())
+            self.flush()
+            self.end_backward()
+
+    def discard(self) -> None:
+        """After an error: drops the gradients of the backward pass that failed, and keeps those of earlier ones, unless
+        the pass has included them already: `taken`.
+        """
+        for param in self._params:
+            param.unsharded.grad = None
+        for bucket in self.buckets:
+            bucket.restart()
+        for i in self.taken:
+            self.forget(i)
+
+    def forget(self, i: int) -> None:
+        """Drops what is unsynchronized of the gradient of parameter i."""
+        self.unsynchronized.pop(i, None)
+        self.partial.pop(i, None)
+
+    # ---- one bucket
+
+    def _take_partial(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        """Takes those partial sums that are there."""
+        if not self.partial:
+            return {}
+        taken = {i: self.partial.pop(i) for i in indices if i in self.partial}
+        self.taken.update(taken)
+        return taken
+
+    def _take(self, indices: Sequence[int]) -> dict[int, Tensor]:
+        """Takes the unsharded gradients that are there, with unsynchronized ones; nobody else holds them then."""
+        taken, may_have_graph = {}, torch.is_grad_enabled()
+        with compat.no_torch_function():
+            frozen = [i for i in indices if not self._params[i].sharded.requires_grad]
+        for i in indices:
+            param = self._params[i]
+            gradient = param.unsharded.grad
+            if gradient is not None:
+                param.unsharded.grad = None
+                if i in frozen:
+                    continue  # since the forward
+                if may_have_graph and gradient.requires_grad:
+                    gradient = _without_graph(gradient)
+                if gradient.layout is not torch.strided:
+                    raise NotImplementedError(f"{param.name}: sparse gradients are not supported. Use sparse=False.")
+                if param.distribution.full_mesh is not None or not param.shape:
+                    gradient = param.gathered_gradient(gradient)
+                spec = self._specs[i]
+                # To compare shapes would take twice as long.
+                if gradient.numel() != spec.numel or gradient.size(0) != spec.shape[0]:
+                    self._refuse_shape(i, gradient)
+                taken[i] = gradient
+            if i in self.unsynchronized:
+                self.taken.add(i)
+                earlier = self.unsynchronized.pop(i)
+                taken[i] = earlier.add_(taken[i]) if i in taken else earlier
+        return taken
+
+    def _refuse_shape(self, i: int, gradient: Tensor) -> None:
+        """Raises RuntimeError: the gradient would be copied to memory of other sizes."""
+        raise RuntimeError(
+            f"{self._params[i].name}: expected a gradient of shape {self._specs[i].shape}, got "
+            f"{tuple(gradient.shape)}. Its `.data` was assigned while it was unsharded. Write inside "
+            "`with fsdp2.full_params(module, writeback=True):`; change a shape before fully_shard."
+        )
+
+    def _process(self, gradients: dict[int, Tensor]) -> None:
+        """Reduces gradients of one bucket, or keeps them unsynchronized."""
+        if not gradients:
+            return
+        if not self.group.settings.reduce_gradients:
+            self._may_be_sums = True
+            for i, gradient in gradients.items():  # to which later ones are added
+                self.unsynchronized[i] = compat.owned(gradient.to(self._reduce_dtypes[i]))
+            return
+        for notify in self.group.events.before_reduce:
+            notify(self.group)
+        queue, purpose, indices = self.group.queue, self.group.purpose, tuple(gradients)
+        queue.make_room()
+        plan, purpose.part = self._plan(indices, self._may_be_sums), self._names(indices)
+        carried, half = self._take_partial(gradients), None
+        try:
+            if plan.halves:
+                half = reduce.start_half(gradients, plan, self.reduction)
+                if half is not None:
+                    queue.add(self, half)
+                    queue.make_room()
+            queue.add(self, reduce.start(gradients, plan, self.reduction, carried, half))
+        except RuntimeError as error:  # out of memory, for example: allocators don't know for whom
+            purpose.locate(error, f"reducing the gradients{self._names(indices)}")
+            raise
+
+    # ---- delivery
+
+    def receive(self, pending: Pending, of_pass: object) -> None:
+        """Waits for a reduction, and accumulates its shards into the sharded parameters' `.grad`."""
+        shards = pending.finish()
+        if pending.is_partial:
+            for i, (flat, offset) in shards.items():
+                shard = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
+                self.partial[i] = self.partial[i] + shard if i in self.partial else shard
+            return
+        self._lend(shards)
+        sharded = [self._params[i].sharded for i in shards]
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # to disable it takes as long as two operations
+            with compat.no_torch_function():
+                is_hooked = any(map(backward_hooks_of, sharded)) or any(map(post_accumulate_hooks_of, sharded))
+                if not is_hooked:
+                    self._accumulate(shards, False)
+            if is_hooked:  # users' hooks may need torch functions, and their modes
+                run_shown(self._accumulate, shards, True)
+        for notify in self.group.events.gradients_delivered:
+            run_shown(notify, self.group, [self._params[i] for i in shards], of_pass)
+
+    def _lend(self, shards: Shards) -> None:
+        """The user is about to get these."""
+
+    def _accumulate(self, shards: Shards, is_hooked: bool) -> None:
+        """Adds this rank's gradient shards to `.grad`. They have the storage dtype.
+
+        The hooks of a sharded parameter, if it may have any (`is_hooked`), run: on the gradient as in plain training,
+        then on the parameter.
+        """
+        for i, (flat, offset) in shards.items():
+            param = self._params[i]
+            local = flat.as_strided(param.local_shape, param.local_stride, offset)
+            gradient: Any = new_dtensor(param.tensor_class, local, param.dtensor_spec)
+            sharded = param.sharded
+            if is_hooked:
+                for hook in tuple((sharded._backward_hooks or {}).values()):  # a hook may remove itself
+                    replaced = hook(gradient)
+                    gradient = gradient if replaced is None else replaced
+            accumulated = sharded.grad
+            if accumulated is None:
+                sharded.grad = gradient
+            else:
+                self._add(param, accumulated, gradient)
+            if is_hooked:
+                for hook in tuple((sharded._post_accumulate_grad_hooks or {}).values()):
+                    hook(sharded)
+
+    def _add(self, param: FSDPParam, accumulated: Any, gradient: Any) -> None:
+        if not isinstance(accumulated, DTensor):
+            raise TypeError(
+                f"{param.name}: expected .grad to be None or a DTensor, got a {type(accumulated).__name__}. Use "
+                "distribute_tensor(gradient, p.device_mesh, p.placements)."
+            )
+        if accumulated.placements != gradient.placements:
+            # Computed on shards, with DTensors: not all operations leave it as the parameter is.
+            param.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)  # type: ignore[assignment]
+        local_of(accumulated).add_(local_of(gradient))
+
+
+class GradientsOnStreams(GroupGradients):
+    """The gradients of a group on a device with streams: reduced on the group's home stream."""
+
+    _complete = at_home(GroupGradients._complete)
+    flush = at_home(GroupGradients.flush)
+    reduce_with_zeros = at_home(GroupGradients.reduce_with_zeros)
+    end_backward = at_home(GroupGradients.end_backward)
+    resume = at_home(GroupGradients.resume)
+
+    def _hook_of(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        streams = self.streams
+
+        def arrive(gradient: Tensor) -> None:
+            streams.note()
+            bucket.arrive(gradient)
+
+        return arrive
+
+    def _lend(self, shards: Shards) -> None:
+        for flat, _ in shards.values():
+            self.streams.lend(flat)
+
+
+def _without_graph(gradient: Tensor) -> Tensor:
+    warnings.warn(
+        "backward(create_graph=True): gradients of sharded parameters have no graph, so a loss made of them would not "
+        "train. Differentiate by what full_params yields instead, inside its block, with torch.autograd.grad.",
+        stacklevel=2,
+    )
+    return gradient.detach()

@@ -1,0 +1,203 @@
+"""A group at run time: when it is unsharded, resharded and reduced, in forward and in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from . import compat
+from .mesh import DataMesh
+from .param_group import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, Hold, ParamGroup, Phase
+from .parameter import FSDPParam
+from .policy import GroupSettings
+from .streams import at_home, exist_on
+from .user_code import is_inside, num_dispatch_modes, num_function_modes, outside
+
+__all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase", "make_group"]
+
+
+class FSDPParamGroup(ParamGroup):
+    """A group of parameters at run time.
+
+    `state`: the FSDPState of the modules that it belongs to. `versions`: those of the shards of which its unsharded
+    parameters were made when they were last gathered on purpose; saved weights are compared with that.
+    `ready_in`: the backward pass for which it is unsharded, if any. `counting_is_enough`: in the last backward, the
+    last gradient came when the group could be resharded; no hook on inputs is needed.
+    """
+
+    state: Any
+
+    def __init__(
+        self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
+    ) -> None:
+        super().__init__(modules, params, mesh, settings)
+        self.versions: tuple[int, ...] = ()
+        self.ready_in: object = None
+        self.counting_is_enough = False
+        # The dicts of full backward hooks of each of the group's modules; empty until a backward asks.
+        self.backward_hooks: list[dict[int, Any]] = []
+
+    # ---- use
+
+    def use_in_forward(self, in_backward: bool) -> None:
+        """Has the unsharded parameters registered for a forward. `in_backward`: activation checkpointing runs it again."""
+        root = self.root
+        if in_backward:
+            self.before_backward(recomputes=True)  # gradients follow at once
+        self.unshard(for_backward=root.backward is not None)
+        root.use(self)
+        if not in_backward and root.settings.saved_tensor_hooks and self.gathered_at != self.versions:
+            assert self.gathered_at is not None, "noted at each gather for a forward"
+            self.versions = self.gathered_at  # else the same object: no time to compare
+
+    def use_in_backward(self) -> None:
+        """Has the unsharded parameters there, of which backward is about to read one."""
+        if self.ready_in is None:
+            self.before_backward()
+        elif self.streams is not None:
+            self.streams.use()
+
+    def before_backward(self, recomputes: bool = False) -> None:
+        """Unshards: backward has reached the group, or a weight of it is needed, or checkpointing runs its forward."""
+        if (compat.runs_transform() or num_dispatch_modes() or num_function_modes()) and is_inside():
+            with outside():
+                return self.before_backward(recomputes)
+        root = self.root
+        root.enter_backward(recomputes)
+        if self.ready_in is None:
+            self.ready_in = root.backward
+            if root.settings.saved_tensor_hooks:
+                now = self.shard_versions()
+                if now != self.versions:
+                    self.versions = now
+            self.unshard(for_backward=root.backward is not None)
+            root.use(self)
+            root.prefetcher.in_backward(self)
+        elif self.streams is not None:
+            self.streams.use()
+
+    def first_gradient(self) -> None:
+        """The first gradient of a bucket is complete: backward has come to the group, whatever way."""
+        if self.ready_in is None:
+            self.root.enter_backward()
+
+    def last_gradient(self) -> None:
+        """The gradients of all trainable parameters are complete: reshards, unless something else is to come."""
+        # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed
+        # regions (reentrant checkpointing runs a backward inside the one that began).
+        if all(self.parameters.trainable) and self.root.backward.task == compat.graph_task():
+            # A full backward hook of a module comes later, with the gradients of the module's inputs.
+            has_hooks = any(self.backward_hooks or self._find_backward_hooks())
+            self.counting_is_enough = not (has_hooks or self.settings.reduce_unused)
+            if not has_hooks:
+                self.release_after_backward()
+
+    def _find_backward_hooks(self) -> list[dict[int, Any]]:
+        own = [module._backward_hooks for module in self.state.own_modules()]
+        self.backward_hooks = [*own, compat.hooks_of_all_modules]
+        return self.backward_hooks
+
+    # ---- after use
+
+    def settle(self, backward_follows: bool, failed: bool = False, keeps: bool = False) -> None:
+        """Forward is over: registers the sharded parameters; frees the unsharded ones' data, or keeps all or some of it.
+
+        Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
+        would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
+        `keeps`: backward needs them at once.
+        """
+        choice = self.settings.reshard_after_forward
+        if not backward_follows and not failed and (self.hold is Hold.USER or choice is False):
+            if self.hold is not Hold.USER:
+                self.hold = Hold.NEXT_PASS
+                self.unregister()
+            return
+        if choice is None:
+            keeps = keeps or self.root.group is self or self in self.root.prefetcher.needed_at_once
+        else:
+            keeps = choice is False
+        if backward_follows and keeps:
+            stays = Hold.BACKWARD if self.settings.reshard_after_backward else Hold.NEXT_PASS
+            self.hold = max(self.hold, stays)
+            self.unregister()
+        elif (
+            backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory
+        ):
+            self.hold = Hold.BACKWARD
+            self.shrink()
+        else:
+            self._give_up()
+
+    def release(self) -> None:
+        """Reshards, unless a forward of the group runs (a backward may run inside it)."""
+        self.ready_in = None
+        if self.state.running:
+            self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
+        else:
+            self._give_up()
+
+    def release_after_backward(self) -> None:
+        """Reshards, or keeps the unsharded parameters' data for the next pass if the user wants that."""
+        if self.settings.reshard_after_backward or self.state.running or not self.is_unsharded:
+            if self.hold is Hold.USER:
+                self.hold = Hold.NEXT_PASS
+            self.release()
+        else:
+            self.ready_in = None
+            self.hold = max(self.hold, Hold.NEXT_PASS)
+            self.unregister()
+
+    def forget_stale(self) -> None:
+        """Between passes: frees what earlier passes have left, unless another one may use it."""
+        if self.hold is Hold.NOTHING or (self.hold >= Hold.NEXT_PASS and self.is_up_to_date()):
+            return
+        self.release()
+
+    def _give_up(self) -> None:
+        self.hold = Hold.NOTHING
+        self.reshard(free=self.root.frees_memory)
+
+    def after_backward(self) -> None:
+        """The gradients of all inputs of one forward are computed: reduces and frees what is left of that forward."""
+        self.gradients.flush()
+        self.release_after_backward()
+
+
+class GroupOnStreams(FSDPParamGroup):
+    """A group on a device with streams: what is done with its memory is done on its home stream."""
+
+    def start_unshard(self, for_backward: bool = False, ahead: bool = True) -> None:
+        if self.phase is SHARDED and self.streams.choose_home(ahead, self.holds_memory):
+            with self.streams.at_home(joins=False):
+                super().start_unshard(for_backward)
+        else:
+            super().start_unshard(for_backward, ahead)
+
+    def unshard(self, for_backward: bool = False, registers: bool = True) -> None:
+        super().unshard(for_backward, registers)
+        self.streams.use()
+
+    def _finish_gather(self) -> None:
+        with self.streams.at_home(joins=False):
+            super()._finish_gather()
+
+    def reshard(self, free: bool = True) -> None:
+        if self.phase is SHARDED and not self.holds_memory():
+            super().reshard(free)
+        else:
+            self._reshard_at_home(free)
+
+    _reshard_at_home = at_home(FSDPParamGroup.reshard)
+    shrink = at_home(FSDPParamGroup.shrink)
+    unshard_again = at_home(FSDPParamGroup.unshard_again)
+
+
+def make_group(
+    modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
+) -> FSDPParamGroup:
+    """Returns a group of the class that its device needs."""
+    return (GroupOnStreams if exist_on(mesh.device) else FSDPParamGroup)(modules, params, mesh, settings)
+
+

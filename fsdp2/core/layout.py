@@ -1,0 +1,340 @@
+"""Where every byte of a group lies: sizes, offsets, padding, buckets. Pure arithmetic, no process group.
+
+One parameter of shape (R, ...) over W ranks is cut along dim 0 into chunks of ceil(R / W) rows, as torch.chunk does
+(or along another dim, of which a "row" is one index); the last ranks may hold fewer rows, or none. Padded to whole
+chunks, the W shards in rank order *are* the parameter, plus trailing padding, so an all-gather of one parameter can
+write straight into it:
+
+    rank     0        1        2        3
+    rows   | 0 1 2 | 3 4 5 | 6 . . | . . . |        R = 7, W = 4: three rows a chunk, '.' is padding
+           '------ the parameter ------'
+
+Large parameters are gathered that way ("direct"). The small ones, and those whose shard is not a multiple of 16 bytes,
+share one collective ("packed"): their shards lie side by side in one segment per rank and are copied out after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+# NCCL falls back to element-wise copies when a rank's payload is not a multiple of 16 bytes.
+RANK_ALIGNMENT = 16
+# Start of every full parameter, for vectorised kernels.
+PARAM_ALIGNMENT = 128
+# A coalesced call is one kernel of NCCL's, in which 16 to 32 channels work side by side, each on one operation after
+# the other. An operation takes its bytes' time and the latency of a round over all ranks; as many of them as there are
+# channels take one latency together, hundreds take it again and again (980 reduce-scatters of 2 KB: 70 times as long as
+# one of them all, https://github.com/NVIDIA/nccl/issues/725). So a call has at most this many operations.
+MAX_OPERATIONS = 16
+# What does not fit into one call is packed, which costs memory and a copy, unless each rank's part of it is this large:
+# then a further call of MAX_OPERATIONS brings 1 MiB from each rank, whose time is several times its latency. Neither
+# number is measured on several GPUs.
+LARGE_SHARD_BYTES = 64 * 1024
+
+
+def align(value: int, alignment: int) -> int:
+    """The least multiple of `alignment` that is not below `value`."""
+    return -(-value // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the layout must know of one parameter: its global shape and its dtypes at rest and in compute.
+
+    `param_spec` makes it: equal parameters, of which models have many, share one, and what is computed of it.
+    """
+
+    shape: tuple[int, ...]
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    world_size: int
+    # Along which it is cut. A "row" is what lies at one index of it.
+    dim: int = 0
+    # Gathered by methods of its own, hence in no GatherLayout; its gradient may come in any dtype.
+    extended: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.shape:
+            raise ValueError("expected a parameter of at least one dim, got a scalar")
+
+    @cached_property
+    def num_rows(self) -> int:
+        return self.shape[self.dim]
+
+    @cached_property
+    def chunk_rows(self) -> int:
+        return -(-self.num_rows // self.world_size)
+
+    @cached_property
+    def row_numel(self) -> int:
+        return math.prod(self.shape[: self.dim] + self.shape[self.dim + 1 :])
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of one padded shard; the same on every rank."""
+        return self.chunk_rows * self.row_numel
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def storage_nbytes(self) -> int:
+        return self.shard_numel * self.storage_dtype.itemsize
+
+    @property
+    def compute_nbytes(self) -> int:
+        return self.shard_numel * self.compute_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full parameter, without padding."""
+        return self.numel * self.compute_dtype.itemsize
+
+    @property
+    def full_nbytes(self) -> int:
+        """What the full parameter takes: along dim 0 its chunks lie there with their padding, else it alone does."""
+        return self.compute_nbytes * self.world_size if self.dim == 0 else self.nbytes
+
+    @property
+    def is_even(self) -> bool:
+        return self.num_rows % self.world_size == 0
+
+    @property
+    def whole_chunks(self) -> int:
+        """How many ranks hold a whole chunk of rows; the next one may hold fewer rows, the others hold none."""
+        return self.num_rows // self.chunk_rows if self.chunk_rows else 0
+
+    @property
+    def num_holders(self) -> int:
+        """How many ranks hold any rows: the first ones."""
+        return -(-self.num_rows // self.chunk_rows) if self.chunk_rows else 0
+
+    @cached_property
+    def has_single_rows(self) -> bool:
+        """Whether each rank holds one row along dim 0, or none."""
+        return self.dim == 0 and self.chunk_rows <= 1
+
+    def arrives_in(self, dtype: torch.dtype) -> bool:
+        """Whether the full gradient is known to come in `dtype`."""
+        return self.compute_dtype == dtype and not self.extended
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last row that `rank` holds."""
+        return min(rank * self.chunk_rows, self.num_rows), min((rank + 1) * self.chunk_rows, self.num_rows)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        first, last = self.rows(rank)
+        return (*self.shape[: self.dim], last - first, *self.shape[self.dim + 1 :])
+
+
+param_spec = lru_cache(4096)(ParamSpec)
+
+
+class CastRun(NamedTuple):
+    """Packed parameters of the same two dtypes, that lie side by side at rest and in a rank's segment: one cast."""
+
+    storage_offset: int
+    packed_offset: int
+    numel: int
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class GatherLayout:
+    """Byte offsets of one group: shard buffer (one rank's part, at rest), full storage (all of it, in compute dtypes).
+
+    `packed_offsets[i]` is where packed parameter i lies in one rank's packed segment of `packed_nbytes`, of which the
+    last `tail_nbytes` are padding; the W segments land at `packed_start` of the full storage, behind the parameters,
+    and are copied out from there. Behind them is room for the W tails, where one copy splits all of a segment.
+    """
+
+    world_size: int
+    specs: tuple[ParamSpec, ...]
+    direct: tuple[int, ...]
+    packed: tuple[int, ...]
+    shard_offsets: tuple[int, ...]
+    shard_nbytes: int
+    full_offsets: tuple[int, ...]
+    packed_offsets: dict[int, int]
+    packed_nbytes: int
+    tail_nbytes: int
+    packed_start: int
+    # How the packed part of the shard buffer becomes the segment to send; none if it already is that.
+    casts: tuple[CastRun, ...]
+    # One rank and no cast: the shard buffer already is the full storage, nothing is copied.
+    aliased: bool
+
+    @cached_property
+    def full_nbytes(self) -> int:
+        """Of the full storage."""
+        tails = align(self.tail_nbytes * self.world_size, RANK_ALIGNMENT)  # of which there are views in all dtypes
+        return self.packed_start + self.packed_nbytes * self.world_size + tails
+
+    @property
+    def payload_nbytes(self) -> int:
+        """What each rank gives to a gather: its chunk of each parameter, and up to 15 bytes behind the packed ones.
+
+        R rows over W ranks need (-R) mod W rows of padding, so all ranks' payloads together have at most (W - 1) rows
+        of each parameter and 15 * W bytes above the parameters' own.
+        """
+        if self.world_size == 1:
+            return 0
+        return sum(self.specs[i].compute_nbytes for i in self.direct) + self.packed_nbytes
+
+
+@lru_cache(1024)
+def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_bytes: int) -> GatherLayout:
+    """Lay out one group. `direct_min_bytes`: parameters of which a rank holds so many are gathered straight into place.
+
+    Equal groups share the layout: the blocks of a transformer are one.
+    """
+    aliased = world_size == 1 and all(spec.storage_dtype == spec.compute_dtype for spec in specs)
+    everything = range(len(specs))
+    direct = [*everything] if world_size == 1 else _find_direct(specs, everything, direct_min_bytes)
+    # Wide dtypes first: then every offset is a multiple of its own item size without gaps.
+    packed = sorted(
+        set(everything) - set(direct),
+        key=lambda i: (-specs[i].compute_dtype.itemsize, -specs[i].storage_dtype.itemsize, *_dtype_names(specs[i])),
+    )
+    packed_offsets, end = _offsets({i: specs[i].compute_nbytes for i in packed}, 1)
+    packed_nbytes = align(end, RANK_ALIGNMENT)
+
+    alignment = PARAM_ALIGNMENT if aliased else RANK_ALIGNMENT
+    shard_offsets, shard_nbytes = _offsets({i: specs[i].storage_nbytes for i in direct}, alignment)
+    casts: list[CastRun] = []
+    if all(specs[i].storage_dtype == specs[i].compute_dtype for i in packed):
+        shard_offsets |= {i: shard_nbytes + packed_offsets[i] for i in packed}
+        shard_nbytes += packed_nbytes
+    else:
+        for _, run in groupby(packed, key=lambda i: _dtype_names(specs[i])):
+            members = list(run)
+            offsets, nbytes = _offsets({i: specs[i].storage_nbytes for i in members}, 1)
+            shard_offsets |= {i: shard_nbytes + offset for i, offset in offsets.items()}
+            spec, numel = specs[members[0]], sum(specs[i].shard_numel for i in members)
+            casts.append(
+                CastRun(shard_nbytes, packed_offsets[members[0]], numel, spec.storage_dtype, spec.compute_dtype)
+            )
+            shard_nbytes += align(nbytes, RANK_ALIGNMENT)
+
+    full_offsets, packed_start = _offsets({i: spec.full_nbytes for i, spec in enumerate(specs)}, PARAM_ALIGNMENT)
+    return GatherLayout(
+        world_size=world_size,
+        specs=tuple(specs),
+        direct=tuple(direct),
+        packed=tuple(packed),
+        shard_offsets=tuple(shard_offsets[i] for i in range(len(specs))),
+        shard_nbytes=shard_nbytes,
+        full_offsets=tuple(full_offsets.values()),
+        packed_offsets=packed_offsets,
+        packed_nbytes=packed_nbytes,
+        tail_nbytes=packed_nbytes - end,
+        packed_start=packed_start,
+        casts=tuple(casts),
+        aliased=aliased,
+    )
+
+
+def _find_direct(specs: Sequence[ParamSpec], indices: Iterable[int], min_bytes: int) -> list[int]:
+    """Those of `indices` that are an operation of their own: with one for the others, no more than a call may have,
+    unless they are large.
+    """
+    # Chunks along another dim interleave in the parameter: they must be copied to their places.
+    sizes = {i: specs[i].compute_nbytes for i in indices if specs[i].dim == 0}
+    able = [i for i, nbytes in sizes.items() if nbytes >= min_bytes and nbytes % RANK_ALIGNMENT == 0]
+    largest = sorted(able, key=sizes.__getitem__, reverse=True)
+    return sorted(i for place, i in enumerate(largest) if place < MAX_OPERATIONS - 1 or sizes[i] >= LARGE_SHARD_BYTES)
+
+
+def _dtype_names(spec: ParamSpec) -> tuple[str, str]:
+    return str(spec.storage_dtype), str(spec.compute_dtype)
+
+
+def _offsets(sizes: dict[int, int], alignment: int) -> tuple[dict[int, int], int]:
+    """Lay `sizes` one behind the other; return the offset of each and the total."""
+    offsets, position = {}, 0
+    for index, size in sizes.items():
+        offsets[index] = position
+        position += align(size, alignment)
+    return offsets, position
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Gradients that are reduced together: one reduce dtype, one storage dtype. Offsets count elements.
+
+    They travel in the wire dtype; what arrives is summed in the reduce dtype.
+
+    The reduced shards lie in one flat tensor of `shard_numel`: first the direct ones, whose gradient is its own
+    collective's input, then from `packed_start` one segment of `packed_numel`, in which the packed ones lie side by
+    side.
+    """
+
+    indices: tuple[int, ...]
+    direct: tuple[int, ...]
+    packed: tuple[int, ...]
+    offsets: dict[int, int]
+    packed_start: int
+    packed_numel: int
+    shard_numel: int
+    wire_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    storage_dtype: torch.dtype
+
+    @property
+    def payload_nbytes(self) -> int:
+        """What each rank gives to each other in a reduction; bounded as the payload of a gather is."""
+        return self.shard_numel * self.wire_dtype.itemsize
+
+
+def bucket_layout(
+    specs: Sequence[ParamSpec],
+    indices: Iterable[int],
+    reduce_dtype: torch.dtype,
+    direct_min_bytes: int,
+    wire_dtype: torch.dtype | None = None,
+) -> BucketLayout:
+    """Lay out the reduction of the parameters `indices`, which share one storage dtype.
+
+    `wire_dtype`: no wider than the reduce dtype; None: that.
+    """
+    indices, wire_dtype = tuple(indices), wire_dtype or reduce_dtype
+    itemsize = wire_dtype.itemsize  # what is aligned in it is so in a wider dtype
+    # A gradient goes direct if it needs neither a cast nor padding: then it already lies rank-major.
+    as_they_are = [i for i in indices if specs[i].arrives_in(wire_dtype) and specs[i].is_even]
+    largest = _find_direct(specs, as_they_are, direct_min_bytes)
+    direct = tuple(i for i in as_they_are if i in largest)
+    packed = tuple(i for i in indices if i not in direct)
+    offsets, packed_start = _offsets({i: specs[i].shard_numel for i in direct}, RANK_ALIGNMENT // itemsize)
+    packed_offsets, packed_numel = _offsets({i: specs[i].shard_numel for i in packed}, 1)
+    packed_numel = align(packed_numel * itemsize, RANK_ALIGNMENT) // itemsize
+    return BucketLayout(
+        indices=indices,
+        direct=direct,
+        packed=packed,
+        offsets=offsets | {i: packed_start + offset for i, offset in packed_offsets.items()},
+        packed_start=packed_start,
+        packed_numel=packed_numel,
+        shard_numel=packed_start + packed_numel,
+        wire_dtype=wire_dtype,
+        reduce_dtype=reduce_dtype,
+        storage_dtype=specs[indices[0]].storage_dtype,
+    )
+
+
+def split_pieces(numel: int, world_size: int, itemsize: int, max_pieces: int, min_bytes: int) -> list[tuple[int, int]]:
+    """Cut segments of `numel` elements per rank, a multiple of 16 bytes, into pieces that are such multiples, too.
+
+    Returns first and one-past-last element of each. A piece of all ranks has at least `min_bytes`.
+    """
+    count = max(1, min(max_pieces, numel * world_size * itemsize // min_bytes))
+    size = align(-(-numel // count) * itemsize, RANK_ALIGNMENT) // itemsize
+    return [(first, min(first + size, numel)) for first in range(0, numel, size or 1)]

@@ -1,0 +1,364 @@
+"""The ranks that share and replicate one group's parameters, as one value. One rank is an ordinary size."""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from . import compat
+from .compat import DTensorSpec
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which named axes of a device mesh shard the parameters and which replicate them; the others belong to the model.
+
+    Several names count as one axis, in the order of the mesh.
+
+    Raises:
+        ValueError: neither is given.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard and not self.replicate:
+            raise ValueError("DataParallelMeshDims: expected names for shard or replicate, got neither")
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
+
+    Args:
+        placement: the Shard(dim) to use; None: Shard(0).
+        mesh_info: a DeviceMesh, read as `fully_shard` reads its `mesh`; or an object that says which axes of its `mesh`
+            shard and replicate by `shard_mesh_dim` and `replicate_mesh_dim` (None: no axis), such as torch's own.
+    """
+
+    placement: Shard | None
+    mesh_info: Any
+
+
+@dataclass(frozen=True)
+class DataMesh:
+    """Which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication alike."""
+
+    mesh: DeviceMesh
+    shard_axes: tuple[int, ...]
+    replicate_axes: tuple[int, ...] = ()
+    _device: torch.device = field(init=False, compare=False, repr=False)
+    _specs: dict[Any, DTensorSpec] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _plain: dict[Any, Distribution] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kind = self.mesh.device_type
+        device = (kind,) if kind in ("cpu", "meta") else (kind, torch.get_device_module(kind).current_device())
+        object.__setattr__(self, "_device", torch.device(*device))
+
+    def __reduce__(self) -> Any:
+        return DataMesh, (self.mesh, self.shard_axes, self.replicate_axes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataMesh:
+        copied = DataMesh(copy.deepcopy(self.mesh, memo), self.shard_axes, self.replicate_axes)
+        object.__setattr__(copied, "_device", self._device)
+        return copied
+
+    def dtensor_spec(
+        self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> DTensorSpec:
+        """Of a contiguous parameter on `mesh`. Equal ones share it: to build it takes a seventh of `fully_shard`."""
+        # By identity: meshes of another default process group would be equal. The spec keeps its mesh alive.
+        key = (id(mesh), placements, shape, dtype)
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = compat.dtensor_spec(mesh, placements, shape, dtype)
+        return spec
+
+    def plain_distribution(self, dim: int, is_scalar: bool) -> Distribution:
+        """Of what is no DTensor; all such parameters share it."""
+        key = (dim, is_scalar)
+        if key not in self._plain:
+            gathered: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
+            self._plain[key] = Distribution(self.mesh, _cut(self.mesh, gathered, self, *key), None, (), dim)
+        return self._plain[key]
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are gathered: a device of the mesh's type; of several, that which was current when this was
+        built. Other threads, which may never have chosen theirs, use the same.
+        """
+        return self._device
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return _group_over(self.mesh, self.shard_axes)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        return _group_over(self.mesh, self.replicate_axes)
+
+    @property
+    def replicas_may_grow(self) -> bool:
+        """True if ranks may join and leave the replica group."""
+        group = self.replicate_group
+        return group is not None and compat.size_may_change(group)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks that share one copy of the parameters."""
+        return math.prod(self.mesh.size(axis) for axis in self.shard_axes)
+
+    @cached_property
+    def rank(self) -> int:
+        """Place of this rank among those."""
+        rank = 0
+        for axis in self.shard_axes:
+            rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
+        return rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of all that share or replicate the parameters."""
+        return not any(self.mesh.get_local_rank(axis) for axis in self.replicate_axes + self.shard_axes)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """How many ranks share or replicate the parameters."""
+        return math.prod(self.mesh.size(axis) for axis in (*self.shard_axes, *self.replicate_axes))
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Those that share or replicate the parameters, this one included."""
+        place: list[Any] = list(self.mesh.get_coordinate() or ())
+        for axis in self.shard_axes + self.replicate_axes:
+            place[axis] = slice(None)
+        return frozenset(self.mesh.mesh[tuple(place)].flatten().tolist())
+
+    @property
+    def axis_groups(self) -> list[dist.ProcessGroup]:
+        """This rank's process group along each axis on which other ranks share or replicate the parameters."""
+        axes = sorted((*self.shard_axes, *self.replicate_axes))
+        return [self.mesh.get_group(axis) for axis in axes if self.mesh.size(axis) > 1]
+
+
+def _group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The process group of this rank along `axes`; several count as one, for which it makes a group, once."""
+    if len(axes) < 2:
+        return mesh.get_group(axes[0]) if axes else None
+    return compat.mesh_over(mesh, axes).get_group()
+
+
+# Those in use: the groups of a model share one, and with it the specs of equal parameters.
+_in_use: weakref.WeakValueDictionary[Any, DataMesh] = weakref.WeakValueDictionary()
+
+
+def _on_axes(mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple[int, ...] = ()) -> DataMesh:
+    """
+    Raises:
+        ValueError: this rank is not part of `mesh`; or an axis is given twice.
+    """
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
+    if len({*shard_axes, *replicate_axes}) < len(shard_axes + replicate_axes):
+        names = mesh.mesh_dim_names or range(mesh.ndim)
+        shard, replicate = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes))
+        raise ValueError(
+            f"mesh: expected each axis once, got {shard} to shard and {replicate} to replicate. Leave it out of one."
+        )
+    # By identity: meshes of another default process group would be equal. While the value lives, so does its mesh.
+    key = (id(mesh), shard_axes, replicate_axes)
+    found = _in_use.get(key)
+    if found is None:
+        found = _in_use[key] = DataMesh(mesh, shard_axes, replicate_axes)
+    return found
+
+
+def data_mesh(mesh: DeviceMesh) -> DataMesh:
+    """One axis shards; of two, the first replicates and the second shards (HSDP)."""
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"mesh: expected one axis (sharded) or two (replicated, sharded), got {mesh.ndim} (shape "
+            f"{tuple(mesh.shape)}). Pass the data-parallel axes only, e.g. mesh['dp'], or name them by dp_mesh_dims."
+        )
+    return _on_axes(mesh, (0,)) if mesh.ndim == 1 else _on_axes(mesh, (1,), (0,))
+
+
+def described_data_mesh(mesh_info: Any) -> DataMesh:
+    """What the `mesh_info` of a ShardPlacementResult says.
+
+    Raises:
+        TypeError: it says nothing.
+        ValueError: what it says is no way to lie on this rank.
+    """
+    if isinstance(mesh_info, DeviceMesh):
+        return data_mesh(mesh_info)
+    mesh = getattr(mesh_info, "mesh", None)
+    axes = [getattr(mesh_info, name, None) for name in ("shard_mesh_dim", "replicate_mesh_dim")]
+    if not isinstance(mesh, DeviceMesh) or axes == [None, None]:
+        raise TypeError(f"mesh_info: expected a DeviceMesh, or an object with one in `mesh`, got {mesh_info!r}")
+    shard, replicate = (() if axis is None else (axis % mesh.ndim,) for axis in axes)
+    return _on_axes(mesh, shard, replicate)
+
+
+def replicated_data_mesh(mesh: DeviceMesh) -> DataMesh:
+    """One axis, which replicates."""
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one axis, which replicates, got {mesh.ndim} (shape {tuple(mesh.shape)})")
+    return _on_axes(mesh, (), (0,))
+
+
+def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    """The axes of `mesh` that `dims`, a DataParallelMeshDims, names.
+
+    Raises:
+        ValueError: the mesh has no such name, or no names; or one is given twice.
+    """
+    axes = []
+    for names in (dims.shard, dims.replicate):
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        known = mesh.mesh_dim_names or ()
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"dp_mesh_dims: expected names among {known}, got {unknown}")
+        axes.append(tuple(sorted(known.index(name) for name in names)))
+    return _on_axes(mesh, *axes)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How one parameter lies.
+
+    `mesh`, `placements`: of the sharded parameter.
+    `full_mesh`, `full_placements`: of the full parameter, a DTensor under tensor parallelism; None: a plain tensor.
+    `dim`: along which the data-parallel ranks cut it.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    full_mesh: DeviceMesh | None
+    full_placements: tuple[Placement, ...]
+    dim: int
+
+    def is_of_sharded(self, tensor: DTensor) -> bool:
+        return tensor.placements == self.placements and tensor.device_mesh == self.mesh
+
+    def is_of_full(self, tensor: DTensor) -> bool:
+        return tensor.placements == self.full_placements and tensor.device_mesh == self.full_mesh
+
+
+def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
+    """How `parameter` lies when `mesh` shards it along `dim`, or replicates it if it is a scalar.
+
+    A DTensor is cut further, on axes beside its own.
+
+    Raises:
+        ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.
+    """
+    is_scalar = parameter.dim() == 0
+    beside = not isinstance(parameter, DTensor) or parameter.device_mesh != mesh.mesh
+    if beside and mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
+        raise ValueError(f"dp_mesh_dims: expected a DTensor on {mesh.mesh}, got a {type(parameter).__name__}")
+    if not isinstance(parameter, DTensor):
+        return mesh.plain_distribution(dim, is_scalar)
+    inner, placements = parameter.device_mesh, parameter.placements
+    if not beside:
+        _check_data_axes(parameter, mesh, dim)
+        return Distribution(inner, _cut(inner, placements, mesh, dim, is_scalar), inner, placements, dim)
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"expected a DTensor that is sharded or replicated, got placements {placements}")
+    try:
+        whole = compat.concatenate_meshes(mesh.mesh, inner)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected a DTensor on axes of the same device mesh as {mesh.mesh}, got one on {inner}. Build one mesh of "
+            "all axes by init_device_mesh, and slice it by name."
+        ) from error
+    gathered = (Replicate(),) * mesh.mesh.ndim + placements
+    return Distribution(whole, _cut(whole, gathered, mesh, dim, is_scalar), inner, placements, dim)
+
+
+def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
+    """The data-parallel axes are among the parameter's own."""
+    placements, data_axes = parameter.placements, mesh.shard_axes + mesh.replicate_axes
+    if any(placement.is_partial() for placement in placements) or any(
+        not placements[axis].is_replicate() for axis in data_axes
+    ):
+        raise ValueError(
+            f"expected Replicate on the data-parallel axes of {mesh.mesh}, got placements {placements}. If fully_shard "
+            "has sharded it with another module, apply it to the module that both have in common first, by itself."
+        )
+    rows = compat.local_of(parameter).shape[dim] if parameter.dim() else 0
+    if len(mesh.shard_axes) > 1 and rows % mesh.size:
+        raise ValueError(
+            f"expected dim {dim}, of {rows} rows, to divide by {mesh.size}: a DTensor that several axes cut unevenly "
+            "lies otherwise than one that one axis cuts"
+        )
+
+
+def _cut(
+    whole: DeviceMesh, placements: tuple[Placement, ...], mesh: DataMesh, dim: int, is_scalar: bool
+) -> tuple[Placement, ...]:
+    """`placements` on `whole`, cut along `dim` on the data-parallel axes, which come last though they may stand left.
+
+    A plain Shard would cut before those to its right.
+    """
+    if is_scalar:
+        return placements
+    cut = list(placements)
+    for axis in mesh.shard_axes:
+        later = range(axis + 1, whole.ndim)
+        parts = math.prod(whole.size(other) for other in later if placements[other].is_shard(dim))
+        cut[axis] = compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
+    return tuple(cut)
+
+
+# Default process group -> the mesh that default_mesh returned last. Neither is kept alive by this.
+_last_default: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks, on the accelerator if there is one. Initialises the default process group from the environment.
+
+    The same object for all calls while it is in use: meshes that are equal but not one slow DTensor's operations down.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if not dist.is_initialized():
+        dist.init_process_group()
+    group, kind = dist.group.WORLD, accelerator.type if accelerator else "cpu"
+    assert group is not None, "just initialised"
+    last = _last_default.get(group)
+    mesh = last() if last is not None else None
+    if mesh is None or mesh.device_type != kind:
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        _last_default[group] = weakref.ref(mesh)
+    return mesh
+
+
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it, and,
+    where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL splits
+    it.
+
+    Of all of them: a second one over the same ranks.
+    """
+    of_size = _subgroups.setdefault(group, {})
+    if size not in of_size:
+        ranks = dist.get_process_group_ranks(group)
+        first = group.rank() // size * size
+        of_size[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    return of_size[size]

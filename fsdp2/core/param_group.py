@@ -1,0 +1,366 @@
+"""The parameters that one `fully_shard` call shards together: unsharded and resharded as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .buffers import GroupBuffers, PendingGather
+from .comm import Comm, Purpose
+from .events import NO_EVENTS, Events, strategies
+from .gradients import GradientsOnStreams, GroupGradients
+from .group_parameters import GroupParameters, find_replacements
+from .layout import gather_layout
+from .mesh import DataMesh
+from .parameter import FSDPParam, fqn
+from .policy import GroupSettings
+from .reduce import Reduction
+from .streams import GroupStreams, make_transfers
+
+
+class Phase(Enum):
+    """Where the parameters of a group are.
+
+    SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
+    there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. LENT: modules have
+    copies (full_params), and the group can't be gathered.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+    UNSHARDED = "unsharded"
+    LENT = "lent"
+
+
+class Hold(IntEnum):
+    """For how long the unsharded parameters of a group stay, beyond the forward or backward that uses them.
+
+    NOTHING: no longer. BACKWARD: until the backward of the forward that has left them. NEXT_PASS: until a parameter
+    changes, or a pass ends that reshards. USER: until the user calls `reshard`, or a pass with grad ends that reshards.
+    """
+
+    NOTHING = 0
+    BACKWARD = 1
+    NEXT_PASS = 2
+    USER = 3
+
+
+SHARDED, GATHERING, GATHERED, UNSHARDED, LENT = Phase
+
+TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
+    SHARDED: (GATHERING, LENT),
+    GATHERING: (GATHERED, SHARDED),
+    GATHERED: (UNSHARDED, SHARDED),
+    UNSHARDED: (GATHERED, SHARDED),
+    LENT: (SHARDED,),
+}
+"""Phase -> the phases that may follow."""
+
+
+class Comms(NamedTuple):
+    """How a group communicates: to gather, to reduce, between replicas, and among the ranks that restore the parameters
+    after forward (`reshard_after_forward=k`).
+    """
+
+    gathers: Comm
+    reduces: Comm
+    replicas: Comm | None = None
+    post_forward: Comm | None = None
+
+
+class ParamGroup:
+    """Owns one flat shard buffer and one storage for the unsharded parameters of a group.
+
+    `phase` says where the parameters are, `hold` for how long unsharded ones stay; outside of forward and backward
+    modules have the sharded ones, even if the unsharded ones' data is there. `gathered_at`: versions of the shards that were gathered last, or None where that was
+    for a backward, between which and its forward users may not change parameters.
+    """
+
+    # Those of the root that the group runs under, see Root.
+    root: Any = None
+    queue: Any = None
+
+    def __init__(
+        self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
+    ) -> None:
+        self.modules, self.params, self.mesh, self.settings = list(modules), list(params), mesh, settings
+        self.name, self.purpose = type(modules[0]).__name__, Purpose()
+        self.phase, self._pending = SHARDED, None
+        self.hold = Hold.NOTHING
+        self.gathered_at: tuple[int, ...] | None = None
+        self.streams: Any = GroupStreams.of(mesh.device)
+        self.events: Events = NO_EVENTS
+        storage_device = params[0].storage_device if params else mesh.device
+        offloads = storage_device != mesh.device
+        self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
+        self.comms = self.usual_comms = self._make_comms()
+        gradients = GroupGradients if self.streams is None else GradientsOnStreams
+        self.gradients: GroupGradients = gradients(self, self.params, self._reduction())
+        self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)
+        self.registration = self.parameters.registration
+        self.parameters.build(settings, self.comms.gathers.direct_min_bytes)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    # ---- settings
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded parameters, in compute dtypes, padding included."""
+        buffers, extension = self.parameters.buffers, self.parameters.extension
+        plain = buffers.layout.full_nbytes if buffers is not None else 0
+        return plain if extension is None else plain + extension.nbytes
+
+    @property
+    def is_unsharded(self) -> bool:
+        """True if the unsharded parameters' data is there."""
+        return self.phase in (GATHERED, UNSHARDED)
+
+    def rename(self, names: Mapping[nn.Module, str]) -> None:
+        """Names the group and its parameters after the FQNs of their modules."""
+        for param in self.params:
+            for i, slot in enumerate(param.slots):
+                prefix = names.get(slot.module)
+                if prefix is not None:
+                    param.names[i] = fqn(prefix, slot.name)
+        self.name = self.purpose.name = names.get(self.modules[0], "") or "root"
+
+    def set(self, **changes: Any) -> None:
+        """Changes settings of the group, between steps."""
+        before, self.settings = self.settings, replace(self.settings, **changes)
+        self.gradients.use(self._reduction())
+        self.parameters.use(self.settings)
+        if self.settings.keep_storage != before.keep_storage and self.phase is SHARDED:
+            self.reshard()
+        for notify in self.events.settings_changed:
+            notify(self)
+
+    def use_comms(self, comms: Comms) -> None:
+        """Communicates in that way from now on. Every rank must call it, between steps."""
+        before, self.comms = self.comms, comms
+        self.gradients.use(self._reduction())
+        sizes = [(each.gathers.direct_min_bytes, each.reduces.direct_min_bytes) for each in (before, comms)]
+        if sizes[0] != sizes[1] or comms.post_forward is not before.post_forward:
+            self.parameters.post_forward = comms.post_forward
+            self._rebuild()
+
+    def _make_comms(self) -> Comms:
+        groups, make = (self.mesh.shard_group, self.mesh.replicate_group), strategies().make_comm
+        shards, replicas = (make(group, self.mesh.device, self.purpose) for group in groups)
+        return Comms(shards, shards, replicas if self.mesh.replicas_may_grow or replicas.size > 1 else None)
+
+    def _reduction(self) -> Reduction:
+        comms, settings = self.comms, self.settings
+        return Reduction(
+            comms.reduces,
+            comms.replicas,
+            settings.divide_factor,
+            settings.all_reduce,
+            settings.reduce_hook,
+            self.transfers,
+        )
+
+    def _rebuild(self) -> None:
+        self.reshard()
+        self.parameters.build(self.settings, self.comms.gathers.direct_min_bytes)
+
+    # ---- sharded -> unsharded -> sharded
+
+    def start_unshard(self, for_backward: bool = False, ahead: bool = True) -> None:
+        """Begins to gather, unless that is under way or done. Every rank must call it, in the same order.
+
+        `ahead`: of the modules that need it, which may run on another stream.
+        """
+        if self.phase is not SHARDED:
+            return
+        if self.parameters.buffers is None:
+            self._notice_changes()
+        for notify in self.events.shards_needed:
+            notify(self)
+        for notify in self.events.before_gather:
+            notify(self)
+        buffers, extension = self.parameters.buffers, self.parameters.extension
+        assert buffers is not None, "shards are on the device"
+        stays = self.hold >= Hold.NEXT_PASS or not self.settings.reshard_after_backward
+        self.gathered_at = self.registration.versions() if stays or not for_backward else None
+        try:
+            more = extension.start(self.comms.gathers) if extension is not None else ()
+            self._pending, self.phase = buffers.start_gather(self.comms.gathers, *more), GATHERING
+        except RuntimeError as error:  # out of memory, for example
+            self._locate(error)
+            raise
+
+    def unshard(self, for_backward: bool = False, registers: bool = True) -> None:
+        """Has the unsharded parameters' data there, made of what the sharded ones are now, and registers them.
+
+        Gathers, or finishes the gather in flight. `for_backward`: users may not have changed parameters since forward.
+        """
+        if not for_backward and self.phase is not UNSHARDED:
+            self._notice_changes()
+        if self.phase is SHARDED:
+            self.start_unshard(for_backward, ahead=False)
+        if self.phase is GATHERING:
+            self._finish_gather()
+        for notify in self.events.unsharded:
+            notify(self)
+        if registers and self.phase is GATHERED:
+            self.phase = UNSHARDED
+            self.registration.register_unsharded()
+
+    def _finish_gather(self) -> None:
+        pending: PendingGather = self._pending  # type: ignore[assignment]
+        self._pending, self.phase = None, SHARDED  # if it fails
+        try:
+            pending.finish()
+        except RuntimeError as error:  # a peer is gone, for example
+            self._locate(error)
+            raise
+        self.phase = GATHERED
+        if self.parameters.extension is not None and self.parameters.extension.finish():
+            self.parameters.follow()
+        for notify in self.events.gathered:
+            notify(self)
+
+    def unshard_again(self) -> None:
+        """Gathers what is in use: it keeps its values. Every rank must call it, or `unshard`."""
+        self.unshard(for_backward=True, registers=False)
+        was_registered = self.phase is UNSHARDED
+        self.phase = SHARDED
+        self.unshard(for_backward=True, registers=False)
+        if was_registered:
+            self.phase = UNSHARDED
+
+    def unregister(self) -> None:
+        """Registers the sharded parameters, and leaves the unsharded ones' data where it is."""
+        if self.phase is UNSHARDED:
+            self.phase = GATHERED
+            self.registration.register_sharded()
+
+    def reshard(self, free: bool = True) -> None:
+        """Registers the sharded parameters, and frees the unsharded ones' data.
+
+        `free=False` leaves the bytes where they are, for a graph that reads them unnoticed.
+        """
+        if self.phase is LENT:
+            return
+        self.unregister()
+        pending, self._pending, self.phase = self._pending, None, SHARDED
+        if pending is not None:
+            pending.abandon()
+        buffers = self.parameters.buffers
+        if free and buffers is not None:
+            for notify in self.events.before_free:
+                notify(self)
+            buffers.free()
+            if self.parameters.extension is not None and not buffers.keeps_storage:
+                self.parameters.extension.free()
+
+    def shrink(self) -> None:
+        """Registers the sharded parameters; frees the unsharded ones but for this rank's secondary shards."""
+        self.unregister()
+        assert self.phase is GATHERED, "a forward has just used them"
+        assert self.parameters.buffers is not None, "they are there"
+        self.phase = SHARDED
+        for notify in self.events.before_free:
+            notify(self)
+        self.parameters.buffers.shrink()
+
+    def lend(self) -> None:
+        """Notes that modules are about to get copies of the parameters."""
+        self.reshard()
+        self.phase = LENT
+
+    def take_back(self) -> None:
+        """Notes that modules have the sharded parameters again."""
+        if self.phase is LENT:
+            self.phase = SHARDED
+
+    def copy_unsharded(self, params: Sequence[FSDPParam], dtype: torch.dtype | None) -> list[Tensor]:
+        """Returns what the ranks share of `params`, in new memory, in the dtypes in which they are stored, or, of
+        floating-point ones, in `dtype`. Every rank must call it.
+        """
+        specs = []
+        for spec in (param.spec(self.settings.policy) for param in params):
+            wanted = dtype if dtype is not None and spec.storage_dtype.is_floating_point else spec.storage_dtype
+            specs.append(replace(spec, compute_dtype=wanted))
+        with torch.inference_mode(False), torch.no_grad():
+            layout = gather_layout(tuple(specs), self.mesh.size, self.comms.gathers.direct_min_bytes)
+            buffers = GroupBuffers(layout, self.mesh.rank, self.mesh.device, self.transfers)
+            buffers.move_into_shards([param.local for param in params])
+            buffers.start_gather(self.comms.gathers).finish()
+            return [buffers.unsharded_parameter(i) for i in range(len(specs))]
+
+    def holds_memory(self) -> bool:
+        """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
+        buffers = self.parameters.buffers
+        return (buffers is not None and buffers.hold_memory()) or self.gradients.is_pending()
+
+    def _locate(self, error: RuntimeError) -> None:
+        """Says in the message which group it was: neither allocators nor process groups know."""
+        self.purpose.locate(error, f"gathering {self.name}, {self.nbytes} bytes")
+
+    # ---- what users do to parameters
+
+    def shard_versions(self) -> tuple[int, ...]:
+        """Returns the versions of the sharded parameters, see Registration."""
+        for notify in self.events.shards_needed:
+            notify(self)
+        return self.registration.versions()
+
+    def adopt_replacements(
+        self, accept_whole: bool = False, may_be_meta: bool = True, may_be_untied: bool = False
+    ) -> bool:
+        """Takes what a user has put in place of parameters or their local tensors (`.to`, loading, assignment).
+
+        Returns True if there was any. `accept_whole`: also plain tensors of whole parameters. `may_be_meta`: parameters
+        may be on the meta device. `may_be_untied`: tied parameters may be several objects for a while.
+        """
+        if self.phase is LENT:
+            return False
+        self.reshard()
+        return self._notice_changes(accept_whole, may_be_meta, may_be_untied)
+
+    def _notice_changes(
+        self, accept_whole: bool = False, may_be_meta: bool = False, may_be_untied: bool = False
+    ) -> bool:
+        """Follows what a user did to the parameters, and drops what was gathered before that. Returns True if some were
+        replaced.
+        """
+        if self.phase is LENT:
+            raise RuntimeError(
+                f"{self.name}: its parameters are copies that full_params has lent, with which no sharded module "
+                "runs. Leave that block first."
+            )
+        if self.shard_versions() != self.gathered_at:
+            self.reshard()  # also secondary shards
+        parameters = self.parameters
+        are_replaced = parameters.buffers is None or self.registration.is_replaced()
+        if are_replaced:
+            self.reshard()
+            found = (strategies().find_replacements or find_replacements)(self, accept_whole, may_be_untied)
+            for notify in self.events.before_replace:
+                notify(self)
+            parameters.take(found)
+        elif parameters.trainable != self.registration.trainable():
+            parameters.follow_requires_grad()
+        if parameters.buffers is None and not may_be_meta:
+            expected = parameters.storage_device
+            names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != expected]
+            raise RuntimeError(
+                f"expected parameters on {expected}, got {', '.join(names)}. Materialise the model "
+                f"before its first forward: model.to_empty(device={expected.type!r}), then initialise or load."
+            )
+        return are_replaced
+
+    def is_up_to_date(self) -> bool:
+        """Returns True if no parameter has changed, was replaced, frozen or unfrozen since the group was gathered."""
+        is_replaced = self.phase is not UNSHARDED and self.registration.is_replaced()
+        is_changed = self.shard_versions() != self.gathered_at
+        return not (is_replaced or is_changed or self.registration.trainable() != self.parameters.trainable)

@@ -1,0 +1,263 @@
+"""One parameter of a group: the sharded parameter that users see, the unsharded one that modules compute with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from . import compat
+from .compat import local_of
+from .events import strategies
+from .gather import contiguous_stride
+from .layout import ParamSpec, param_spec
+from .mesh import DataMesh, Distribution
+from .policy import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A module and a name under which it has a parameter. Tied parameters have several slots."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> nn.Parameter:
+        """Returns the parameter that is registered now."""
+        return self.module._parameters[self.name]  # type: ignore[return-value]
+
+    @property
+    def is_plain(self) -> bool:
+        """True if writing the module's dict is all that `setattr` would do (nn.LSTM keeps a list besides)."""
+        return type(self.module).__setattr__ is nn.Module.__setattr__
+
+
+def fqn(prefix: str, name: str) -> str:
+    """Returns the FQN of `name` in a module whose FQN is `prefix`; a root's FQN is empty."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+# The unsharded parameter of every FSDPParam until its group has a storage.
+NOT_BUILT = nn.Parameter(torch.empty(0, device="cpu"))
+
+
+class FSDPParam:
+    """One distinct parameter, however often registered.
+
+    `sharded`: nn.Parameter, a DTensor of the true global shape, sharded along `dim`, whose local tensor holds this
+        rank's rows without padding. It is the same object until a user replaces it.
+    `unsharded`: nn.Parameter, a leaf over the group's storage, whose data is there from unshard to reshard; a plain
+        tensor, or the DTensor of tensor parallelism.
+    `shape`: of the whole parameter; `gathered_shape`: of what the ranks of `mesh` share of it, which is less under
+        tensor parallelism. `bounds`: this rank's first row along `dim` of that, and the one after its last.
+    `names`: FQNs of its slots; errors call it by the first.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        name: str,
+        mesh: DataMesh,
+        distribution: Distribution,
+        storage_device: torch.device,
+        keeps_dtype: bool,
+    ) -> None:
+        self.slots, self.mesh, self.distribution = slots, mesh, distribution
+        # Where the sharded parameter lives.
+        self.storage_device = storage_device
+        # It computes in its own dtype, whatever the policy says of the others.
+        self._keeps_dtype = keeps_dtype
+        self.names = [name] * len(slots)
+        original = slots[0].get()
+        self.shape = self.gathered_shape = tuple(original.shape)
+        if isinstance(original, DTensor):
+            self.gathered_shape = tuple(local_of(original).shape)
+        # A scalar is replicated. In collectives it is a vector of as many copies as ranks, of which each holds one.
+        self.is_scalar = self.shape == ()
+        if self.is_scalar:
+            self.gathered_shape = (mesh.size,)
+        self.bounds = self._spec_of(original.dtype, original.dtype).rows(mesh.rank)
+        self.unsharded = NOT_BUILT
+        self.sharded = self.cut(original)
+        self.register(self.sharded)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def dim(self) -> int:
+        """The dim along which the ranks of the shard group cut it."""
+        return self.distribution.dim
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, without padding."""
+        return local_of(self.sharded)
+
+    @local.setter
+    def local(self, value: Tensor) -> None:
+        compat.set_local(self.sharded, value)
+
+    def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
+        """Returns what the layout must know of it as it is now."""
+        extended = strategies().gathers_itself(self.local)
+        return self._spec_of(self.local.dtype, self.compute_dtype(policy), extended)
+
+    def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
+        """Returns the dtype of the unsharded parameter."""
+        stored = self.local.dtype
+        return stored if self._keeps_dtype else policy.compute_dtype(stored)
+
+    def _spec_of(self, stored: torch.dtype, compute: torch.dtype, extended: bool = False) -> ParamSpec:
+        return param_spec(self.gathered_shape, stored, compute, self.mesh.size, self.distribution.dim, extended)
+
+    # ---- from the whole parameter to its shard
+
+    def cut(self, whole: Tensor) -> nn.Parameter:
+        """Returns this rank's rows of `whole` as a sharded parameter, which is registered nowhere. Grad must be off."""
+        gathered = self.gathered(whole if type(whole) is nn.Parameter else whole.detach())
+        device = gathered.device if gathered.is_meta else self.storage_device
+        return self._as_sharded(self.copy_rows(gathered, device), whole)
+
+    def gathered(self, whole: Tensor) -> Tensor:
+        """Returns what the ranks of the mesh share of it: less than all under tensor parallelism."""
+        kind = self.distribution
+        if kind.full_mesh is None:
+            return whole
+        if not isinstance(whole, DTensor):
+            whole = compat.cut(whole.detach(), kind.full_mesh, kind.full_placements, DTensor)
+        return local_of(whole)
+
+    def own_rows(self, gathered: Tensor) -> Tensor:
+        """Returns this rank's rows of what the ranks of the mesh share, as a view."""
+        first, last = self.bounds
+        return gathered if self.is_scalar else gathered.narrow(self.dim, first, last - first)
+
+    def copy_rows(self, gathered: Tensor, device: torch.device) -> Tensor:
+        """Returns this rank's rows in memory of their own, so that the whole parameter can be freed."""
+        if type(gathered) not in (Tensor, nn.Parameter):
+            return _rows_of_subclass(gathered, self.dim, self.mesh, device)
+        if gathered.device != device or self.is_scalar:
+            return self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
+        first, last = self.bounds
+        return torch.narrow_copy(gathered, self.dim, first, last - first)  # in half the time
+
+    def _as_sharded(self, local: Tensor, original: Tensor) -> nn.Parameter:
+        self.prepare_gradients(local)
+        tensor = compat.new_dtensor(self.tensor_class, local, self.dtensor_spec)
+        sharded = compat.distributed_parameter(tensor, original.requires_grad)
+        sharded.__dict__.update(_user_attributes(original))
+        compat.take_hooks(original, sharded)
+        return sharded
+
+    def prepare_gradients(self, local: Tensor) -> None:
+        """Prepares what all gradients have in common: they lie like `local`, made contiguous."""
+        kind = self.distribution
+        self.dtensor_spec = self.mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, local.dtype)
+        self.local_shape, self.local_stride = local.shape, contiguous_stride(local.shape)
+        self.tensor_class = strategies().tensor_class
+
+    def take(self, found: nn.Parameter) -> None:
+        """Takes `found`, which a user has registered in its place, as the sharded parameter."""
+        if not isinstance(found, DTensor) or not self.distribution.is_of_sharded(found):
+            self.sharded = self.cut(found)
+        else:
+            if found.stride() != contiguous_stride(self.shape):
+                # Shards are always contiguous; the object must say so, and stay the one that users hold.
+                torch.utils.swap_tensors(found, self._as_sharded(local_of(found).contiguous(), found))
+            if type(found) is DTensor:
+                found.__class__ = strategies().tensor_class
+            self.sharded = found
+            self.prepare_gradients(self.local)
+        self._share_attributes()
+        self.register(self.sharded)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Puts `parameter` into every slot."""
+        for slot in self.slots:
+            if slot.is_plain:
+                slot.module._parameters[slot.name] = parameter
+            else:
+                setattr(slot.module, slot.name, parameter)
+
+    # ---- the unsharded parameter
+
+    def build_unsharded(self, memory: Tensor, renew: bool = False) -> None:
+        """Puts the unsharded parameter over `memory`, which has its dtype and the gathered shape.
+
+        It stays the same object if it can, for earlier graphs give it their gradients. `renew`: make another one,
+        because those graphs expect gradients of another shape.
+        """
+        is_built = self.unsharded is not NOT_BUILT and not renew
+        if is_built and type(memory) is Tensor and self.unsharded.dtype == memory.dtype:
+            self.move_unsharded(memory)
+            return
+        self.unsharded = self.as_unsharded(memory, memory.is_floating_point())
+        self._share_attributes()
+
+    def as_unsharded(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
+        """Returns a parameter, as modules compute with, whose data is `memory`, of the gathered shape."""
+        kind, value = self.distribution, memory[0] if self.is_scalar else memory
+        if kind.full_mesh is None:
+            return nn.Parameter(value, requires_grad)
+        spec = self.mesh.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, value.dtype)
+        return compat.distributed_parameter(compat.new_dtensor(DTensor, value, spec), requires_grad)
+
+    def move_unsharded(self, memory: Tensor | None) -> None:
+        """Puts the unsharded parameter over other memory. None: over none, until it is built again."""
+        if memory is None:
+            value = compat.local_if_any(self.unsharded).detach().new_empty(0)
+        else:
+            value = memory[0] if self.is_scalar else memory
+        if isinstance(self.unsharded, DTensor):
+            compat.set_local(self.unsharded, value)
+        else:
+            self.unsharded.data = value
+
+    def _share_attributes(self) -> None:
+        """Shows attributes that users set on one of the two parameters, now or later, on the other, too."""
+        if type(self.unsharded) is nn.Parameter or isinstance(self.unsharded, DTensor):
+            self.unsharded.__dict__ = vars(self.sharded)
+        else:  # its class keeps its inner tensors there
+            vars(self.unsharded).update(_user_attributes(self.sharded))
+
+    def gathered_gradient(self, gradient: Tensor) -> Tensor:
+        """Returns a gradient of the unsharded parameter as the ranks of the mesh share it."""
+        kind = self.distribution
+        if kind.full_mesh is not None:
+            assert isinstance(gradient, DTensor), "a gradient is distributed like its parameter"
+            expected = list(kind.full_placements)
+            if kind.full_mesh == self.mesh.mesh:
+                # Modules that compute with DTensors on these axes, too, leave the sum over them to us.
+                for axis in self.mesh.shard_axes + self.mesh.replicate_axes:
+                    if gradient.placements[axis].is_partial("sum"):
+                        expected[axis] = gradient.placements[axis]
+            if gradient.placements != tuple(expected):
+                gradient = gradient.redistribute(placements=expected)
+            gradient = local_of(gradient)
+        return gradient.repeat(self.gathered_shape) if self.is_scalar else gradient
+
+
+@torch.no_grad()
+def _rows_of_subclass(whole: Tensor, dim: int, mesh: DataMesh, device: torch.device) -> Tensor:
+    """Returns this rank's rows of a tensor subclass, by the few operations that such classes are known to have."""
+    chunks = torch.chunk(whole, mesh.size, dim)
+    padded = whole.new_zeros(chunks[0].size())
+    rows = chunks[mesh.rank].shape[dim] if mesh.rank < len(chunks) else 0
+    if rows:
+        padded.narrow(dim, 0, rows).copy_(chunks[mesh.rank])
+    padded = padded if padded.device == device else padded.to(device)
+    return padded if rows == padded.shape[dim] else padded.narrow(dim, 0, rows)
+
+
+def _user_attributes(parameter: Tensor) -> dict[str, Any]:
+    """Returns what users have set on a parameter, without the inner tensors that a tensor subclass keeps there."""
+    attributes = vars(parameter)
+    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
+        return attributes
+    own = vars(parameter.detach())
+    return {name: value for name, value in attributes.items() if name not in own}

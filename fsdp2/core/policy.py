@@ -1,0 +1,211 @@
+"""What a user chooses: the policies of a `fully_shard` call, and the settings of a group and of a root.
+
+All of them are frozen: a setting changes by putting another object in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Chooses the dtypes in which a group computes and communicates. Sharded parameters keep their own dtype.
+
+    Args:
+        param_dtype: dtype of the unsharded parameters, hence of the all-gather and of compute. None: the dtype of the
+            sharded parameter. Parameters that are not floating point are never cast.
+        reduce_dtype: dtype in which gradients are reduced. None: the dtype of the sharded parameter (fp32 parameters
+            that compute in bf16 are reduced in fp32), as in torch from 2.15 on; torch 2.13 reduces in `param_dtype`.
+        output_dtype: floating-point tensors in the module's output are cast to it. None: they are left alone.
+        cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`. Without a
+            `param_dtype` nothing is cast. Whole numbers that the cast would change (positions, time steps) raise a
+            RuntimeError on every rank.
+        param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, the
+            parameter is gathered and used in that dtype; None or `param_dtype` means: like the others. It must return
+            the same on all ranks.
+        wire_dtype: dtype in which gradients travel between the ranks of the shard group, if that is narrower than the
+            dtype in which they are summed. None: they travel in the dtype in which they are summed; on gloo, where
+            each rank sums what it receives, gradients of one backward travel in the dtype in which autograd computes
+            them, which changes no bit of the sums. Equal to `reduce_dtype`: they are cast before they travel on gloo,
+            too; ranks that accumulate different numbers of batches with parameters kept over steps need that.
+            Each rank's gradient is rounded to the wire dtype once (beyond 65504, float16 is infinite). Ranks exchange
+            the shards by an all-to-all, and sum and divide in the reduce dtype. With `param_dtype` bfloat16, gradients
+            are bfloat16 already, and nothing is rounded. A step then sends (2 + 2 + 2) (N - 1) / N bytes per parameter
+            instead of (2 + 2 + 4): two all-gathers and the gradients over N ranks. Unsynchronized gradients accumulate
+            in the reduce dtype, and are rounded when they are sent. Replica groups (HSDP) sum in the reduce dtype;
+            `replicate` therefore refuses it.
+
+    Raises:
+        TypeError: a dtype is not a torch.dtype.
+        ValueError: a dtype is not a (real) floating-point dtype of 16 bits or more; `wire_dtype` is neither narrower
+            than `reduce_dtype` nor equal to it.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise TypeError(
+                "MixedPrecisionPolicy.param_dtype_override_fn: expected a function or None, got "
+                f"{self.param_dtype_override_fn!r}"
+            )
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise TypeError(
+                f"MixedPrecisionPolicy.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}"
+            )
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"MixedPrecisionPolicy.{name}: expected a torch.dtype or None, got {dtype!r}")
+            if not dtype.is_floating_point or dtype.itemsize < 2:
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}"
+                )
+        wire, summed = self.wire_dtype, self.reduce_dtype
+        if wire and summed and wire != summed and wire.itemsize >= summed.itemsize:
+            raise ValueError(
+                f"MixedPrecisionPolicy.wire_dtype: expected a dtype narrower than reduce_dtype, or that, {summed}, got "
+                f"{wire}."
+            )
+
+    def keeps_dtype(self, parameter: nn.Parameter) -> bool:
+        """Returns True if `parameter` computes in its own dtype, because the user's function says so.
+
+        Raises:
+            ValueError: the user's function returned a third dtype.
+        """
+        if self.param_dtype_override_fn is None:
+            return False
+        dtype = self.param_dtype_override_fn(parameter)
+        if dtype not in (None, self.param_dtype, parameter.dtype):
+            raise ValueError(
+                f"expected param_dtype_override_fn to return {parameter.dtype}, {self.param_dtype} or None, got "
+                f"{dtype!r}"
+            )
+        return dtype is not None and dtype == parameter.dtype
+
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which a parameter stored as `stored` is gathered and used."""
+        return self.param_dtype if self.param_dtype and stored.is_floating_point else stored
+
+    def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which the gradient of a parameter stored as `stored` is reduced."""
+        return self.reduce_dtype or stored
+
+    def sent_dtype(self, stored: torch.dtype, computed: torch.dtype | None = None) -> torch.dtype:
+        """Returns the dtype in which that gradient travels: narrower than the one it is summed in, or equal to it.
+
+        `computed`: the dtype in which autograd computes the gradient, if it may travel in that dtype.
+        """
+        summed = self.gradient_dtype(stored)
+        wanted = self.wire_dtype or computed
+        return wanted if wanted is not None and wanted.itemsize < summed.itemsize else summed
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Keeps sharded parameters, gradients and optimizer states on the mesh's device. See `CPUOffloadPolicy`."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keeps sharded parameters, gradients and optimizer states on the CPU.
+
+    Args:
+        pin_memory: use page-locked memory, from which copies to an accelerator run asynchronously. On a mesh of CPUs
+            nothing is copied, and no memory is locked.
+
+    Raises:
+        TypeError: `pin_memory` is not a bool.
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise TypeError(f"CPUOffloadPolicy.pin_memory: expected a bool, got {self.pin_memory!r}")
+
+
+class ReduceWhen(Enum):
+    """When a group's gradients are reduced in backward.
+
+    BUCKET: a bucket, as soon as its gradients are complete. GROUP: all buckets, when all gradients are complete. ASKED:
+    like GROUP, and an extension reduces them on ranks that have none, if another rank has some.
+    """
+
+    BUCKET = auto()
+    GROUP = auto()
+    ASKED = auto()
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What a user has chosen for one group, by `fully_shard` and by the methods of FSDPModule that name each field.
+
+    Args:
+        policy: dtypes of compute and reduction.
+        reshard_after_forward: free the unsharded parameters after forward. None: except for the root, and for what
+            backward needs first.
+        reshard_after_backward: free the unsharded parameters after backward.
+        unshard_in_backward: gather when backward reaches the module; else only when a parameter is read.
+        forward_prefetch, backward_prefetch: the groups to gather ahead, instead of the recorded order.
+        reduce_gradients: reduce in the next backward passes. False: accumulate unsynchronized gradients.
+        all_reduce: also sum between replica groups in the next backward passes.
+        reduce_unused: reduce zeros for parameters without a gradient.
+        reduce_when: chosen by extensions.
+        max_reductions: how many reductions may be in flight while the next is packed.
+        divide_factor: what the sum over all ranks is divided by. None: their number.
+        reduce_hook: called with each reduced flat tensor, in the reduce dtype.
+        keep_storage: keep the memory of the unsharded parameters when they are resharded.
+        pin_memory: keep offloaded shards in page-locked memory.
+        extras: what extensions of the core have been told about this group, by their names.
+    """
+
+    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    forward_prefetch: tuple[Any, ...] | None = None
+    backward_prefetch: tuple[Any, ...] | None = None
+    reduce_gradients: bool = True
+    all_reduce: bool = True
+    reduce_unused: bool = False
+    reduce_when: ReduceWhen = ReduceWhen.BUCKET
+    max_reductions: int = 1
+    divide_factor: float | None = None
+    reduce_hook: Callable[[Tensor], None] | None = None
+    keep_storage: bool = False
+    pin_memory: bool = False
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RootSettings:
+    """What a user has chosen for all groups under one root, by the methods of FSDPModule.
+
+    Args:
+        prefetch_budget: bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or
+            several that together are no larger than a typical one.
+        saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
+        is_last_backward: forget which forwards have run when a backward ends.
+        finalize_backward: finish the reductions at the end of each backward.
+    """
+
+    prefetch_budget: int | None = None
+    saved_tensor_hooks: bool = True
+    is_last_backward: bool = True
+    finalize_backward: bool = True

@@ -1,0 +1,330 @@
+"""From unsharded gradients to this rank's shards of their mean. It takes tensors and a layout, and knows no parameter."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from . import compat, streams
+from .buckets import ReducePlan
+from .comm import AllWork, Comm, Work
+from .layout import BucketLayout
+from .streams import Transfer, Transfers
+
+# So many pieces of one gradient may be in flight at a time.
+PIECES_IN_FLIGHT = 2
+
+# Parameter index -> (a flat tensor, the offset in its storage at which this rank's padded shard begins).
+Shards = dict[int, tuple[Tensor, int]]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How one group's gradients are summed.
+
+    Args:
+        shards: the ranks of the shard group; each gets its slice of the sum.
+        replicas: the ranks that hold the same shards, if there are several.
+        divisor: what the sum over all ranks is divided by. None: their number.
+        all_reduce: also sum between replicas; else keep what this rank got until a later reduction does.
+        hook: called with each reduced flat tensor, in the reduce dtype, before it becomes gradients.
+        transfers: copy the gradients to the CPU. None: they stay where they were computed.
+    """
+
+    shards: Comm
+    replicas: Comm | None = None
+    divisor: float | None = None
+    all_reduce: bool = True
+    hook: Callable[[Tensor], None] | None = None
+    transfers: Transfers | None = None
+
+    def divisors(self) -> tuple[float, float]:
+        """Returns the divisor of the reduce-scatter, and of the all-reduce behind it."""
+        if self.divisor is not None:
+            return (self.divisor, 1) if self.shards.size > 1 else (1, self.divisor)
+        return self.shards.size, self.replicas.size if self.replicas else 1
+
+
+class Pending:
+    """A reduction in flight.
+
+    `nbytes`: size of its inputs. `num_halves`: 1 if the other half of its bucket is another reduction, else 2.
+    `is_partial`: a later reduction sums the result between replicas; it stays in the reduce dtype until then.
+    `has_second_stage`: `advance` begins an all-reduce between replicas.
+    """
+
+    nbytes: int
+    num_halves = 2
+    is_partial = False
+    has_second_stage = False
+
+    def advance(self) -> None:
+        """Waits for the reduce-scatter, and begins the all-reduce between replicas, if there is one."""
+
+    def start_return(self) -> bool:
+        """Waits for the sums, and begins to copy them to the CPU. Returns True if gradients rest there."""
+        return False
+
+    def finish(self) -> Shards:
+        """Waits, and returns this rank's shards of the mean gradients."""
+        return {}
+
+    def abandon(self) -> None:
+        """Waits until no buffer is in use, and gives the buffers up."""
+
+
+class Whole(Pending):
+    """The gradients of a group of one rank: nothing is reduced."""
+
+    def __init__(self, shards: Shards, nbytes: int) -> None:
+        self._shards, self.nbytes = shards, nbytes
+
+    def finish(self) -> Shards:
+        return self._shards
+
+
+class FirstHalf(Pending):
+    """The first half of one gradient. It is finished, and its memory freed, before the other half is packed; `output`
+    is complete when that one is finished, too.
+    """
+
+    num_halves = 1
+
+    def __init__(self, output: Tensor, work: Work, nbytes: int) -> None:
+        self.output, self._work, self.nbytes = output, work, nbytes
+
+    def finish(self) -> Shards:
+        self._work.wait()
+        return {}
+
+    def abandon(self) -> None:
+        self._work.wait()
+
+
+class PendingReduce(Pending):
+    """A reduction between ranks; it holds its buffers, and the gradients it reads, until `finish`.
+
+    `carried`: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
+    `give_back`: called when the inputs have been read.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        reduction: Reduction,
+        work: Work | None,
+        output: Tensor,
+        inputs: list[Tensor],
+        carried: Mapping[int, Tensor],
+        nbytes: int,
+        num_halves: int = 2,
+        give_back: Callable[[], None] | None = None,
+    ) -> None:
+        self.nbytes, self.num_halves, self._give_back = nbytes, num_halves, give_back
+        self._layout, self._reduction, self._work, self._output = layout, reduction, work, output
+        self._inputs_kept_alive = inputs
+        # None: the reduce-scatter has been waited for.
+        self._carried: Mapping[int, Tensor] | None = carried
+        # What the stream beside the one that computes may still use.
+        self._held_beside: tuple[Work, list[Tensor]] | None = None
+        self._return: Transfer[Tensor] | None = None
+        self.is_partial = reduction.replicas is not None and not reduction.all_reduce
+        self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
+        # Names the gradients for the second stage, before which other reductions may begin.
+        self._part = reduction.replicas.purpose.part if reduction.replicas is not None else ""
+        if work is None:
+            self.advance()
+        elif self.has_second_stage and streams.exist_on(output.device):  # replicas sum beside backward
+            held = work, [*inputs]
+            with streams.beside(output.device):
+                self.advance()
+            self._held_beside = held
+
+    def advance(self) -> None:
+        if self._carried is None:
+            return
+        carried, self._carried = self._carried, None
+        self.abandon()
+        for i, shard in carried.items():
+            self._output.as_strided(shard.shape, (1,), self._layout.offsets[i]).add_(shard)
+        comm = self._reduction.replicas
+        if comm is not None and self.has_second_stage:
+            comm.purpose.part = self._part
+            self._work = comm.all_reduce(self._output, self._reduction.divisors()[1])
+
+    def start_return(self) -> bool:
+        transfers = self._reduction.transfers
+        if transfers is None or self.is_partial:
+            return False
+        if self._return is None:
+            self._return = transfers.start_out(self._finish_sums())
+        return True
+
+    def finish(self) -> Shards:
+        """Waits, and returns this rank's shards of the mean gradients, in the storage dtype (partial: the reduce dtype).
+
+        If they rest on the CPU the host waits, else as with collectives.
+        """
+        shards = self._finish_sums() if not self.start_return() else self._return.finish()  # type: ignore[union-attr]
+        return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
+
+    def _finish_sums(self) -> Tensor:
+        self.advance()
+        self.abandon()
+        if self.is_partial:
+            return self._output
+        if self._reduction.hook is not None:
+            self._reduction.hook(self._output)
+        output, dtype = self._output, self._layout.storage_dtype
+        return output if output.dtype == dtype else output.to(dtype)
+
+    def abandon(self) -> None:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:  # a peer is gone, for example
+                purpose = (self._reduction.replicas or self._reduction.shards).purpose
+                purpose.locate(error, f"reducing gradients of {purpose.name}")
+                raise
+            self._work = None
+        self._held_beside = None
+        if self._return is not None:
+            self._return.finish()
+        self._inputs_kept_alive.clear()
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+def start_half(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction) -> FirstHalf | None:
+    """Begins to reduce the first half of a gradient that shares its group with others; `start` does the rest.
+
+    Returns None if the gradient is reduced as a whole. Every rank must call it, in the same order, with the same plan.
+    """
+    if not plan.halves or reduction.hook is not None or reduction.replicas is not None or plan.world_size == 1:
+        return None
+    gradient = gradients[plan.layout.indices[0]]
+    output = gradient.new_empty(plan.layout.shard_numel, dtype=plan.layout.reduce_dtype)
+    return FirstHalf(output, _start_piece(gradient, plan, reduction, output, *plan.halves[0]), plan.nbytes // 2)
+
+
+def start(
+    gradients: Mapping[int, Tensor],
+    plan: ReducePlan,
+    reduction: Reduction,
+    carried: Mapping[int, Tensor],
+    half: FirstHalf | None = None,
+) -> Pending:
+    """Begins to reduce `gradients` (parameter index -> unsharded gradient), which must not be written to until `finish`.
+
+    Every rank must call it, in the same order, with the same plan. `half`: what `start_half` has begun.
+    """
+    layout, comm = plan.layout, reduction.shards
+    if half is not None:
+        rest = _start_piece(gradients[layout.indices[0]], plan, reduction, half.output, *plan.halves[1])
+        return PendingReduce(layout, reduction, rest, half.output, [], carried, plan.nbytes // 2, num_halves=1)
+    if comm.size == 1:
+        return _start_alone(gradients, plan, reduction, carried)
+    device = gradients[layout.indices[0]].device
+    # Nobody reads padding but a user's hook.
+    allocate = torch.empty if reduction.hook is None else torch.zeros
+    output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    if plan.pieces and reduction.hook is None:
+        gradient = gradients[layout.indices[0]]
+        work: Work | None = _start_in_pieces(gradient, plan, reduction, output)
+        # On streams the host has not waited for the pieces to be packed.
+        inputs = [gradient] if streams.exist_on(device) else []
+        nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
+        return PendingReduce(layout, reduction, work, output, inputs, carried, nbytes)
+    inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
+    outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
+    give_back = None
+    if layout.packed_numel:
+        segments = plan.take_segments(device)
+        if reduction.hook is not None:
+            segments.flat.zero_()
+        plan.pack(gradients, segments)
+        inputs.append(segments.flat)
+        outputs.append(output[layout.packed_start :] if outputs else output)
+        give_back = partial(plan.give_back, segments)
+    work = comm.reduce_scatter(outputs, inputs, reduction.divisors()[0]) if outputs else None
+    return PendingReduce(layout, reduction, work, output, inputs, carried, plan.nbytes, give_back=give_back)
+
+
+def _start_in_pieces(gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor) -> Work:
+    """Begins to reduce one gradient piece by piece. All but the last pieces are finished on return; where there are
+    streams, they are on a stream beside the caller's, which goes on.
+    """
+    running: deque[Work] = deque()
+    with streams.beside(output.device):
+        for first, last in plan.pieces:
+            if len(running) == PIECES_IN_FLIGHT:
+                running.popleft().wait()
+            running.append(_start_piece(gradient, plan, reduction, output, first, last))
+    return AllWork(running)
+
+
+def _start_piece(
+    gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int
+) -> Work:
+    """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""
+    segments = output.new_empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype)
+    plan.pack_piece(gradient, first, last, segments)
+    comm = reduction.shards
+    work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
+    return AllWork([work], [segments])
+
+
+def resume(
+    carried: Mapping[int, Tensor], layout: BucketLayout, reduction: Reduction, device: torch.device
+) -> PendingReduce:
+    """Begins to sum between replicas what earlier reductions have left, where no gradient has come since."""
+    output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    return PendingReduce(layout, reduction, None, output, [], carried, layout.payload_nbytes)
+
+
+def _start_alone(
+    gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+) -> Pending:
+    """Begins the reduction of a group whose parameters one rank holds whole."""
+    layout = plan.layout
+    if reduction.replicas is None and reduction.hook is None and reduction.transfers is None:
+        return Whole({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices}, plan.nbytes)
+    output = _as_one(gradients, layout, has_hook=reduction.hook is not None)
+    if reduction.replicas is None and reduction.divisor is not None:
+        output.div_(reduction.divisor)
+    return PendingReduce(layout, reduction, None, output, [], carried, plan.nbytes)
+
+
+def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple[Tensor, int]:
+    shard = gradient.contiguous().to(layout.wire_dtype).to(layout.reduce_dtype)
+    if divisor is not None:
+        shard = shard / divisor
+    shard = compat.owned(shard.to(layout.storage_dtype))  # later gradients are added to it
+    return shard, int(shard.storage_offset())
+
+
+def _as_one(gradients: Mapping[int, Tensor], layout: BucketLayout, has_hook: bool) -> Tensor:
+    """Returns one rank's gradients as one flat tensor in the reduce dtype, rounded as if they had travelled.
+
+    It will be written to: a gradient's own memory is used only if nobody else holds it. Autograd may have given another
+    part of the graph, whose backward is still to come, a view of the same memory.
+    """
+    some = gradients[layout.indices[0]]
+    if some.numel() == layout.shard_numel:  # there is no other, and no padding
+        rounded = some.to(layout.wire_dtype).to(layout.reduce_dtype)
+        if rounded.is_contiguous() and compat.owns_memory(rounded):
+            return rounded.view(-1)
+    allocate = torch.zeros if has_hook else torch.empty
+    output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
+    for i in layout.indices:
+        gradient = gradients[i]
+        if layout.wire_dtype != layout.reduce_dtype:
+            gradient = gradient.to(layout.wire_dtype)
+        output.as_strided((gradient.numel(),), (1,), layout.offsets[i]).copy_(gradient.reshape(-1))
+    return output

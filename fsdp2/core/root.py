@@ -1,0 +1,350 @@
+"""What all groups under one root share: the pass that runs, what is in flight, the end of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import compat
+from .autograd import SavedTensors, at_backward_end
+from .compat import graph_task
+from .events import Events, strategies
+from .group import FSDPParamGroup, Hold
+from .policy import RootSettings
+from .schedule import Prefetcher, ReductionQueue
+
+
+@dataclass
+class ForwardPass:
+    """Facts of one call of the outermost sharded module outside backward, which end with it.
+
+    `has_grad`: it began with grad enabled, so that a backward may follow. `thread`: identity of the one it began on.
+    `finished`: modules of lists that share a group, of which some have run; `unfinished`: those states, and whether
+    backward comes back to them.
+    """
+
+    has_grad: bool
+    thread: int
+    finished: dict[Any, set[nn.Module]] = field(default_factory=dict)
+    unfinished: dict[Any, bool] = field(default_factory=dict)
+
+
+@dataclass
+class BackwardPass:
+    """Facts of one backward pass, which end with it. `task`: autograd's number of it; `builds_graph`: create_graph."""
+
+    task: int
+    builds_graph: bool = False
+
+
+class Root:
+    """The runtime of one root, the outermost sharded module, and of all groups below it.
+
+    It follows the order in which groups run, and gathers the next ones early. `state`, `states`: the root's FSDPState,
+    and those of all modules below; `group`, `groups`: the root's own group, and all of them. `forward`, `backward`: the
+    pass that ran last, and the backward pass that runs. `running`: states whose forwards run now, the innermost last;
+    `depth`: how many forwards do. `frees_memory`: False while a graph reads unsharded parameters unnoticed.
+    """
+
+    def __init__(self, state: Any, states: Iterable[Any], names: Mapping[nn.Module, str]) -> None:
+        self.state, self.states = state, list(dict.fromkeys(states))
+        self.groups: list[FSDPParamGroup] = [group for each in self.states for group in each.groups]
+        self.group = state.groups[0]
+        self.settings = RootSettings()
+        self.running: list[Any] = []
+        self.depth = 0
+        self.forward = ForwardPass(False, -1)
+        self.backward: BackwardPass | None = None
+        # Identity of the backward pass that runs, or ran last; how many have ended; how often a user dropped everything.
+        self.backward_pass: object = object()
+        self.num_backwards = self.num_resets = 0
+        self.frees_memory = True
+        # Ranks were out of step: each may have left another part of a pass undone.
+        self._is_out_of_step = False
+        # An event of the optimizer's stream, for which the next pass waits.
+        self.post_optim_event: Any = None
+        # Where the inputs of a pass are moved.
+        device = self.group.mesh.device
+        self.input_device = None if device.type in ("cpu", "meta") else device
+        self._transfers = {group.transfers for group in self.groups if group.transfers is not None}
+        # Offloaded groups whose shards may still be copied to the device, behind a forward, and the shards' versions.
+        self._unsettled: list[tuple[FSDPParamGroup, tuple[int, ...]]] = []
+        self.saved_tensors = SavedTensors()
+        self.queue = ReductionQueue()
+        self.prefetcher: Prefetcher = (strategies().make_prefetcher or _make_prefetcher)(self)
+        observers = [make(self) for make in strategies().observers]
+        self.events: Events = Events([each for each in observers if each is not None])
+        for each in self.states:
+            each.root = self
+        for group in self.groups:
+            group.root, group.events, group.queue, group.backward_hooks = self, self.events, self.queue, []
+            group.rename(names)
+            group.purpose.run_in(self)
+        for notify in self.events.attached:
+            notify(self)
+
+    def where(self) -> tuple[str, int]:
+        """Returns what runs on this rank, and how many backward passes have ended."""
+        return "backward" if self.backward else "forward" if self.running else "by hand", self.num_backwards
+
+    def set(self, **changes: Any) -> None:
+        """Changes settings of the root, between steps."""
+        self.settings = self.prefetcher.settings = replace(self.settings, **changes)
+        if "saved_tensor_hooks" in changes:
+            for group in self.groups:
+                group.versions = ()  # what earlier graphs have saved is refused
+            if not self.settings.saved_tensor_hooks:
+                self._notify(self.events.saved_unseen)
+
+    def share_reductions(self, other: Root) -> None:
+        """Queues reductions with those of another root from now on."""
+        other.queue.take_over(self.queue)
+        self.queue = other.queue
+        for group in self.groups:
+            group.queue = self.queue
+
+    def note_out_of_step(self) -> None:
+        """Ranks do not run the same: has none remember what it recorded, from the next pass on."""
+        self._is_out_of_step = True
+        self._notify(self.events.out_of_step)
+
+    def _notify(self, follow: Iterable[Callable[[Any], None]]) -> None:
+        for notify in follow:
+            notify(self)
+
+    # ---- forward
+
+    def enter(self, state: Any, in_backward: bool) -> None:
+        """A forward of `state` begins."""
+        if not in_backward and (not self.running or state is self.state):
+            if self.backward is not None and not self.running:
+                self.recover()
+            self._begin_pass()
+        self.depth += 1
+        self.join(state)
+
+    def join(self, state: Any) -> None:
+        """Something uses `state` from now on until `leave`, in the pass that runs, or between passes."""
+        self.running.append(state)
+        state.running += 1
+        if len(self.running) == 1:
+            # Storages are known by their addresses, which others may have taken since the last pass.
+            self.saved_tensors.owners.clear()
+            if self.settings.saved_tensor_hooks and not self.saved_tensors.activate():
+                self._notify(self.events.saved_unseen)
+
+    def leave(self) -> None:
+        """The innermost use ends, or has failed."""
+        self.running.pop().running -= 1
+        if not self.running:
+            self.saved_tensors.deactivate()
+            self.prefetcher.end_pass()
+            for state, backward_follows in self.forward.unfinished.items():
+                state.settle(backward_follows)
+            self.forward.unfinished.clear()
+            if self.backward is None:
+                self.prefetcher.drop()
+                if self._transfers:
+                    self._unsettled = [(g, g.shard_versions()) for g in self.groups if g.transfers is not None]
+                    strategies().before_next_write(self.settle_transfers)
+
+    def _begin_pass(self) -> None:
+        self._refuse_unnoticed_writes()
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            raise NotImplementedError(f"{self.group}: its gathers can be in no graph. {compat.EXPORT_PLAIN}")
+        if self._is_out_of_step:
+            self._is_out_of_step = False
+            self.prefetcher.forget_order()
+            for group in self.groups:
+                with suppress(RuntimeError):  # gathers that never were
+                    group.release()
+        self._notify(self.events.pass_began)
+        self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
+        self.prefetcher.begin_pass()
+        sent = [group.gradients.sent_nbytes for group in self.groups]
+        self.queue.limit(max([group.settings.max_reductions for group in self.groups]), sent)
+        self.forget_stale(self.groups)
+
+    def forget_stale(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Between passes, behind the optimizer's event: frees what earlier passes have left, unless it may be used."""
+        self.is_in_backward()
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
+        for group in groups:
+            if group.hold is not Hold.NOTHING:
+                group.forget_stale()
+
+    def use(self, group: FSDPParamGroup) -> None:
+        """`group` is unsharded on purpose now, not only in advance: recognises what autograd saves of its weights."""
+        self.prefetcher.prefetched.discard(group)
+        if self.settings.saved_tensor_hooks:
+            for storage in group.parameters.storage_ids:
+                self.saved_tensors.owners[storage] = group
+
+    # ---- offload
+
+    def settle_transfers(self) -> None:
+        """Waits until no shard is copied to the device any more: somebody may write to shards next."""
+        for transfers in self._transfers:
+            transfers.settle()
+        self._refuse_unnoticed_writes()
+
+    def _refuse_unnoticed_writes(self) -> None:
+        if not self._unsettled:
+            return
+        unsettled, self._unsettled = self._unsettled, []
+        written = [group for group, versions in unsettled if group.registration.versions() != versions]
+        if written:
+            raise RuntimeError(
+                f"{', '.join(map(str, written))}: a shard was written to by its private local tensor, behind a "
+                "forward, perhaps while it was still copied to the device. Write to the sharded parameter, or to what "
+                "its to_local() returns; and load a checkpoint before you go on."
+            )
+
+    # ---- backward
+
+    def is_in_backward(self) -> bool:
+        """Returns True while a backward pass runs. It is for callers that cannot be a part of one.
+
+        If one has begun and none runs on this thread, it has failed: this recovers. Autograd does not say so, and drops
+        what a failed backward holds at some later time.
+        """
+        if self.backward is not None and graph_task() == -1:
+            self.recover()
+        return self.backward is not None
+
+    def enter_backward(self, recomputes: bool = False) -> None:
+        """Something of a backward pass happens. The first time in each, arranges for its end to be noticed.
+
+        `recomputes`: it is a forward that runs again, with grad enabled, whether or not the backward builds a graph.
+        """
+        if self.backward is None:
+            if graph_task() == -1:
+                return  # somebody looks at saved tensors outside backward
+            self._begin_backward()
+        if torch.is_grad_enabled() and not recomputes and self.backward and not self.backward.builds_graph:
+            self.backward.builds_graph = True
+            self._notify(self.events.graph_built)
+
+    def _begin_backward(self) -> None:
+        self._refuse_unnoticed_writes()
+        self.backward = BackwardPass(graph_task())
+        at_backward_end(self.end_backward, self.recover)
+        self.prefetcher.begin_backward()
+        self.queue.finish_partial()
+        self.backward_pass = object()
+        self._notify(self.events.backward_began)
+        for group in self.groups:
+            group.parameters.begin_backward()
+            group.gradients.begin_backward(self.backward_pass)
+
+    def end_backward(self) -> None:
+        """All gradients are computed: reduces what is left, frees what is left, delivers everything."""
+        for group in reversed(self.groups):
+            group.gradients.end_backward()
+        self._resume_reductions(reversed(self.groups))
+        for group in self.groups:
+            if group.ready_in is not None:
+                group.counting_is_enough = False
+            group.release_after_backward()
+        self.prefetcher.drop()
+        if self.settings.finalize_backward:
+            self._deliver()
+        self.settle_transfers()  # behind gradients on the CPU, which come behind all copies to the device
+        assert self.backward is not None, "it ends"
+        if self.settings.is_last_backward and not self.backward.builds_graph:
+            self.prefetcher.forget_forwards()
+        self._notify(self.events.backward_ended)
+        self.backward = None
+        self.num_backwards += 1
+
+    def _resume_reductions(self, groups: Iterable[FSDPParamGroup]) -> None:
+        self._notify(self.events.gradients_computed)
+        for group in groups:
+            if group.gradients.partial:
+                group.gradients.resume()
+
+    def reduce_unsynchronized(self, groups: Iterable[FSDPParamGroup] | None = None) -> None:
+        """Between backward passes: begins to reduce unsynchronized gradients, of all groups or of some, and frees what a
+        backward pass would have freed at its end. `finalize` delivers.
+
+        Raises:
+            RuntimeError: during a backward pass.
+        """
+        if self.is_in_backward():
+            raise RuntimeError("unsynchronized gradients are reduced by the backward pass that runs: ask afterwards")
+        with self._all_or_nothing():
+            self.queue.finish_partial()
+            chosen = list(reversed(self.groups) if groups is None else groups)
+            if any(group.gradients.owes for group in chosen):
+                self._notify(self.events.backward_began)
+            for group in chosen:
+                group.gradients.reduce_unsynchronized()
+                group.release_after_backward()
+            self._resume_reductions(chosen)
+            if self.settings.is_last_backward:
+                self.prefetcher.forget_forwards()
+
+    def finalize(self) -> None:
+        """Between backward passes: finishes the reductions in flight, and has `.grad` show what there is."""
+        with self._all_or_nothing():
+            self._deliver()
+
+    def _deliver(self) -> None:
+        self.queue.finish_all()
+        self._notify(self.events.finalized)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Context: after an error, what is in flight is not delivered later as if it were all."""
+        try:
+            yield
+        except BaseException:
+            self.queue.abandon(None)
+            self.recover()
+            raise
+
+    def recover(self) -> None:
+        """A backward pass has raised: drops what it left half done."""
+        self.backward = None
+        self._unsettled = []  # the other error comes first
+        self.queue.abandon(self.backward_pass)
+        self.settings = self.prefetcher.settings = replace(self.settings, is_last_backward=True)
+        for group in self.groups:
+            group.gradients.discard()
+        self._notify(self.events.backward_failed)
+        for group in self.groups:
+            with suppress(RuntimeError):  # a peer is gone: then nothing writes to the parameters any more
+                group.release()
+        self.prefetcher.drop()
+        self.prefetcher.forget_forwards()
+        self.settle_transfers()
+
+    def reset(self) -> None:
+        """Drops everything that is under way, unsynchronized gradients, too."""
+        self.num_resets += 1
+        self.queue.abandon(None)
+        self.recover()
+        for group in self.groups:
+            group.gradients.unsynchronized.clear()
+            group.gradients.partial.clear()
+            group.hold = min(group.hold, Hold.NEXT_PASS)
+        self._notify(self.events.reset)
+        for state in self.running:
+            state.running = 0
+        self.running.clear()
+        self.depth = 0
+        self.saved_tensors.deactivate()
+        for group in self.groups:
+            group.release()
+
+
+def _make_prefetcher(root: Root) -> Prefetcher:
+    return Prefetcher(root.groups)

@@ -1,0 +1,299 @@
+"""What is in flight under one root: groups that are gathered ahead of use, and reductions, both bounded in bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import nullcontext, suppress
+from itertools import takewhile
+from operator import attrgetter
+from statistics import median_low
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from .events import strategies
+from .gradients import GroupGradients
+
+from .param_group import Hold, Phase
+from .policy import RootSettings
+from .reduce import Pending
+
+Item = TypeVar("Item")
+
+# Forwards without a backward (evaluation with grad enabled) must not make the record grow for ever.
+_MAX_HISTORY = 4096
+# So many reduced buckets may be on their way to the CPU, or be stepped on there, before the host waits for the oldest:
+# what one group has at most, or two. That bounds what they take on the device, and in page-locked memory.
+MAX_RETURNING = 8
+# While more are packed, reductions of one of so many parts of a typical group's gradients may be in flight: the largest
+# part in which they are reduced, see buckets.py.
+PARTS_OF_WINDOW = 4
+
+# ---- gathers ahead
+
+
+class Cursor(Generic[Item]):
+    """Walks along a recorded order, and says what is expected next.
+
+    Where the run departs from the record, the cursor goes on to the next place that agrees with it. An item that is not
+    in the rest of the record leaves it where it was, since what was expected is likely to follow.
+    """
+
+    def __init__(self, recorded: Sequence[Item]) -> None:
+        self.recorded = recorded
+        self._position = 0
+
+    def visit(self, item: Item) -> bool:
+        """`item` runs now. Returns True if the record has it, here or further on."""
+        for position in range(self._position, len(self.recorded)):
+            if self.recorded[position] is item:
+                self._position = position + 1
+                return True
+        return False
+
+    @property
+    def num_left(self) -> int:
+        """The number of items behind the one visited last."""
+        return len(self.recorded) - self._position
+
+    def ahead(self) -> Iterator[Item]:
+        """Yields what the record says will run after the item visited last, in order."""
+        for position in range(self._position, len(self.recorded)):
+            yield self.recorded[position]
+
+
+def within_budget(
+    items: Iterable[Item], size: Callable[[Item], int], budget: int, at_least_one: bool = True
+) -> Iterator[Item]:
+    """Yields as many of `items`, in order, as sum to at most `budget`; `at_least_one`: the first whatever its size.
+
+    Items of size 0 are passed over.
+    """
+    spent = 0
+    for item in items:
+        cost = size(item)
+        if cost == 0:
+            continue
+        if (spent or not at_least_one) and spent + cost > budget:
+            return
+        spent += cost
+        yield item
+
+
+class Prefetcher:
+    """Gathers groups ahead of use: in forward those that ran next in the pass before, in backward those that ran before.
+
+    `prefetched`: groups that are gathered, or being gathered, in advance only. `needed_at_once`: groups of this pass
+    that backward needs at once, as far as the pass before tells, so that they stay.
+    """
+
+    def __init__(self, groups: Sequence[Any], cursor: type[Cursor[Any]] = Cursor) -> None:
+        self._groups, self._cursor = groups, cursor
+        self.settings = RootSettings()
+        self._typical_nbytes = 0
+        self._order: list[Any] = []
+        self._order_now: list[Any] = []
+        # How many groups, at the end of that order, backward needs at once.
+        self._num_last = 0
+        # How many were gathered in the pass that runs: what all have gathered by hand, one rank may run alone.
+        self._num_gathered = 0
+        self._forward = self._backward = cursor(())
+        self._ran: deque[Any] = deque(maxlen=_MAX_HISTORY)
+        self.prefetched: set[Any] = set()
+        self.needed_at_once: set[Any] = set()
+
+    def begin_pass(self) -> None:
+        """A forward pass begins."""
+        self._typical_nbytes = median_low([group.nbytes for group in self._groups])
+        self._forward = self._cursor(self._order)
+        self._num_last = self._count_last(self._forward.recorded)
+        self._order_now, self._num_gathered = [], 0
+        self.needed_at_once.clear()
+        self.drop()
+
+    def in_forward(self, group: Any) -> None:
+        """`group` is about to compute: begins to gather what followed it in the pass before, or what the user chose."""
+        self._order_now.append(group)
+        self._num_gathered += group.hold < Hold.NEXT_PASS
+        if self._forward.visit(group) and self._forward.num_left < self._num_last:
+            self.needed_at_once.add(group)
+        chosen = group.settings.forward_prefetch
+        self._start(self._within_budget(self._forward.ahead(), _bytes_to_gather) if chosen is None else chosen, False)
+
+    def ran(self, group: Any) -> None:
+        """A forward of `group` has ended that backward will come back to."""
+        self._ran.append(group)
+
+    def end_pass(self) -> None:
+        """The forward pass has ended, or failed."""
+        if self._num_gathered:
+            self._order = self._order_now
+
+    def begin_backward(self) -> None:
+        """A backward pass begins."""
+        self._backward = self._cursor([*reversed(self._ran)])
+
+    def in_backward(self, group: Any) -> None:
+        """`group` is about to compute gradients: begins to gather what ran before it, or what the user chose."""
+        self._backward.visit(group)
+        chosen = group.settings.backward_prefetch
+        if chosen is None:
+            chosen = self._within_budget(
+                [each for each in self._backward.ahead() if each.settings.unshard_in_backward], self._bytes_to_have
+            )
+        self._start(chosen, True)
+
+    def forget_forwards(self) -> None:
+        """No backward comes back to what has run so far."""
+        self._ran.clear()
+
+    def forget_order(self) -> None:
+        """Ranks may have recorded different orders."""
+        self._order = []
+        self._ran.clear()
+
+    def drop(self) -> None:
+        """Frees what was gathered in vain."""
+        for group in self.prefetched:
+            group.release()
+        self.prefetched.clear()
+
+    def _count_last(self, recorded: Sequence[Any]) -> int:
+        """Counts the last group of a pass, and those that are gathered ahead as soon as backward begins with it: if they
+        were freed after forward, they would be back at once.
+        """
+        if not recorded or recorded[-1].settings.backward_prefetch is not None:
+            return min(1, len(recorded))
+        expected = takewhile(lambda group: group.settings.unshard_in_backward, reversed(recorded[:-1]))
+        return 1 + len([*self._within_budget(expected, lambda group: max(1, group.nbytes))])
+
+    def _within_budget(self, expected: Iterable[Any], nbytes: Callable[[Any], int]) -> Iterator[Any]:
+        budget = self.settings.prefetch_budget
+        if budget is None:
+            return within_budget(expected, nbytes, self._typical_nbytes)
+        return within_budget(expected, nbytes, budget, at_least_one=False)
+
+    def _start(self, chosen: Iterable[Any], for_backward: bool) -> None:
+        for group in chosen:
+            if group.phase is Phase.SHARDED:
+                group.start_unshard(for_backward)
+                if group.root.prefetcher is self:  # what is under another root stays until that runs
+                    self.prefetched.add(group)
+
+    def _bytes_to_have(self, group: Any) -> int:
+        """Groups that stayed because backward would have gathered them ahead take the place of others."""
+        return group.nbytes if group in self.needed_at_once else _bytes_to_gather(group)
+
+
+def _bytes_to_gather(group: Any) -> int:
+    return group.nbytes if group.phase in (Phase.SHARDED, Phase.GATHERING) else 0
+
+
+# ---- reductions
+
+
+class _Entry(NamedTuple):
+    """A reduction in flight, and the backward pass that began it."""
+
+    gradients: GroupGradients
+    pending: Pending
+    of_pass: object
+    delivery: Future[None] | None = None
+
+
+_num_halves, _nbytes = attrgetter("pending.num_halves"), attrgetter("pending.nbytes")
+
+
+class ReductionQueue:
+    """The reductions in flight of all groups under one root, oldest first.
+
+    While the next bucket is packed, reductions whose inputs take at most `window` bytes run, or `max_running` buckets
+    of any size, or their halves; older ones are finished first, which bounds what they hold. The window is a quarter of
+    a typical group, one or two buckets: then compute waits in the middle of a group only where a gather and a reduction
+    of a group take longer than its backward, so that it would have to wait in any case.
+    """
+
+    def __init__(self) -> None:
+        self.max_running, self.window = 1, 0
+        self._running: deque[_Entry] = deque()
+        # Behind them: those that are reduced, and now are copied to the CPU, or stepped on.
+        self._returning: deque[_Entry] = deque()
+
+    def make_room(self) -> None:
+        """Finishes the oldest reductions until another one may begin."""
+        running = self._running
+        while sum(map(_num_halves, running)) > 2 * self.max_running and sum(map(_nbytes, running)) > self.window:
+            self._finish_oldest()
+        for entry in running:
+            if entry.pending.has_second_stage:
+                entry.pending.advance()
+
+    def limit(self, max_running: int, group_nbytes: Iterable[int]) -> None:
+        """Chooses how many may run. `group_nbytes`: what the gradients of each group take when they are sent."""
+        typical = median_low([nbytes for nbytes in group_nbytes if nbytes] or [0])
+        self.max_running, self.window = max_running, typical // PARTS_OF_WINDOW + (max_running - 1) * typical
+
+    def add(self, gradients: GroupGradients, pending: Pending) -> None:
+        """Adds a reduction that has begun."""
+        self._running.append(_Entry(gradients, pending, gradients.backward_pass))
+
+    def has(self, gradients: GroupGradients) -> bool:
+        """Returns True if some of these gradients are in flight."""
+        return any(entry.gradients is gradients for entry in (*self._running, *self._returning))
+
+    def take_over(self, other: ReductionQueue) -> None:
+        """Takes the reductions of another queue."""
+        if other is not self:
+            self._running.extend(other._running)
+            self._returning.extend(other._returning)
+            other._running.clear()
+            other._returning.clear()
+
+    def finish_all(self) -> None:
+        """Delivers everything."""
+        while self._running:
+            self._finish_oldest()
+        self._finish_returning(all_but=0)
+
+    def finish_partial(self) -> None:
+        """Finishes those that leave something to be summed between replicas by a later one."""
+        while any(entry.pending.is_partial for entry in self._running):
+            self._finish_oldest()
+
+    def abandon(self, backward_pass: object | None) -> None:
+        """After an error: waits until no buffer is in use, and drops the results of one pass (None: of all)."""
+        entries, deliveries = [*self._returning, *self._running], []
+        self._returning.clear()
+        self._running.clear()
+        for gradients, pending, of_pass, delivery in entries:
+            with suppress(RuntimeError):  # a peer is gone: then nothing writes to the buffers any more
+                if delivery is not None:
+                    deliveries.append(delivery)
+                else:
+                    with nullcontext() if gradients.streams is None else gradients.streams.at_home():
+                        if backward_pass is None or of_pass is backward_pass:
+                            pending.abandon()
+                        else:
+                            gradients.receive(pending, of_pass)
+        wait(deliveries)
+
+    def _finish_oldest(self) -> None:
+        streams = self._running[0].gradients.streams
+        if streams is not None and streams.are_apart():
+            with streams.at_home():
+                return self._finish_oldest()
+        entry = self._running.popleft()
+        gradients, pending, of_pass, _ = entry
+        if gradients.reduction.transfers is None or not pending.start_return():
+            gradients.receive(pending, of_pass)
+            return
+        self._returning.append(entry._replace(delivery=strategies().deliver(gradients, pending, of_pass)))
+        self._finish_returning(MAX_RETURNING)
+
+    def _finish_returning(self, all_but: int) -> None:
+        while len(self._returning) > all_but:
+            gradients, pending, of_pass, delivery = self._returning.popleft()
+            if delivery is None:
+                gradients.receive(pending, of_pass)
+            else:
+                delivery.result()

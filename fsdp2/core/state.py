@@ -1,0 +1,124 @@
+"""What one `fully_shard` call has made of its modules, and how to find it from a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from .group import FSDPParamGroup
+from .policy import MixedPrecisionPolicy
+
+# The attribute of a sharded module that holds its state.
+STATE = "_fsdp2_state"
+
+
+class FSDPState:
+    """The modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on.
+
+    `parts`: states whose groups the methods of these modules reach as well; extensions add them. `running`: how many
+    forwards of the modules run now.
+    """
+
+    root: Any  # a Root: another one when an outer module is sharded
+
+    def __init__(
+        self, modules: list[nn.Module], groups: list[FSDPParamGroup], policy: MixedPrecisionPolicy
+    ) -> None:
+        self.modules, self.groups, self.policy = modules, groups, policy
+        self.parts: list[FSDPState] = []
+        self.running = 0
+        # What floating-point inputs are cast to.
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        for group in groups:
+            group.state = self
+
+    def __repr__(self) -> str:
+        return self.groups[0].name
+
+    def settle(self, backward_follows: bool, failed: bool = False) -> None:
+        """Reshards, or keeps, what the forward that ends has used."""
+        for group in self.groups:
+            group.settle(backward_follows, failed)
+        for notify in self.root.events.settled:
+            notify(self, backward_follows, failed)
+
+    def own_modules(self) -> dict[nn.Module, None]:
+        """Returns the modules, and those below that are in no other sharded module."""
+        found, waiting = dict.fromkeys(self.modules), list(self.modules)
+        while waiting:
+            children = waiting.pop()._modules.values()
+            own = [each for each in children if each is not None and each not in found and state_of(each) is None]
+            found.update(dict.fromkeys(own))
+            waiting += own
+        return found
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Returns the state that a `fully_shard` call left on `module`, or None."""
+    return module.__dict__.get(STATE)
+
+
+def require_state(module: Any) -> FSDPState:
+    """Returns the state of a sharded module.
+
+    Raises:
+        RuntimeError: it is not sharded.
+    """
+    state = state_of(module)
+    if state is None:
+        raise RuntimeError(f"{type(module).__name__}: expected a module that fully_shard was applied to")
+    return state
+
+
+def states_of(module: Any) -> list[FSDPState]:
+    """Returns the state of a sharded module, and its parts.
+
+    Raises:
+        RuntimeError: it is not sharded.
+    """
+    state = require_state(module)
+    return [state, *state.parts]
+
+
+def groups_of(module: Any) -> list[FSDPParamGroup]:
+    """Returns all groups of a sharded module.
+
+    Raises:
+        RuntimeError: it is not sharded.
+    """
+    return [group for state in states_of(module) for group in state.groups]
+
+
+def groups_below(module: nn.Module) -> list[FSDPParamGroup]:
+    """Returns the groups of every sharded module in `module`, itself included, outermost first."""
+    return [group for state in states_among(modules_below(module)) for group in state.groups]
+
+
+def states_among(modules: Iterable[nn.Module]) -> Iterator[FSDPState]:
+    """Yields the states of those of `modules` that are sharded, each once."""
+    found = (state for module in modules if state_of(module) is not None for state in states_of(module))
+    yield from dict.fromkeys(found)
+
+
+def modules_below(root: nn.Module, name: str = "", and_sharded: bool = True) -> dict[nn.Module, str]:
+    """Returns `root`, whose FQN is `name`, and all modules in it, outermost first, with their FQNs: `named_modules`, in
+    a third of the time. `and_sharded`: also sharded modules, and what is in them.
+    """
+    names: dict[nn.Module, str] = {}
+    waiting = [(root, name)]
+    while waiting:
+        module, name = waiting.pop()
+        if module not in names and (and_sharded or state_of(module) is None):
+            names[module] = name
+            prefix = f"{name}." if name else ""
+            for own, child in reversed(module._modules.items()):
+                if child is not None:
+                    waiting.append((child, prefix + own))
+    return names
+
+
+def names_below(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """Returns the modules in each of `roots`, whose own FQNs are empty, with their FQNs."""
+    return {module: name for root in roots for module, name in modules_below(root).items()}
