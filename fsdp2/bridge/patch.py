@@ -8,13 +8,13 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from ..forward_method import register_fsdp_forward_method
-from ..fully_shard import fully_shard, replicate
-from ..handles import GradientReductionHandle, UnshardHandle
-from ..mesh import DataParallelMeshDims
+from ..ext.forward_method import register_fsdp_forward_method
+from ..api import fully_shard, replicate
+from ..module import GradientReductionHandle, UnshardHandle
+from ..core.mesh import DataParallelMeshDims
 from ..module import FSDPModule, share_comm_ctx
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..state import require_state
+from ..core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..core.state import require_state
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"

@@ -6,9 +6,9 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from ..corrections.switches import is_on
-from ..state import states_below
-from ..when_imported import when_imported
+from ..dtensor.switches import is_on
+from ..core.state import states_below
+from .when_imported import when_imported
 
 
 def register_full_in_pipelines() -> None:

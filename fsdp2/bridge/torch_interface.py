@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ..torch_compat import ComposableState
+from ..ext.compat import ComposableState
 
 
 class TorchParamGroup:

@@ -283,4 +283,4 @@ def _sharded_class(cls: Any) -> Any:
     body = {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__}
     for attributes in strategies().class_attributes:
         body.update(attributes(cls))
-    return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)
+    return type(cls)(f"FSDP{cls.__name__}", (cls, strategies().module_class or FSDPModule), body)

@@ -111,6 +111,9 @@ class Observer:
     def settings_changed(self, group: Any) -> None:
         """A setting of the group, or which of its parameters are trainable, has changed."""
 
+    def rebuilt(self, group: Any) -> None:
+        """Shards lie in other memory now, or the sharded or unsharded parameters are other objects."""
+
     def before_replace(self, group: Any) -> None:
         """A user has replaced parameters of the group, or their local tensors, and the group is about to take them."""
 
@@ -150,6 +153,7 @@ class Strategies:
         gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
         gather_extension: (params, mesh, policy) -> what gathers these parameters, see `GatherExtension`.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
+        module_class: class that sharded modules get besides their own; None: core.FSDPModule.
         make_prefetcher: (root) -> Prefetcher.
         before_next_write: has a function called before the next write to a shard; at once, if nothing would tell.
         deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
@@ -163,6 +167,7 @@ class Strategies:
     gathers_itself: Callable[[Tensor], bool] = lambda local: False
     gather_extension: Callable[..., Any] | None = None
     plan: tuple[Callable[[Any], None], ...] = ()
+    module_class: type | None = None
     make_prefetcher: Callable[[Any], Any] | None = None
     before_next_write: Callable[[Callable[[], object]], None] = lambda action: action()
     deliver: Callable[..., Any] = lambda gradients, pending, of_pass: None

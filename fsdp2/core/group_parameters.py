@@ -166,17 +166,22 @@ class GroupParameters:
             for param in self.plain:
                 param.move_unsharded(None)
         self.buffers = None
-        self.registration.watch(self.params)
+        self._watch()
 
     def follow(self) -> None:
         """Has everything else follow the sharded and unsharded parameters that there are now."""
         assert self.buffers is not None, "unsharded parameters are there"
-        self.registration.watch(self.params)
+        self._watch()
         self.follow_requires_grad()
         self._unsharded = [param.unsharded for param in self.params]
         extended = self.extension.storage_ids() if self.extension is not None else set()
         self.storage_ids = frozenset([self.buffers.storage_id, *extended])
         self.registration.prepare(self.params)
+
+    def _watch(self) -> None:
+        self.registration.watch(self.params)
+        for notify in self._gradients.group.events.rebuilt:
+            notify(self._gradients.group)
 
     # ---- requires_grad
 

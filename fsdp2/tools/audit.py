@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import context
-from ..guards.checksum import checksum, read, values_of
-from ..guards.partial_settings import find_partial
-from ..mesh import DataMesh
-from ..param import SHARDED_AS, FSDPParam, fqn
-from ..small_collectives import gather_objects
-from ..state import FSDPState, data_mesh_of, states_below
-from ..unsynced_grad import UnsyncedGrad
+from ..checks.checksum import checksum, read, values_of
+from ..checks.partial_settings import find_partial
+from ..core.mesh import DataMesh
+from ..core.parameter import SHARDED_AS, FSDPParam, fqn
+from ..checks.small_collectives import gather_objects
+from ..core.state import FSDPState, data_mesh_of, states_below
+from ..checks.unsynchronized import UnsyncedGrad
 from .finding import Finding, compare_layouts, compare_sums, merge
 
 

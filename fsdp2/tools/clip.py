@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import torch_compat
-from ..headers import Label
-from ..small_collectives import all_reduce_over
+from ..checks.headers import Label
+from ..checks.small_collectives import all_reduce_over
 
 
 @torch.no_grad()

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import dtensor_compat
-from ..guards.checksum import checksum, read
-from ..small_collectives import gather_objects
-from ..state import data_mesh_of
-from ..tree import tensors_in
-from ..unsynced_grad import UnsyncedGrad
+from ..checks.checksum import checksum, read
+from ..checks.small_collectives import gather_objects
+from ..core.state import data_mesh_of
+from ..core.user_code import tensors_in
+from ..checks.unsynchronized import UnsyncedGrad
 from .audit import Held, sharded_states, tensors_of
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
 from .side_by_side import Sides, mean_loss, named_tensors, restored, ties

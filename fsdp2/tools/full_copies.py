@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import dtensor_compat
-from ..comm import all_gather_now
-from ..guards.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
-from ..param import FSDPParam
-from ..param_group import FSDPParamGroup
-from ..write_notices import notices
+from ..core.comm import all_gather_now
+from ..checks.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
+from ..core.parameter import FSDPParam
+from ..core.group import FSDPParamGroup
+from ..dtensor.write_notices import notices
 
 _DIGEST_NBYTES = 16
 _CHANGED_MEANWHILE = (

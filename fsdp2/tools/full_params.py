@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import hooks, torch_compat
-from ..guards.full_content import FullContent
-from ..guards.looks import is_time_to_look
-from ..guards.reads import NO_NUMBERS, read_all
-from ..modes import hidden
-from ..owners import Owned, owners_by_id
-from ..param import FSDPParam
-from ..state import FSDPState, state_of
+from ..checks.full_content import FullContent
+from ..checks.looks import is_time_to_look
+from ..checks.reads import NO_NUMBERS, read_all
+from ..core.user_code import hidden
+from ..ext.owners import Owned, owners_by_id
+from ..core.parameter import FSDPParam
+from ..core.state import FSDPState, state_of
 from .full_copies import FullCopies
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..state import FSDPState
-from ..tree import map_tensors, tensors_in
+from ..core.state import FSDPState
+from ..core.user_code import map_tensors, tensors_in
 from .audit import Held
 from .difference import Distance, measure
 

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from .. import dtensor_compat, torch_compat
-from ..comm import broadcast_over
-from ..guards.common_start import compare_starts
-from ..guards.questions import bounds_over
-from ..guards.starting_weights import StartingWeights
-from ..mesh import DataMesh, default_mesh
-from ..owners import sharded_owner
-from ..param import FSDPParam, fqn
-from ..small_collectives import gather_objects
-from ..state import FSDPState, data_mesh_of, modules_below, states_among
-from ..write_notices import notices
+from ..core.comm import broadcast_over
+from ..checks.common_start import compare_starts
+from ..checks.questions import bounds_over
+from ..checks.starting_weights import StartingWeights
+from ..core.mesh import DataMesh, default_mesh
+from ..ext.owners import sharded_owner
+from ..core.parameter import FSDPParam, fqn
+from ..checks.small_collectives import gather_objects
+from ..core.state import FSDPState, data_mesh_of, modules_below, states_among
+from ..dtensor.write_notices import notices
 
 # What is sent at once, and what it is collected in: the memory that a call needs besides the model.
 BUCKET_NBYTES = 16 * 1024 * 1024

@@ -1,0 +1,93 @@
+"""The memory of a DTensor, as safetensors, NumPy and other libraries ask for it: it has none of its own.
+
+They read the address of a tensor's storage, and what lies there. Torch says that the storage is invalid, and hands
+out an address of 0 by `__dlpack__`, where readers crash.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .compat import local_of
+from .sharded_dtensor import replace_attribute
+from ..ext.unsharded_versions import sharded_in
+from .mixed_operands import describe
+
+# What hands memory to other libraries.
+_METHODS = ("tolist", "numpy", "__dlpack__", "__dlpack_device__")
+
+
+def refuse_addresses() -> None:
+    """These raise an error of a ShardedDTensor that names the parameter and says what to call instead, however the
+    library that asks was imported. Nothing else of a storage changes.
+
+    - `data_ptr()` of its storage, typed or not: safetensors and `save_pretrained` of transformers and peft ask for it;
+    - `data_ptr()` of the tensor, unless torch asks: copying, pickling and recurrent layers tell by the address 0 that
+      it has no memory;
+    - `tolist()`, `numpy()`, and `__dlpack__`, of which readers would crash.
+    """
+    replace_attribute("untyped_storage", lambda _: _untyped_storage)
+    replace_attribute("data_ptr", lambda _: _data_ptr)
+    for name in _METHODS:
+        replace_attribute(name, partial(_refusing, name))
+
+
+class _StorageOfDTensor(torch.UntypedStorage):
+    """Torch's storage object of a DTensor, which only knows how large the whole is."""
+
+    # The tensor, and what is said of it when it is gone.
+    _tensor: weakref.ref[DTensor]
+    _name: str
+
+    def data_ptr(self) -> int:
+        """
+        Raises:
+            RuntimeError: always.
+        """
+        tensor = self._tensor()
+        raise _error("its storage's data_ptr()", self._name if tensor is None else describe([tensor]))
+
+
+def _untyped_storage(self: DTensor) -> torch.UntypedStorage:
+    storage = Tensor.untyped_storage(self)
+    if type(storage) is torch.UntypedStorage:
+        storage.__class__ = _StorageOfDTensor
+    if isinstance(storage, _StorageOfDTensor):
+        param = sharded_in(local_of(self))
+        storage._tensor, storage._name = weakref.ref(self), "a DTensor" if param is None else param.name
+    return storage
+
+
+def _data_ptr(self: DTensor) -> int:
+    """
+    Raises:
+        RuntimeError: it is not torch that asks.
+    """
+    if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
+        return Tensor.data_ptr(self)
+    raise _error("data_ptr()", describe([self]))
+
+
+def _refusing(name: str, _: Any) -> Callable[..., Any]:
+    def refuse(self: DTensor, *args: Any, **options: Any) -> Any:
+        raise _error(f"{name}()", describe([self]))
+
+    refuse.__name__ = refuse.__qualname__ = name
+    return refuse
+
+
+def _error(what: str, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name}: {what} was asked of a DTensor, of which this rank holds a part only. Call full_tensor() first, on "
+        "every rank. To save a model, call get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+        "cpu_offload=True)) on every rank, and save what it returns on the first "
+        "(`model.save_pretrained(folder, state_dict=state)`)."
+    )

@@ -1,0 +1,112 @@
+"""Operations of `torch.nn.init` that DTensor has no rule for, or carries out otherwise than on plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .compat import (
+    cut,
+    follow_local,
+    local_of,
+    set_local,
+)
+from .sharded_dtensor import call_unhandled, handle_operations, handler_of
+from ..checks.small_collectives import all_reduce_over
+from ..ext.unsharded_versions import sharded_in
+
+_aten = torch.ops.aten
+_TURNS = {_aten.t_.default: _aten.t.default, _aten.transpose_.default: _aten.transpose.int}
+
+
+def initialise_like_plain_tensors() -> None:
+    """Every function of `torch.nn.init` gives a sharded parameter the values of a plain one, on a mesh of
+    CPUs from the same seed (see draws.py).
+
+    - `eye_` writes this rank's part. Torch writes the whole to each part.
+    - `q.t_()`, as in `orthogonal_`, works on every DTensor but a sharded parameter. Torch has no rule for it.
+    - `p[places, 3] = number`, as in `sparse_`, is exact where all ranks have the same places, and raises on all ranks
+      where they differ. Torch refuses plain places.
+    """
+    handle_operations([_aten.eye.m_out], _eye)
+    handle_operations(_TURNS, _turn_in_place)
+    put, fill = _aten.index_put_.default, _aten.index_fill_.int_Scalar
+    handle_operations([put], partial(_put, handler_of(put)))
+    handle_operations([fill], partial(_fill, handler_of(fill)))
+
+
+def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`nn.init.eye_`: each rank takes its part. Torch would have the whole in each."""
+    out = kwargs["out"]
+    if tuple(args) != tuple(out.shape):
+        return call_unhandled(op, args, kwargs)
+    local_of(out).copy_(local_of(cut(torch.eye(*args, dtype=out.dtype), out.device_mesh, out.placements)))
+    return out
+
+
+def _turn_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """
+    Raises:
+        NotImplementedError: it would turn a sharded parameter, whose shape the module's other ranks go by.
+    """
+    target = args[0]
+    param = sharded_in(local_of(target))
+    if param is not None:
+        raise NotImplementedError(
+            f"{param.name}: {op._schema.name.removeprefix('aten::')} of a sharded parameter, which can't change its "
+            "shape. Transpose it before fully_shard, or write p.t(), which is a new tensor."
+        )
+    turned = _TURNS[op](*args, **kwargs)
+    set_local(target, local_of(turned), turned)
+    return follow_local(op, args, kwargs)
+
+
+def _put(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, indices, value, *rest = args
+    is_number = isinstance(target, DTensor) and not isinstance(value, DTensor) and not value.dim()
+    has_elements = is_number and not any(each.is_partial() for each in target.placements)
+    if not has_elements or any(rest) or any(kwargs.values()) or not _are_plain_places(indices):
+        return handler(op, args, kwargs)
+    op(local_of(target), [_mask_at(target, indices)], value)
+    return target
+
+
+def _fill(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same operation in torch 2.15, on a view along the other dims."""
+    target, dim, places, number = args
+    placements = target.placements if isinstance(target, DTensor) else ()
+    is_cut = any(each.is_shard() for each in placements) and not any(each.is_partial() for each in placements)
+    if not is_cut or not _are_plain_places([places]):
+        return handler(op, args, kwargs)
+    before = [None] * (dim % target.dim())
+    local_of(target).masked_fill_(_mask_at(target, [*before, places]), number)
+    return target
+
+
+def _are_plain_places(indices: Sequence[Any]) -> bool:
+    given = [each for each in indices if each is not None]
+    return all(type(each) is Tensor and each.dtype != torch.bool for each in given)
+
+
+def _mask_at(target: DTensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """Where this rank's part of `target` has the elements at `indices` of the whole. Every rank must call it.
+
+    Raises:
+        RuntimeError: `indices` differ between ranks; on all of them.
+    """
+    mesh, device = target.device_mesh, local_of(target).device
+    mask = torch.zeros(target.shape, dtype=torch.int8, device=device)
+    mask[tuple(slice(None) if each is None else each.to(device) for each in indices)] = 1
+    extremes = torch.stack([mask, -mask])
+    all_reduce_over(extremes, [mesh.get_group(axis) for axis in range(mesh.ndim)], largest=True)
+    if extremes.sum(0).any():
+        raise RuntimeError(
+            f"writing to places of a DTensor of global shape {tuple(target.shape)}: expected the same places on every "
+            "rank, got others on some. Draw them after the same torch.manual_seed on every rank."
+        )
+    return local_of(cut(mask.bool(), mesh, target.placements))

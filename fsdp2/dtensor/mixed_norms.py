@@ -1,0 +1,35 @@
+"""torch's own norm of gradients that lie on several meshes: an error that says which function can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import torch_compat
+from .sharded_dtensor import ShardedDTensor
+from .switches import switched
+
+
+def refuse_mixed_norms() -> None:
+    """From now on. Torch can't stack norms of several meshes, or plain ones beside distributed ones."""
+    torch_compat.wrap_total_norm(_refusing)
+
+
+def _refusing(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def refusing(tensors: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if ShardedDTensor in set(map(type, tensors)) and _lie_on_several_meshes(tensors):
+            raise RuntimeError(
+                "torch can't find the norm of gradients on several meshes, or of plain ones beside sharded ones. "
+                "Call fsdp2.clip_grad_norm_(parameters, max_norm): it returns the norm, too."
+            )
+        return total_norm(tensors, *args, **options)
+
+    return switched("mixed-norms", total_norm, refusing)
+
+
+def _lie_on_several_meshes(tensors: Iterable[Tensor]) -> bool:
+    return len({each.device_mesh if isinstance(each, DTensor) else None for each in tensors}) > 1

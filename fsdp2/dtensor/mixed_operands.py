@@ -1,0 +1,143 @@
+"""Operations that DTensor refuses: with plain tensors (`torch.gather(p, 0, rows)`), and those that it has no rule for.
+
+Torch says neither which parameter it is nor what to do. It refuses plain tensors in C++, before any Python of its own
+runs: so handlers of operations say it; and, of the arithmetic that tensor parallelism runs many times in each step,
+which a handler would slow down, the operators of Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import dtensor_compat
+from .compat import local_of
+from ..ext.owners import all_states
+from .sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
+from ..core.user_code import tensors_in
+from ..ext.unsharded_versions import sharded_in
+from .foreach_operations import overloads
+from .full_tensor import owner_of
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "pow")
+_OPERATIONS = (
+    *("add_", "sub_", "mul_", "div_", "pow_", "copy_", "lerp_", "lerp", "addcmul_", "addcmul", "addcdiv_", "addcdiv"),
+    *("index", "index_put", "index_put_", "index_select", "index_add", "index_add_", "index_copy", "index_copy_"),
+    *("index_fill", "index_fill_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce"),
+    *("take", "put", "put_", "masked_fill", "masked_fill_", "masked_select", "masked_scatter", "masked_scatter_"),
+    *("where", "eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isin", "searchsorted", "bucketize", "clamp"),
+    *("maximum", "minimum", "fmax", "fmin", "fmod", "remainder", "atan2", "hypot", "logaddexp", "cat", "stack"),
+    *("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "repeat_interleave"),
+    *("dot", "vdot", "mv", "addmv", "addr", "addbmm", "baddbmm", "dist", "_cdist_forward", "_trilinear"),
+    *("linalg_cross", "_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve", "cholesky_solve"),
+    *("embedding", "embedding_renorm_", "_embedding_bag", "_embedding_bag_forward_only", "_weight_norm_interface"),
+    *("convolution", "native_batch_norm", "native_group_norm", "_prelu_kernel", "grid_sampler_2d"),
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "nll_loss_forward"),
+)
+
+_UNKNOWN = "a DTensor"
+# What torch says of an operation for which DTensor has no rule, or none that fits.
+_LACKS = ("sharding strategy registered", "Sharding propagation failed")
+
+
+def explain_mixed_operands() -> None:
+    """From now on the errors of these begin with the parameter's name, if an operand is one, or its gradient, and with
+    what to do. So do those of operations that DTensor has no rule for.
+    """
+    for each in _OPERATORS:
+        name, reflected = f"__{each}__", f"__r{each}__"
+        replace_attribute(name, partial(_explained_operator, name))
+        replace_attribute(reflected, partial(_reflected, name))
+    if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
+        for op in overloads(_OPERATIONS):
+            handle_operations([op], partial(_explained, handler_of(op)))
+    explain_errors(_explain)
+
+
+def _reflected(name: str, reflected: Callable[..., Any]) -> Callable[..., Any]:
+    """With what Python would call next, of the plain tensor at the left. Its error is explained, too, unless the
+    DTensor is a user's own.
+    """
+    of_left, plainly = getattr(Tensor, name), _explained_operator(name, reflected)
+
+    @wraps(plainly)
+    def operate(self: DTensor, other: Any) -> Any:
+        result = plainly(self, other)
+        if result is not NotImplemented or type(other) is not Tensor:
+            return result
+        try:
+            return of_left(other, self)
+        except RuntimeError as error:
+            if not describe([self]).startswith(_UNKNOWN):
+                _explain_mixed(error, name, [self])
+            raise
+
+    return operate
+
+
+def _explained_operator(name: str, plainly: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plainly)
+    def operate(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plainly(self, *args, **kwargs)
+        except RuntimeError as error:
+            _explain_mixed(error, name, (self, *args))
+            raise
+
+    return operate
+
+
+def _explained(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return handler(op, args, kwargs)
+    except RuntimeError as error:
+        _explain_mixed(error, op._schema.name.removeprefix("aten::"), tensors_in(args, kwargs))
+        raise
+
+
+def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    text = str(error)
+    if "mixed torch.Tensor and DTensor" in text:
+        _explain_mixed(error, op._schema.name.removeprefix("aten::"), tensors_in(args, kwargs))
+    elif "Torch says" not in text and any(each in text for each in _LACKS):
+        _explain_lack(error, op, args, kwargs)
+
+
+def _explain_mixed(error: Exception, name: str, operands: Iterable[Any]) -> None:
+    text = str(error)
+    if "mixed torch.Tensor and DTensor" in text and "Torch says" not in text:
+        error.args = (
+            f"{describe(operands)}: each rank holds a part of it, which {name} can't mix with a plain tensor. On every "
+            "rank, read the whole by full_tensor(), or compute inside `with fsdp2.full_params(module):`; or make the "
+            "plain tensor a DTensor, too, by distribute_tensor(plain, p.device_mesh, p.placements). Torch says: "
+            f"{error}",
+        )
+
+
+def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """DTensor can't do `op`."""
+    name, operand = op._schema.name.removeprefix("aten::"), describe(tensors_in(args, kwargs))
+    error.args = (
+        f"{operand}: DTensor can't do {name} on it, of which each rank holds a part. On every rank, read the whole by "
+        "full_tensor(), or compute inside `with fsdp2.full_params(module):`. Torch says: "
+        f"{error}",
+    )
+
+
+def describe(operands: Iterable[Any]) -> str:
+    """Says which the first DTensor is: a parameter, or part of one, or computed of one; or its gradient. Communicates
+    nothing.
+    """
+    first = next(each for each in operands if isinstance(each, DTensor))
+    while (base := vars(first).get("_base_of")) is not None:
+        first = base
+    param, owner = sharded_in(local_of(first)), owner_of(first)
+    if param is not None or owner is not None:
+        return (param or owner.param).name  # type: ignore[union-attr]
+    params = (param for state in all_states() for param in state.group.params)
+    names = (f"the gradient of {param.name}" for param in params if param.sharded.grad is first)
+    return next(names, f"{_UNKNOWN} of global shape {tuple(first.shape)}")

@@ -1,0 +1,43 @@
+"""A rank's own number, which meets what is computed of shards in any function: `torch.mul(loss.detach(), p.norm())`.
+
+Torch takes a plain number for the same on all ranks, and each rank's shard gets a gradient of that rank's number alone,
+without a word. Between the two no code of ours runs; but a graph keeps the numbers on which gradients depend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..core.autograd import all_nodes
+from ..ext.owners import Owned
+from ..checks.small_collectives import all_reduce_over
+from ..ext.compat import saved_by
+
+
+def refuse_own_numbers(tensor: DTensor, owner: Owned) -> None:
+    """All ranks that share `owner`, of which `tensor` is computed, must call it.
+
+    Raises:
+        RuntimeError: a number on which the gradient depends differs between them, on all of them.
+    """
+    saved = [each for node in all_nodes([tensor.grad_fn]) for each in saved_by(node)]
+    numbers = [each for each in saved if type(each) is Tensor and each.numel() == 1]
+    if numbers and differ(numbers, owner):
+        raise RuntimeError(
+            f"{owner.param.name}: a plain number that is another one on each rank meets a DTensor that is computed of "
+            "it, as if all ranks had the same. Write full_tensor() behind the latter, on every rank "
+            "(`torch.mul(number, penalty.full_tensor())`)."
+        )
+
+
+def differ(numbers: Sequence[Tensor], owner: Owned) -> bool:
+    """Whether the ranks that share `owner` have different ones. All of them must call it."""
+    mesh = owner.state.group.mesh
+    own = torch.stack([each.detach().reshape(()).to(mesh.device, torch.float64) for each in numbers]).nan_to_num()
+    extremes = torch.stack([own, -own])
+    all_reduce_over(extremes, mesh.axis_groups, largest=True)
+    return bool(extremes.sum(0).any())

@@ -1,0 +1,90 @@
+"""Pruning a parameter, or giving it a parametrization or taking that away, in a module that is sharded already.
+
+Both put other parameters in its place. Torch says that it can't flatten what is sharded, or that a class has no such
+attribute; or nothing, until the next forward misses the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..ext.owners import owners_by_id, sharded_owner
+from ..bridge.when_imported import when_imported
+from .switches import is_on
+
+
+def refuse_reparametrization_after() -> None:
+    """From now on torch.nn.utils' prune and parametrize say what to do."""
+    when_imported("torch.nn.utils.prune", _check_pruning)
+    when_imported("torch.nn.utils.parametrize", _check_parametrizations)
+
+
+def _check_pruning(prune: ModuleType) -> None:
+    in_one, in_all = prune.BasePruningMethod.apply.__func__, prune.global_unstructured
+
+    @wraps(in_one)
+    def apply(cls: type, module: nn.Module, name: str, *args: Any, **options: Any) -> Any:
+        _refuse_pruning([(module, name)])
+        return in_one(cls, module, name, *args, **options)
+
+    @wraps(in_all)
+    def global_unstructured(parameters: Any, *args: Any, **options: Any) -> Any:
+        parameters = list(parameters)
+        _refuse_pruning(parameters)
+        return in_all(parameters, *args, **options)
+
+    prune.BasePruningMethod.apply = classmethod(apply)
+    prune.global_unstructured = global_unstructured  # type: ignore[attr-defined]
+
+
+def _refuse_pruning(places: Iterable[tuple[nn.Module, str]]) -> None:
+    """
+    Raises:
+        RuntimeError: a sharded parameter stands in one of them. A full one may be pruned, if that is made permanent.
+    """
+    for module, name in places if is_on("reparametrize-after") else ():
+        param = module._parameters.get(name)
+        owner = None if param is None else sharded_owner(param)
+        if owner is not None:
+            raise RuntimeError(
+                f"{owner.param.name}: expected a plain parameter to prune, got a sharded one. Prune before "
+                "fully_shard, or inside `with fsdp2.full_params(module, writeback=True):`, then prune.remove."
+            )
+
+
+def _check_parametrizations(parametrize: ModuleType) -> None:
+    for name in ("register_parametrization", "remove_parametrizations"):
+        setattr(parametrize, name, _checked(getattr(parametrize, name)))
+
+
+def _checked(change: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @wraps(change)
+    def checked(module: nn.Module, tensor_name: str, *args: Any, **options: Any) -> nn.Module:
+        _refuse_change(change.__name__, module, tensor_name)
+        return change(module, tensor_name, *args, **options)
+
+    return checked
+
+
+def _refuse_change(what: str, module: nn.Module, name: str) -> None:
+    """
+    Raises:
+        RuntimeError: fully_shard manages the parameter, or those that it is computed of.
+    """
+    if not is_on("reparametrize-after"):
+        return
+    originals = getattr(module, "parametrizations", {})
+    params = [module._parameters.get(name), *(originals[name].parameters(False) if name in originals else ())]
+    owners = owners_by_id()
+    owner = next((owners[id(param)] for param in params if param is not None and id(param) in owners), None)
+    if owner is not None:
+        raise RuntimeError(
+            f"{owner.param.name}: {what} would put another parameter in the place of one that fully_shard manages. "
+            "Call it before fully_shard; of a model that is trained, load the full state dict into one that is not "
+            "sharded, and call it there."
+        )

@@ -1,0 +1,205 @@
+"""Private names of torch that fsdp2 uses outside of its core, each with its reason.
+
+Those that the core uses stand in core/compat.py, those of DTensor in dtensor/compat.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+from torch.autograd import Variable, graph
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed._composable_state import _State as ComposableState
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from ..bridge.when_imported import when_imported
+from ..core.compat import inner_tensors
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_PLAIN = (Tensor, Parameter)
+
+# (tensors, counts): set their version counters, whatever they were. The public context manager around it can only
+# restore them.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+
+
+ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+"""What `zero_grad(set_to_none=False)` calls on gradients, one by one or all at once."""
+ZERO_FUNCTIONS = (Tensor.zero_, torch._foreach_zero_)
+"""The same, as `__torch_function__` sees it."""
+
+_COMPUTED_ATTRIBUTES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+_METADATA_METHODS = (
+    *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.element_size, Tensor.storage_offset),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.requires_grad_, Tensor.detach_),
+    *(Tensor.__hash__, Tensor.__len__, Tensor.register_hook),
+)
+
+
+def reads_metadata(func: Any) -> bool:
+    """Whether what `__torch_function__` is asked for computes nothing from the values."""
+    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        return attribute not in _COMPUTED_ATTRIBUTES
+    return func in _METADATA_METHODS
+
+
+def norm_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each, computed in `dtype`; one launch where the device allows it."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
+    """tensors[i] *= factor, a tensor without dims on their device; one launch where the device allows it."""
+    torch._foreach_mul_(tensors, factor)
+
+
+# A view of all of a tensor, whose gradient takes no operation: that of `view_as` takes one.
+alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
+
+
+Memory = tuple[StorageWeakRef, int]
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Equal for tensors that begin at the same place of one storage, also when it is gone; None: there is nothing."""
+    data = tensor if type(tensor) in _PLAIN else inner_tensors(tensor)[0]
+    if data.numel() == 0 or data.is_meta or data.layout != torch.strided:
+        return None
+    return StorageWeakRef(data.untyped_storage()), data.data_ptr()
+
+
+def saved_by(node: Any) -> list[Any]:
+    """What an operation has saved for its gradient; nothing, where a backward has freed it."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    try:
+        return [getattr(node, name) for name in names]
+    except RuntimeError:
+        return []
+
+
+def find_accumulators_of(stand_in: Callable[[Tensor], Tensor]) -> None:
+    """From now on, where `register_multi_grad_hook` asks which node yields the gradient of a tensor, it is told which
+    yields that of `stand_in(tensor)`.
+    """
+    find = graph._get_grad_fn_or_grad_acc
+    graph._get_grad_fn_or_grad_acc = lambda t: find(stand_in(t) if isinstance(t, Tensor) else t)
+
+
+# What a tensor that such a transform has wrapped is seen as from outside it.
+unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
+    """Two contexts: without the transforms that run, as which it gives their list; and with those of such a list."""
+    from torch._functorch import pyfunctorch  # some 100 ms, where nobody has used torch.func
+
+    return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
+
+
+_TRACED = ("autograd_inputs", "entry_points", "forward_method")
+
+
+def keep_out_of_graphs() -> None:
+    """Have dynamo, once it is there, compile none of our functions but those around users' methods, and torch's."""
+    when_imported("torch._dynamo", _skip_ours)
+
+
+def _skip_ours(dynamo: Any) -> None:
+    rules = dynamo.trace_rules
+    rules.SKIP_DIRS.extend(str(path) for path in Path(__file__).parent.rglob("*.py") if path.stem not in _TRACED)
+    rules.add(__name__)  # takes 10 ms, to compile a pattern of all
+
+
+def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Have no other hook on the gradient of `tensor`, where another tensor may have taken the ones before."""
+    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    tensor._backward_hooks = OrderedDict({0: hook})  # what register_hook does, at the tenth part of the cost
+
+
+def register_composable(module: nn.Module, state: ComposableState, name: str) -> None:
+    """Let torch's other composable APIs know that `name` manages `module`.
+
+    DDP's `replicate` refuses such a module, and leaves its parameters alone below another. Tools look for the state in
+    torch's table, which does not keep it alive.
+    """
+    # At the first call rather than with this file: it brings DDP along.
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
+    _module_state_mapping[module] = weakref.ref(state)
+
+
+def is_shared_with_ddp(module: nn.Module) -> bool:
+    """Whether a user has told DDP to leave some of its parameters alone: the function for that is private, too."""
+    return hasattr(module, "_ddp_params_and_buffers_to_ignore")
+
+
+def wrap_total_norm(wrapper: Callable[[Any], Any]) -> None:
+    """Have torch's own clipping, and torch.nn.utils.get_total_norm, call what `wrapper` makes of the latter."""
+    clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
+    clipping._get_total_norm = torch.nn.utils.get_total_norm = wrapper(clipping._get_total_norm)
+
+
+def stepped_on_accumulation() -> Collection[Tensor]:
+    """Parameters to which `_apply_optimizer_in_backward` has given an optimizer, and a hook that steps it."""
+    module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    found: Collection[Tensor] = module.param_to_optim_hook_handle_map if module is not None else ()
+    return found
+
+
+def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
+    """Where, under `key`, a hook is to be written that runs before forward, with the keywords, too; and before others.
+
+    Written and deleted there many a time in each step: handles take ten times as long.
+    """
+    module._forward_pre_hooks_with_kwargs[key] = True  # type: ignore[index]
+    return module._forward_pre_hooks
+
+
+def composable_states() -> list[Any]:
+    """The states that torch's table has, of all modules that are alive: a parameter doesn't say who manages it.
+
+    The table's own methods raise where another thread adds to it meanwhile.
+    """
+    states: dict[Any, Any] = vars(_module_state_mapping)["data"]
+    return [state for reference in list(states.values()) if (state := reference()) is not None]
+
+
+# (tensors, counts): set their version counters, whatever they were. The public context manager around it can only
+# restore them.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+
+
+def size_at_first(group: dist.ProcessGroup) -> int:
+    """The number of ranks that torch was told of when `group` was made, whatever it says now."""
+    return dist.ProcessGroup.size(group)
+
+
+def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether `group` says that it can communicate tensors on `device`. One that is written in Python may not."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+# What the processes share from `init_process_group` on, whoever gave it. torch has no public way to it.
+default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store

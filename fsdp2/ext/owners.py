@@ -1,0 +1,107 @@
+"""Finds the group that manages a parameter: the parameter itself doesn't say so."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..core.compat import storage_id
+from ..core.events import Observer
+from ..core.group import FSDPParamGroup
+from ..core.parameter import FSDPParam
+
+# Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
+SHARDED_AS = "_fsdp2_sharded_as"
+
+# All roots that are alive. Never changed, but replaced: other threads may be ranks of their own.
+_roots: list[weakref.ref[Any]] = []
+
+
+class Owned(NamedTuple):
+    """A parameter, and the group that manages it."""
+
+    group: FSDPParamGroup
+    param: FSDPParam
+
+
+class Roots(Observer):
+    """Remembers every root."""
+
+    def attached(self, root: Any) -> None:
+        global _roots
+        _roots = [*(each for each in _roots if each() is not None), weakref.ref(root)]
+
+
+def all_groups() -> Iterator[FSDPParamGroup]:
+    """Yields the groups of all sharded modules that are alive."""
+    for reference in _roots:
+        root = reference()
+        if root is not None:
+            yield from (group for group in root.groups if group.root is root)
+
+
+def owners_by_id() -> dict[int, Owned]:
+    """Returns identity of a tensor -> the parameter whose sharded or unsharded parameter it is."""
+    found = {}
+    for group in all_groups():
+        for param in group.params:
+            registered = (slot.module._parameters.get(slot.name) for slot in param.slots)
+            for each in (param.sharded, param.unsharded, *registered):
+                found[id(each)] = Owned(group, param)
+    return found
+
+
+def names_of_unsharded(tensor: Tensor) -> list[str]:
+    """Returns the names of the parameter whose unsharded parameter `tensor` is; none, if it is no such."""
+    return next((param.names for group in all_groups() for param in group.params if param.unsharded is tensor), [])
+
+
+# Identity of a sharded parameter -> its group, as far as anybody has asked. It may be out of date. Never changed, but
+# replaced.
+_known: dict[int, weakref.ref[FSDPParamGroup]] = {}
+
+
+def sharded_owner(leaf: Tensor) -> Owned | None:
+    """Returns the owner of a sharded parameter. Walks over all parameters only for what it doesn't know yet."""
+    global _known
+    found = _look_up(leaf, _known)
+    if found is None:
+        known = {id(param.sharded): weakref.ref(group) for group in all_groups() for param in group.params}
+        found, _known = _look_up(leaf, known), known
+    return found
+
+
+def _look_up(leaf: Tensor, known: dict[int, weakref.ref[FSDPParamGroup]]) -> Owned | None:
+    reference = known.get(id(leaf))
+    group = None if reference is None else reference()
+    if group is not None:
+        for param in group.params:
+            if param.sharded is leaf:
+                return Owned(group, param)
+    return None
+
+
+# Identity of a storage -> the parameter whose shard lies there, or lay in another storage of the same identity.
+_lying_in: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+
+
+class ShardPlaces(Observer):
+    """Remembers in which storages shards lie."""
+
+    def attached(self, root: Any) -> None:
+        for group in root.groups:
+            self.rebuilt(group)
+
+    def rebuilt(self, group: Any) -> None:
+        for param in group.params:
+            _lying_in[storage_id(param.local)] = param
+
+
+def sharded_in(local: Tensor) -> FSDPParam | None:
+    """Returns the parameter in whose shard's memory `local` lies, or None."""
+    storage = storage_id(local)
+    param = _lying_in.get(storage)
+    return param if param is not None and storage_id(param.local) == storage else None

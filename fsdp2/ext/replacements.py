@@ -1,0 +1,127 @@
+"""What users put in a parameter's place, by assignment or by loading: looked up in its slots, and refused where it
+can't become the sharded face.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from . import torch_compat
+from ..dtensor.compat import local_of
+from ..checks.checksum import are_alike
+from ..core.parameter import FSDPParam
+
+
+def find_replacement(param: FSDPParam, accept_whole: bool, may_be_untied: bool) -> nn.Parameter:
+    """What is registered now: users may replace the sharded face by assignment or loading.
+
+    `accept_whole`: also a plain tensor of the whole parameter, to be sharded. `may_be_untied`: a tied parameter may be
+    several objects (loading with assign=True, and `to_empty`, make one for each name), of which the first counts.
+
+    Raises:
+        ValueError: it is gone, has another shape or distribution, or stands in some of several slots only.
+        NotImplementedError: it is computed from others, and gradients are to flow to these.
+    """
+    for each in _registered(param):
+        if each is not None and tuple(each.shape) != param.shape:
+            raise ValueError(
+                f"{param.name}: expected a parameter of global shape {param.shape}, got {tuple(each.shape)}. Only one "
+                "of the same shape can replace it: resize it before fully_shard, or build the model anew with the "
+                "other shape, apply fully_shard, and load the rest."
+            )
+    found = _find(param, may_be_untied)
+    _refuse_computed(param, found)
+    if isinstance(found, DTensor):
+        _check_distribution(param, found, accept_whole)
+    elif not accept_whole:
+        raise ValueError(
+            f"{param.name}: expected a DTensor, got a plain {type(found).__name__}. An optimizer that holds it would "
+            "never see it change. Load whole tensors with load_state_dict(..., assign=True) of the module that "
+            "fully_shard was applied to, or distribute it like the parameter it replaces."
+        )
+    return found
+
+
+def _registered(param: FSDPParam) -> list[nn.Parameter | None]:
+    """What stands in each slot now."""
+    return [slot.module._parameters.get(slot.name) for slot in param.slots]
+
+
+def is_untied(param: FSDPParam, accept_whole: bool) -> bool:
+    """Whether a tied parameter has been replaced under some of its names only, or by tensors of different values: who
+    loads a model may tie it again afterwards.
+    """
+    found = [each for each in _registered(param) if each is not None]
+    if len(found) < len(param.slots):
+        return False  # one is gone
+    if any(each is param.sharded for each in found):
+        return any(each is not param.sharded for each in found)
+    return accept_whole and not all(are_alike(found[0], each) for each in found)
+
+
+def cut_whole(param: FSDPParam) -> None:
+    """Put this rank's rows in the place of whole tensors that were loaded under some names of `param`: they must be
+    sharded before an optimizer is built. Grad is off.
+    """
+    cut: dict[nn.Parameter, nn.Parameter] = {}
+    for slot, found in zip(param.slots, _registered(param), strict=True):
+        if found is not None and not isinstance(found, DTensor) and tuple(found.shape) == param.shape:
+            if found not in cut:
+                cut[found] = param.cut(found)
+            setattr(slot.module, slot.name, cut[found])
+
+
+def _find(param: FSDPParam, may_be_untied: bool) -> nn.Parameter:
+    """What is registered now, in all slots alike."""
+    found = _registered(param)
+    kept = [name for name, each in zip(param.names, found, strict=True) if each is param.sharded]
+    first = found[0]
+    for name, each in zip(param.names, found, strict=True):
+        if each is None or (each is not param.sharded and kept):
+            if each is None:
+                what = "is gone. fully_shard manages this parameter: take it away before fully_shard, or put it back"
+            else:
+                what = (
+                    f"was replaced, but not {kept[0]}, to which it was tied. fully_shard manages this parameter: make "
+                    f"such a change before fully_shard, or under each of its names: {_assignment(kept[0], name)}"
+                )
+            raise ValueError(f"{name} {what}.")
+        if each is not first and not may_be_untied:
+            raise ValueError(
+                f"{name} was tied to {param.name} when fully_shard was applied, and is another parameter now. Give "
+                f"both the same one, as in {_assignment(name, param.name)}; or untie them before fully_shard."
+            )
+    assert first is not None
+    return first
+
+
+def _assignment(target: str, source: str) -> str:
+    return f"`model.{target} = model.{source}`"
+
+
+def _refuse_computed(param: FSDPParam, found: nn.Parameter) -> None:
+    if (found.grad_fn is not None and torch.is_grad_enabled()) or torch_compat.is_wrapped(found):
+        raise NotImplementedError(
+            f"{param.name}: expected a parameter, got a tensor that is computed from others, to which gradients would "
+            "not flow. Detach it, or call a copy of the module that is not sharded; for torch.func.grad by parameters "
+            "call backward() instead, and read .grad."
+        )
+
+
+def _check_distribution(param: FSDPParam, found: DTensor, accept_whole: bool) -> None:
+    """Whether `found` lies like the sharded face or, with `accept_whole`, like the parameter of tensor parallelism."""
+    kind = param.distribution
+    if not kind.is_of_sharded(found) and not (accept_whole and kind.is_of_full(found)):
+        raise ValueError(
+            f"{param.name}: expected a DTensor with placements {kind.placements} on {kind.mesh}, got "
+            f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."
+        )
+    local, expected = local_of(found), tuple(param.local_shape)
+    if kind.is_of_sharded(found) and tuple(local.shape) != expected:
+        raise ValueError(
+            f"{param.name}: expected a local tensor of shape {expected} on this rank, got {tuple(local.shape)}. Make "
+            "the DTensor by distribute_tensor(whole, p.device_mesh, p.placements), or give "
+            "DTensor.from_local those rows."
+        )
