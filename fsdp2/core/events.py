@@ -66,6 +66,9 @@ class Observer:
     def unsharded(self, group: Any) -> None:
         """The group's unsharded parameters are there, or were there already, and are about to be used."""
 
+    def before_reshard(self, group: Any) -> None:
+        """A user has called `reshard`; what is raised is raised after it."""
+
     def before_free(self, group: Any) -> None:
         """The memory of the unsharded parameters is about to be freed."""
 
@@ -114,8 +117,13 @@ class Observer:
     def rebuilt(self, group: Any) -> None:
         """Shards lie in other memory now, or the sharded or unsharded parameters are other objects."""
 
-    def before_replace(self, group: Any) -> None:
-        """A user has replaced parameters of the group, or their local tensors, and the group is about to take them."""
+    def loaded(self, group: Any) -> None:
+        """`load_state_dict` has replaced parameters of the group."""
+
+    def before_replace(self, group: Any, found: Sequence[tuple[Any, nn.Parameter]]) -> None:
+        """A user has replaced parameters of the group, or their local tensors, and the group is about to take `found`:
+        (param, what is registered in its place).
+        """
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))

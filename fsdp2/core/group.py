@@ -128,7 +128,7 @@ class FSDPParamGroup(ParamGroup):
             self.hold = Hold.BACKWARD
             self.shrink()
         else:
-            self._give_up()
+            self.give_up()
 
     def release(self) -> None:
         """Reshards, unless a forward of the group runs (a backward may run inside it)."""
@@ -136,7 +136,7 @@ class FSDPParamGroup(ParamGroup):
         if self.state.running:
             self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
         else:
-            self._give_up()
+            self.give_up()
 
     def release_after_backward(self) -> None:
         """Reshards, or keeps the unsharded parameters' data for the next pass if the user wants that."""
@@ -155,7 +155,8 @@ class FSDPParamGroup(ParamGroup):
             return
         self.release()
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Reshards, whoever holds the unsharded parameters."""
         self.hold = Hold.NOTHING
         self.reshard(free=self.root.frees_memory)
 

@@ -210,9 +210,8 @@ class ParamGroup:
             self._finish_gather()
         for notify in self.events.unsharded:
             notify(self)
-        if registers and self.phase is GATHERED:
-            self.phase = UNSHARDED
-            self.registration.register_unsharded()
+        if registers:
+            self.register()
 
     def _finish_gather(self) -> None:
         pending: PendingGather = self._pending  # type: ignore[assignment]
@@ -236,6 +235,12 @@ class ParamGroup:
         self.unshard(for_backward=True, registers=False)
         if was_registered:
             self.phase = UNSHARDED
+
+    def register(self) -> None:
+        """Registers the unsharded parameters, whose data is there."""
+        if self.phase is GATHERED:
+            self.phase = UNSHARDED
+            self.registration.register_unsharded()
 
     def unregister(self) -> None:
         """Registers the sharded parameters, and leaves the unsharded ones' data where it is."""
@@ -346,7 +351,7 @@ class ParamGroup:
             self.reshard()
             found = (strategies().find_replacements or find_replacements)(self, accept_whole, may_be_untied)
             for notify in self.events.before_replace:
-                notify(self)
+                notify(self, found)
             parameters.take(found)
         elif parameters.trainable != self.registration.trainable():
             parameters.follow_requires_grad()
