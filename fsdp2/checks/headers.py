@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..core.backends import REDUCING, SUMMING
+from ..ext.gloo import REDUCING, SUMMING
 from ..core.comm import Purpose
 
 HEADER_NBYTES = 192

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.backends import SUM_ALL, SUMMING, PairwiseComm, divide_before
-from ..core.comm import DividedWork, Purpose, Work
+from ..core.comm import SUM_ALL, DividedWork, Purpose, Work, divide_before
 from ..core.events import Observer
+from ..ext.gloo import SUMMING, PairwiseComm
 from ..ext.gloo_threads import let_callers_finish
 from .conversation import Conversation, Exchange
 from .headers import GOODBYE, HEADER_NBYTES, differ, header_of

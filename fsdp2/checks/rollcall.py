@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.backends import GATHERING, REDUCING, SUMMING
 from ..core.comm import Comm, Purpose, Work
 from ..ext.compat import default_store, has_backend
+from ..ext.gloo import GATHERING, REDUCING, SUMMING
 from ..ext.rank_facts import all_gather_now
 from .conversation import tell_out_of_step
 from .headers import TABLE, Header, digest_of, header_of, out_of_step, placed_header, text_of, without_sizes

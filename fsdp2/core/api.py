@@ -189,7 +189,7 @@ def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Argum
             if hasattr(placement, "mesh_info"):
                 mesh, placement = described_data_mesh(placement.mesh_info), placement.placement
         dim = 0 if placement is None else _dim_of(placement, parameter)
-        distribution = distribute(parameter, mesh, dim)
+        distribution = (distribute if type(parameter) is nn.Parameter else strategies().distribute)(parameter, mesh, dim)
         return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .backends import make_comm
-from .comm import Comm
+from .comm import Comm, make_comm
+from .mesh import distribute
 
 
 class Observer:
@@ -158,6 +158,8 @@ class Strategies:
         make_comm: (process group or None, device, purpose) -> Comm.
         tensor_class: class of sharded parameters and of their gradients.
         class_attributes: called with a module's class; what they return is added to the class that it gets when sharded.
+        group_class: (device, FSDPParamGroup) -> class of groups on that device.
+        distribute: (parameter, mesh, dim) -> Distribution of a parameter that is a tensor subclass, a DTensor for example.
         gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
         gather_extension: (params, mesh, policy) -> what gathers these parameters, see `GatherExtension`.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
@@ -172,6 +174,8 @@ class Strategies:
     make_comm: Callable[..., Comm] = make_comm
     tensor_class: type[DTensor] = DTensor
     class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
+    group_class: Callable[[torch.device, Any], Any] = lambda device, usual: usual
+    distribute: Callable[..., Any] = distribute
     gathers_itself: Callable[[Tensor], bool] = lambda local: False
     gather_extension: Callable[..., Any] | None = None
     plan: tuple[Callable[[Any], None], ...] = ()

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from .buffers import GroupBuffers, PendingGather
 from .comm import Comm, Purpose
 from .events import NO_EVENTS, Events, strategies
-from .gradients import GradientsOnStreams, GroupGradients
+from .gradients import GroupGradients
 from .group_parameters import GroupParameters, find_replacements
 from .layout import gather_layout
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
 from .policy import GroupSettings
 from .reduce import Reduction
-from .streams import GroupStreams, make_transfers
+from .streams import make_transfers
 
 
 class Phase(Enum):
@@ -85,6 +85,7 @@ class ParamGroup:
     # Those of the root that the group runs under, see Root.
     root: Any = None
     queue: Any = None
+    gradients_class: type[GroupGradients] = GroupGradients
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
@@ -94,14 +95,12 @@ class ParamGroup:
         self.phase, self._pending = SHARDED, None
         self.hold = Hold.NOTHING
         self.gathered_at: tuple[int, ...] | None = None
-        self.streams: Any = GroupStreams.of(mesh.device)
         self.events: Events = NO_EVENTS
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
         self.comms = self.usual_comms = self._make_comms()
-        gradients = GroupGradients if self.streams is None else GradientsOnStreams
-        self.gradients: GroupGradients = gradients(self, self.params, self._reduction())
+        self.gradients = self.gradients_class(self, self.params, self._reduction())
         self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)
         self.registration = self.parameters.registration
         self.parameters.build(settings, self.comms.gathers.direct_min_bytes)
@@ -301,11 +300,6 @@ class ParamGroup:
             buffers.move_into_shards([param.local for param in params])
             buffers.start_gather(self.comms.gathers).finish()
             return [buffers.unsharded_parameter(i) for i in range(len(specs))]
-
-    def holds_memory(self) -> bool:
-        """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
-        buffers = self.parameters.buffers
-        return (buffers is not None and buffers.hold_memory()) or self.gradients.is_pending()
 
     def _locate(self, error: RuntimeError) -> None:
         """Says in the message which group it was: neither allocators nor process groups know."""

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from ..checks.named_comm import NamedPairwiseComm
 from ..checks.rollcall import CheckedComm, are_checked, level_from_environment, note_level
-from ..core import backends
-from ..core.backends import backend_averages
-from ..core.comm import Comm, CopyWork, DividedWork, Purpose, Work
+from ..core import comm as core_comm
+from ..core.comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Work, backend_averages
 from ..core.compat import backend_name
 from ..core.events import Observer
 from ..core.mesh import subgroup
+from .any_group import FallbackComm
 
 _EXTRA = "collectives"
 
 
 def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
-    """Returns the Comm for a process group, as `core.backends.make_comm` does: over gloo one whose collectives carry
+    """Returns the Comm for a process group, as `core.comm.make_comm` does: over gloo one whose collectives carry
     their names, and at the debug level one whose ranks compare what they do.
     """
     comm = make_unchecked(group, device, purpose)
@@ -37,7 +37,8 @@ def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpos
     """Returns the same without the debug level."""
     if group is not None and device.type == "cpu" and backend_name(group, device) == "gloo":
         return NamedPairwiseComm(group, purpose)
-    return backends.make_comm(group, device, purpose)
+    comm = core_comm.make_comm(group, device, purpose)
+    return FallbackComm(group, purpose) if group is not None and type(comm) is AnyComm else comm
 
 
 class CustomComm:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import broadcast  # by name: an extension may put another function under this one in `dist`
 
-from ..core.backends import SUM_ALL
-from ..core.comm import Comm, Purpose
+from ..core.comm import SUM_ALL, Comm, Purpose
 from ..core.compat import backend_name
 from ..core.events import strategies
 

@@ -16,6 +16,7 @@ from ..core.compat import local_of
 from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
 from .compat import is_wrapped
+from .tensor_parallel import TensorParallel
 
 # Group -> tied parameters of which several objects were registered when that was last looked at.
 _untied: WeakKeyDictionary[FSDPParamGroup, Sequence[FSDPParam]] = WeakKeyDictionary()
@@ -154,7 +155,8 @@ def _refuse_computed(param: FSDPParam, found: nn.Parameter) -> None:
 def _check_distribution(param: FSDPParam, found: DTensor, accept_whole: bool) -> None:
     """Refuses what lies neither like the sharded parameter nor, with `accept_whole`, like that of tensor parallelism."""
     kind = param.distribution
-    if not kind.is_of_sharded(found) and not (accept_whole and kind.is_of_full(found)):
+    is_whole = accept_whole and isinstance(kind, TensorParallel) and kind.is_of_full(found)
+    if not kind.is_of_sharded(found) and not is_whole:
         raise ValueError(
             f"{param.name}: expected a DTensor with placements {kind.placements} on {kind.mesh}, got "
             f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."
