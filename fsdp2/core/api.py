@@ -27,7 +27,6 @@ from .mesh import (
     distribute,
     named_data_mesh,
     replicated_data_mesh,
-    subgroup,
 )
 from .module import FSDPModule
 from .parameter import FSDPParam, Slot, fqn
@@ -239,16 +238,10 @@ def _make_groups(
         settings = GroupSettings(policy, reshard_after_forward=reshard, pin_memory=pin, extras=given.extras)
         groups.append(make_group(modules, params, mesh, settings))
         if is_int and choice not in (1, size) and size > 1:
-            restore_among(groups[-1], choice)
+            if strategies().restore_among is None:
+                raise NotImplementedError("reshard_after_forward: the core alone takes a bool or None")
+            strategies().restore_among(groups[-1], choice)
     return groups
-
-
-def restore_among(group: FSDPParamGroup, num_ranks: int) -> None:
-    """Has so many neighbouring ranks restore the parameters after forward. Every rank must call it."""
-    assert group.mesh.shard_group is not None, "one rank restores nothing"
-    neighbours = subgroup(group.mesh.shard_group, num_ranks)
-    comm = strategies().make_comm(neighbours, group.mesh.device, group.purpose)
-    group.use_comms(group.comms._replace(post_forward=comm))
 
 
 def storage_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:

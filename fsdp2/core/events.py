@@ -158,6 +158,8 @@ class Strategies:
         make_comm: (process group or None, device, purpose) -> Comm.
         tensor_class: class of sharded parameters and of their gradients.
         class_attributes: called with a module's class; what they return is added to the class that it gets when sharded.
+        make_buffers: makes a group's buffers; None: GroupBuffers.
+        restore_among: (group, k) has k neighbouring ranks restore a group after forward (reshard_after_forward=k).
         group_class: (device, FSDPParamGroup) -> class of groups on that device.
         distribute: (parameter, mesh, dim) -> Distribution of a parameter that is a tensor subclass, a DTensor for example.
         gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
@@ -174,6 +176,8 @@ class Strategies:
     make_comm: Callable[..., Comm] = make_comm
     tensor_class: type[DTensor] = DTensor
     class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
+    make_buffers: Callable[..., Any] | None = None
+    restore_among: Callable[[Any, int], None] | None = None
     group_class: Callable[[torch.device, Any], Any] = lambda device, usual: usual
     distribute: Callable[..., Any] = distribute
     gathers_itself: Callable[[Tensor], bool] = lambda local: False

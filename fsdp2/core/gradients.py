@@ -34,6 +34,8 @@ class GroupGradients:
     `taken`: indices of those that the backward pass that runs has included.
     """
 
+    plan_class = ReducePlan
+
     def __init__(self, group: Any, params: Sequence[FSDPParam], reduction: Reduction) -> None:
         self.group, self._params, self.reduction = group, params, reduction
         self.unsynchronized: dict[int, Tensor] = {}
@@ -99,7 +101,7 @@ class GroupGradients:
         shards, first = self.reduction.shards, indices[0]
         wire_dtype = (self._wire_dtypes_of_sums if may_be_sums else self._wire_dtypes)[first]
         layout = bucket_layout(self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, wire_dtype)
-        return ReducePlan(layout, self._specs, shards.size)
+        return self.plan_class(layout, self._specs, shards.size)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor = self.reduction.divisor  # which checks compare between ranks
@@ -286,17 +288,15 @@ class GroupGradients:
         queue, purpose, indices = self.group.queue, self.group.purpose, tuple(gradients)
         queue.make_room()
         plan, purpose.part = self._plan(indices, self._may_be_sums), self._names(indices)
-        carried, half = self._take_partial(gradients), None
         try:
-            if plan.halves:
-                half = reduce.start_half(gradients, plan, self.reduction)
-                if half is not None:
-                    queue.add(self, half)
-                    queue.make_room()
-            queue.add(self, reduce.start(gradients, plan, self.reduction, carried, half))
+            queue.add(self, self.start(gradients, plan, self._take_partial(gradients)))
         except RuntimeError as error:  # out of memory, for example: allocators don't know for whom
             purpose.locate(error, f"reducing the gradients{self._names(indices)}")
             raise
+
+    def start(self, gradients: dict[int, Tensor], plan: ReducePlan, carried: dict[int, Tensor]) -> Pending:
+        """Begins to reduce gradients of one bucket."""
+        return reduce.start(gradients, plan, self.reduction, carried)
 
     # ---- delivery
 

@@ -295,21 +295,3 @@ def default_mesh() -> DeviceMesh:
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
         _last_default[group] = weakref.ref(mesh)
     return mesh
-
-
-_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it, and,
-    where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL splits
-    it.
-
-    Of all of them: a second one over the same ranks.
-    """
-    of_size = _subgroups.setdefault(group, {})
-    if size not in of_size:
-        ranks = dist.get_process_group_ranks(group)
-        first = group.rank() // size * size
-        of_size[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-    return of_size[size]

@@ -147,7 +147,7 @@ class ParamGroup:
         self.gradients.use(self._reduction())
         sizes = [(each.gathers.direct_min_bytes, each.reduces.direct_min_bytes) for each in (before, comms)]
         if sizes[0] != sizes[1] or comms.post_forward is not before.post_forward:
-            self.parameters.post_forward = comms.post_forward
+            self.parameters.buffer_options = {"post_forward": comms.post_forward} if comms.post_forward else {}
             self._rebuild()
 
     def _make_comms(self) -> Comms:
@@ -274,7 +274,7 @@ class ParamGroup:
         self.phase = SHARDED
         for notify in self.events.before_free:
             notify(self)
-        self.parameters.buffers.shrink()
+        self.parameters.buffers.shrink()  # type: ignore[attr-defined]
 
     def lend(self) -> None:
         """Notes that modules are about to get copies of the parameters."""

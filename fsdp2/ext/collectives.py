@@ -17,8 +17,8 @@ from ..core import comm as core_comm
 from ..core.comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Work, backend_averages
 from ..core.compat import backend_name
 from ..core.events import Observer
-from ..core.mesh import subgroup
 from .any_group import FallbackComm
+from .post_forward import subgroup
 
 _EXTRA = "collectives"
 

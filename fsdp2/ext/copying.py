@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..core.api import attach, restore_among, sharded_class
+from ..core.api import attach, sharded_class
 from ..core.events import strategies
 from ..core.group import LENT, FSDPParamGroup, make_group
 from ..core.parameter import NOT_BUILT, FSDPParam
@@ -23,6 +23,7 @@ from ..core.policy import GroupSettings
 from ..core.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
 from ..core.user_code import hides_modes
 from .collectives import follow
+from .post_forward import restore_among
 
 # What a copied parameter builds anew.
 _BUILT = ("unsharded", "sharded", "dtensor_spec", "local_shape", "local_stride", "tensor_class")

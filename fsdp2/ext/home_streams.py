@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..core.buckets import Bucket
-from ..core.gradients import GroupGradients
 from ..core.group import SHARDED, FSDPParamGroup
 from ..core.reduce import Shards
 from ..core.streams import exist_on
+from .large_gradients import LargeGradients
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -138,21 +138,21 @@ def at_home(method: Method) -> Method:
     return run  # type: ignore[return-value]
 
 
-class GradientsOnStreams(GroupGradients):
+class GradientsOnStreams(LargeGradients):
     """The gradients of a group on a device with streams: reduced on the group's home stream."""
 
     def __init__(self, group: Any, *args: Any) -> None:
         self.streams: GroupStreams = group.streams
         super().__init__(group, *args)
 
-    _complete = at_home(GroupGradients._complete)
-    flush = at_home(GroupGradients.flush)
-    reduce_with_zeros = at_home(GroupGradients.reduce_with_zeros)
-    end_backward = at_home(GroupGradients.end_backward)
-    resume = at_home(GroupGradients.resume)
-    start_return = at_home(GroupGradients.start_return)
-    abandon = at_home(GroupGradients.abandon)
-    receive = at_home(GroupGradients.receive)
+    _complete = at_home(LargeGradients._complete)
+    flush = at_home(LargeGradients.flush)
+    reduce_with_zeros = at_home(LargeGradients.reduce_with_zeros)
+    end_backward = at_home(LargeGradients.end_backward)
+    resume = at_home(LargeGradients.resume)
+    start_return = at_home(LargeGradients.start_return)
+    abandon = at_home(LargeGradients.abandon)
+    receive = at_home(LargeGradients.receive)
 
     def _hook_of(self, bucket: Bucket) -> Callable[[Tensor], None]:
         streams = self.streams
@@ -218,6 +218,12 @@ class GroupOnStreams(FSDPParamGroup):
     unshard_again = at_home(FSDPParamGroup.unshard_again)
 
 
+class GroupOfAnySize(FSDPParamGroup):
+    """A group on a device without streams."""
+
+    gradients_class = LargeGradients
+
+
 def group_class(device: torch.device, usual: Any) -> Any:
     """Returns the class of groups on `device`: the strategy for the core."""
-    return GroupOnStreams if exist_on(device) else usual
+    return GroupOnStreams if exist_on(device) else GroupOfAnySize

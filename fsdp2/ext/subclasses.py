@@ -134,7 +134,7 @@ class SubclassGather:
     def __init__(self, params: Sequence[FSDPParam], parameters: Any, policy: MixedPrecisionPolicy) -> None:
         self._params, self._mesh = params, parameters.mesh
         self.members = [_OneParameter(param, self._mesh, policy) for param in params]
-        if parameters.post_forward is not None:
+        if parameters.buffer_options:
             refuse_secondary_shards(params[-1].name)
         # Whether all ranks are known to gather the same.
         self._is_compared = self._mesh.size == 1
