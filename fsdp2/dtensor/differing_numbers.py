@@ -1,7 +1,7 @@
-"""A rank's own number, which meets what is computed of shards in any function: `torch.mul(loss.detach(), p.norm())`.
+"""Plain numbers that differ between ranks and meet what is computed of shards: `torch.mul(loss.detach(), p.norm())`.
 
-Torch takes a plain number for the same on all ranks, and each rank's shard gets a gradient of that rank's number alone,
-without a word. Between the two no code of ours runs; but a graph keeps the numbers on which gradients depend.
+Torch assumes that all ranks have the same plain number, and each rank's shard gets a gradient of that rank's number
+alone, silently. No code of fsdp2 runs between the two; but a graph keeps the numbers on which gradients depend.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.autograd import all_nodes
-from ..ext.owners import Owned
-from ..checks.small_collectives import all_reduce_over
 from ..ext.compat import saved_by
+from ..ext.owners import Owned
+from ..ext.rank_facts import all_reduce_over
+from .graph import all_nodes
 
 
-def refuse_own_numbers(tensor: DTensor, owner: Owned) -> None:
-    """All ranks that share `owner`, of which `tensor` is computed, must call it.
+def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
+    """Refuses a graph of `tensor`, which is computed of `owner`, whose gradients depend on numbers that differ. All ranks
+    that share `owner` must call it.
 
     Raises:
         RuntimeError: a number on which the gradient depends differs between them, on all of them.
@@ -35,8 +36,8 @@ def refuse_own_numbers(tensor: DTensor, owner: Owned) -> None:
 
 
 def differ(numbers: Sequence[Tensor], owner: Owned) -> bool:
-    """Whether the ranks that share `owner` have different ones. All of them must call it."""
-    mesh = owner.state.group.mesh
+    """Returns True if the ranks that share `owner` have different numbers. All of them must call it."""
+    mesh = owner.group.mesh
     own = torch.stack([each.detach().reshape(()).to(mesh.device, torch.float64) for each in numbers]).nan_to_num()
     extremes = torch.stack([own, -own])
     all_reduce_over(extremes, mesh.axis_groups, largest=True)
