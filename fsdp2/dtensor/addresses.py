@@ -26,8 +26,8 @@ _METHODS = ("tolist", "numpy", "__dlpack__", "__dlpack_device__")
 
 
 def refuse_addresses() -> None:
-    """Has these raise, on a ShardedDTensor, an error that names the parameter and says what to call instead, however the
-    library that asks was imported. Nothing else of a storage changes.
+    """Has these raise, on a ShardedDTensor, an error that names the parameter and says what to call instead, however
+    the library that asks was imported. Nothing else of a storage changes.
 
     - `data_ptr()` of its storage, typed or not: safetensors and `save_pretrained` of transformers and peft ask for it;
     - `data_ptr()` of the tensor, unless torch asks: copying, pickling and recurrent layers read from the address 0 that

@@ -33,8 +33,8 @@ _FREED = (
 
 
 def accept_sharded_inputs() -> None:
-    """Has `backward` compute gradients of sharded parameters among its `inputs`, and `grad` refuse to; and has functions
-    that wait for the gradients of several of them called.
+    """Has `backward` compute gradients of sharded parameters among its `inputs`, and `grad` refuse to; and has
+    functions that wait for the gradients of several of them called.
     """
     backward, grad = torch.autograd.backward, torch.autograd.grad
     torch.autograd.backward = switched("inputs", backward, _with_unsharded_inputs(backward))
@@ -97,8 +97,8 @@ def _clean_up(error: BaseException, outputs: Any) -> None:
 
 
 def _explain(error: RuntimeError, outputs: Any) -> None:
-    """Raises a better error, if `error` comes of gradients of shards where plain ones belong; or of unsharded parameters
-    that were freed: nothing else frees what is used.
+    """Raises a better error, if `error` comes of gradients of shards where plain ones belong; or of unsharded
+    parameters that were freed: nothing else frees what is used.
     """
     if "mixed torch.Tensor and DTensor" in str(error):
         for owned in _owned(node.variable for node in _leaf_nodes(outputs)):
@@ -167,7 +167,7 @@ def _owned(inputs: Iterable[Any]) -> Iterator[Owned]:
 
 
 def _saved_leaf(tensor: Tensor) -> Tensor:
-    """Returns the leaf whose gradient `tensor` gets: a graph saves another tensor than the leaf, with the same gradients."""
+    """Returns the leaf that gets the gradients of `tensor`, which a graph has saved in place of the leaf."""
     with torch.enable_grad():
         view: Any = tensor.view_as(tensor)
     leaf: Tensor = view.grad_fn.next_functions[0][0].variable

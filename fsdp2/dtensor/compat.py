@@ -130,7 +130,7 @@ def _kind_of(placement: Any) -> str:
 
 
 def set_partial(tensor: DTensor, value: Tensor | float) -> None:
-    """Writes to the local tensor of each rank, so that the ranks' values reduce to `value`. A norm can't be negative."""
+    """Writes to the local tensor of each rank, so that these reduce to `value`. A norm can't be negative."""
     local = local_of(tensor)
     local.copy_(value) if isinstance(value, Tensor) else local.fill_(value)
     for axis, placement in enumerate(tensor.placements):
@@ -139,7 +139,7 @@ def set_partial(tensor: DTensor, value: Tensor | float) -> None:
             local.fill_(neutral)
 
 
-# Values that change nothing when they are reduced with another one. The maximum of equal values, or their mean, is each.
+# Values that change nothing when they are reduced with another. The maximum of equal values, or their mean, is each.
 _NEUTRAL = {"sum": 0, "norm": 0, "product": 1}
 
 

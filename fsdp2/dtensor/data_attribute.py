@@ -1,5 +1,5 @@
-"""`p.data` of a sharded parameter, and of any DTensor: writes to it, and assignments of it, take effect. So do writes to
-the local tensor of a sharded parameter's view, which state dicts hold.
+"""`p.data` of a sharded parameter, and of any DTensor: writes to it, and assignments of it, take effect. So do writes
+to the local tensor of a sharded parameter's view, which state dicts hold.
 
 Torch's own `.data` is that of a plain tensor. It replaces the tensor's metadata, and leaves the local tensor that all
 operations use; so an assignment does nothing, silently.
@@ -28,8 +28,8 @@ _PLAIN: Any = torch.Tensor.data
 
 
 def follow_data() -> None:
-    """Has assignments to `.data` of a ShardedDTensor take effect: of another DTensor; and, if it is a sharded parameter,
-    of the full tensor, of which it keeps its shard, as in `vector_to_parameters`. Writes to `.data` count.
+    """Has assignments to `.data` of a ShardedDTensor take effect: of another DTensor; and, if it is a sharded
+    parameter, of the full tensor, of which it keeps its shard, as in `vector_to_parameters`. Writes to `.data` count.
     """
     replace_attribute("data", lambda _: property(_get, _set))
 
@@ -40,8 +40,8 @@ def count_local_writes() -> None:
 
 
 def detach_in_inference() -> None:
-    """Has `detach` return a view in inference mode, also of a tensor made outside it: state dicts have such. Torch raises
-    an error there.
+    """Has `detach` return a view in inference mode, also of a tensor made outside it: state dicts have such. Torch
+    raises an error there.
     """
     replace_attribute("detach", _outside_inference)
 

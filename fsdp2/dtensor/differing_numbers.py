@@ -19,8 +19,8 @@ from .graph import all_nodes
 
 
 def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
-    """Refuses a graph of `tensor`, which is computed of `owner`, whose gradients depend on numbers that differ. All ranks
-    that share `owner` must call it.
+    """Refuses a graph of `tensor`, which is computed of `owner`, whose gradients depend on numbers that differ. All
+    ranks that share `owner` must call it.
 
     Raises:
         RuntimeError: a number on which the gradient depends differs between them, on all of them.

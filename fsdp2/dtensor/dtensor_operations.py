@@ -84,15 +84,15 @@ def write_uneven_shards() -> None:
 
 
 def average_losses() -> None:
-    """Has `mse_loss` and similar losses be the mean over all elements, also where ranks hold different numbers of them."""
+    """Has `mse_loss` and similar losses be the mean over all elements, also if ranks hold different numbers of them."""
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten.binary_cross_entropy_with_logits.default], _mean_loss)
 
 
 def find_extremes() -> None:
-    """Has extremes, and norms that are extremes, be those of all elements, also where some rank holds none. Their places
-    are those in the full tensor; torch 2.11's are places in a rank's shard.
+    """Has extremes, and norms that are extremes, be those of all elements, also where some rank holds none. Their
+    places are those in the full tensor; torch 2.11's are places in a rank's shard.
     """
     handle_operations(_EXTREMES, _extreme)
 
@@ -220,7 +220,7 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _fill_places(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Serves `target[mask] = number` of a target without dims, in torch 2.15; there that of others is `masked_fill_`."""
+    """Serves `target[mask] = number` of a target without dims in torch 2.15, where that of others is `masked_fill_`."""
     target, dim, places, number = args
     if not _is_mask_of_scalar(target, places):
         return write_in_place(op, args, kwargs)
@@ -260,7 +260,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _local_like(target: DTensor, tensor: Any) -> Any:
-    """Returns this rank's shard of `tensor`, distributed as `target` is; a plain value, equal on all ranks, as it is."""
+    """Returns this rank's shard of `tensor`, distributed as `target` is; a plain value is equal on all ranks."""
     if not isinstance(tensor, DTensor):
         return tensor
     if (tensor.placements, tensor.device_mesh) == (target.placements, target.device_mesh):
@@ -269,8 +269,8 @@ def _local_like(target: DTensor, tensor: Any) -> Any:
 
 
 def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns a new tensor like one that two axes cut along one dim, perhaps unevenly: torch takes the numbers of rows of
-    other ranks.
+    """Returns a new tensor like one that two axes cut along one dim, perhaps unevenly: torch takes the numbers of rows
+    of other ranks.
     """
     like, shape, *rest = args
     if tuple(shape) != tuple(like.shape) or not is_strided(like):

@@ -36,8 +36,8 @@ class Fixes(Observer):
 
 
 def install() -> None:
-    """Has the core make sharded parameters of ShardedDTensor, and follow the observers of this folder. It is called once,
-    before any module is sharded.
+    """Has the core make sharded parameters of ShardedDTensor, and follow the observers of this folder. It is called
+    once, before any module is sharded.
     """
     _use_class(ShardedDTensor)
     extend(
@@ -99,9 +99,9 @@ def dtensor_fixes(enabled: bool, *names: str) -> None:
 
 
 def describe_fixes() -> str:
-    """Returns the table as Markdown: a line for each fix, with what torch does, what fsdp2 does instead, the releases of
-    torch in which torch does that, whether the fix is in force with this torch and this environment, and how many of the
-    tests' situations end wrong without it.
+    """Returns the table as Markdown: a line for each fix, with what torch does, what fsdp2 does instead, the releases
+    of torch in which torch does that, whether the fix is in force with this torch and this environment, and how many of
+    the tests' situations end wrong without it.
     """
     switches.read_environment(NAMES)
     lines = ["| fix | in force | torch | does | instead | situations |", "|---|---|---|---|---|---|"]

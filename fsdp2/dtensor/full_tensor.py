@@ -1,4 +1,4 @@
-"""`weight.full_tensor()` of a sharded parameter in a loss: its gradient is that of the ranks' mean loss, like all others.
+"""`weight.full_tensor()` of a sharded parameter in a loss: has it get the gradient of the ranks' mean loss.
 
 Torch assumes that all ranks compute the same of a full tensor. Each then keeps its shard of its own gradient, though
 their losses differ. In code that torch.compile has traced it still does.

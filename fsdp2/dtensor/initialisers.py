@@ -21,8 +21,8 @@ _TRANSPOSES = {_aten.t_.default: _aten.t.default, _aten.transpose_.default: _ate
 
 
 def initialise_like_plain_tensors() -> None:
-    """Has every function of `torch.nn.init` give a sharded parameter the values of a plain one; the random ones do so on
-    a mesh of CPUs, from the same seed (see random_ops.py).
+    """Has every function of `torch.nn.init` give a sharded parameter the values of a plain one; the random ones do so
+    on a mesh of CPUs, from the same seed (see random_ops.py).
 
     - `eye_` writes this rank's shard. Torch writes the full identity to each shard.
     - `q.t_()`, as in `orthogonal_`, works on every DTensor but a sharded parameter. Torch has no rule for it.
@@ -91,8 +91,8 @@ def _are_plain_places(indices: Sequence[Any]) -> bool:
 
 
 def _mask_at(target: DTensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """Returns where this rank's shard of `target` has the elements at `indices` of the full tensor. Every rank must call
-    it.
+    """Returns where this rank's shard of `target` has the elements at `indices` of the full tensor. Every rank must
+    call it.
 
     Raises:
         RuntimeError: `indices` differ between ranks; on all of them.

@@ -44,8 +44,8 @@ _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
 
 def explain_mixed_operands() -> None:
-    """Has the errors of these begin with the parameter's name, if an operand is a parameter or its gradient, and say what
-    to do. The same holds for operations that DTensor has no rule for.
+    """Has the errors of these begin with the parameter's name, if an operand is a parameter or its gradient, and say
+    what to do. The same holds for operations that DTensor has no rule for.
     """
     for each in _OPERATORS:
         name, reflected = f"__{each}__", f"__r{each}__"
@@ -127,8 +127,8 @@ def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def describe(operands: Iterable[Any]) -> str:
-    """Returns, for errors, the name of the parameter that the first DTensor is, is a view or gradient of, or is computed
-    of; else its shape. It communicates nothing.
+    """Returns, for errors, the name of the parameter that the first DTensor is, is a view or gradient of, or is
+    computed of; else its shape. It communicates nothing.
     """
     first = next(each for each in operands if isinstance(each, DTensor))
     while (base := vars(first).get("_base_tensor")) is not None:

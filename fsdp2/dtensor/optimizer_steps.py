@@ -30,20 +30,22 @@ from .switches import is_on
 Groups = Sequence[FSDPParamGroup]
 
 before_step: list[Callable[[Optimizer, Groups, bool], None]] = []
-"""Functions, of checks, that are called before each step on sharded parameters: (optimizer, the groups of these, whether
-it is a step in backward, on some of its parameters). They may raise, on all ranks alike."""
+"""Functions, of checks, that are called before each step on sharded parameters: (optimizer, the groups of these,
+whether it is a step in backward, on some of its parameters). They may raise, on all ranks alike.
+"""
 
 stepped_beside: list[Callable[[Optimizer, Groups, Mapping[int, Tensor]], None]] = []
-"""Functions, of checks, that are called once when an optimizer is about to step on plain parameters that have gradients,
-beside sharded ones: (optimizer, the groups of the sharded ones, number of a parameter -> plain parameter)."""
+"""Functions, of checks, that are called once when an optimizer is about to step on plain parameters that have
+gradients, beside sharded ones: (optimizer, the groups of the sharded ones, number of a parameter -> plain parameter).
+"""
 
 
 class _Seen(NamedTuple):
     """What an optimizer had when it was looked at.
 
     `counts`: how many parameters, and how many fully_shard calls there had been in this process. `groups`: those of the
-    sharded parameters among its own. `has_stale`: it steps on original parameters of before fully_shard, or on unsharded
-    ones.
+    sharded parameters among its own. `has_stale`: it steps on original parameters of before fully_shard, or on
+    unsharded ones.
     """
 
     counts: tuple[int, int]
@@ -89,7 +91,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _is_known_to_be_of_others(optimizer: Optimizer) -> bool:
-    """Returns True if it was looked at, and steps on no parameter of fsdp2's: that look is all the time that it loses."""
+    """Returns True if it was looked at, and steps on none of fsdp2's parameters: to ask that is all that it costs."""
     seen = _seen.get(id(optimizer))
     return seen is not None and not (seen.groups or seen.has_stale) and seen.counts == _counts_of(optimizer)
 
@@ -137,8 +139,8 @@ def _refuse_unfinished(optimizer: Optimizer, groups: Groups) -> None:
 
 
 def _look_at(optimizer: Optimizer) -> _Seen:
-    """Finds the groups whose parameters it steps on. If it is new, reports trainable plain parameters that it has beside
-    them, and that each rank steps on as it likes.
+    """Finds the groups whose parameters it steps on. If it is new, reports trainable plain parameters that it has
+    beside them, and that each rank steps on as it likes.
     """
     counts, seen = _counts_of(optimizer), _seen.get(id(optimizer))
     if seen is None:
@@ -218,8 +220,8 @@ def _refuse_stale(kind: str, params: Sequence[Tensor]) -> None:
     replaced = [name for param in params if (name := vars(param).get(SHARDED_AS))]
     if replaced:
         raise RuntimeError(
-            f"{kind} steps what was {_some_of(replaced)} before fully_shard, and is no parameter of the model any more: "
-            "the optimizer was built before fully_shard. Build it afterwards, from model.parameters()."
+            f"{kind} steps what was {_some_of(replaced)} before fully_shard, and is no parameter of the model any "
+            "more: the optimizer was built before fully_shard. Build it afterwards, from model.parameters()."
         )
     names = _names_of_unsharded()
     unsharded = [names[id(param)] for param in params if id(param) in names]

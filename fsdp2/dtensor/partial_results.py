@@ -54,7 +54,7 @@ def divide_by_reduced() -> None:
 
 
 def write_reduced_values() -> None:
-    """Has what is written in place to a Partial result written to its reduced value. Torch fills each rank's, or refuses."""
+    """Has writes in place to a Partial result write to its reduced value. Torch fills each rank's, or refuses."""
     handle_operations([_aten.fill_.Scalar], _fill)
     handle_operations(overloads(_IN_PLACE), write_in_place)
 

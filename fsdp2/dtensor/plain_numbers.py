@@ -24,8 +24,8 @@ _OPERATORS = ("add", "sub", "mul", "truediv")
 
 
 def meet_plain_numbers() -> None:
-    """Has these operators, between a plain tensor of no dims and a DTensor that is computed of sharded parameters, return
-    plain tensors if the former has a graph, or differs between ranks; with grad enabled.
+    """Has these operators, between a plain tensor of no dims and a DTensor that is computed of sharded parameters,
+    return plain tensors if the former has a graph, or differs between ranks; with grad enabled.
     """
     for name in _OPERATORS:
         function, direct, reflected = getattr(operator, name), f"__{name}__", f"__r{name}__"

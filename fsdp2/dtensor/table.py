@@ -1,5 +1,5 @@
-"""The table of fixes: what torch's DTensor, and torch beside it, does wrong with sharded parameters, and what fsdp2 does
-instead.
+"""The table of fixes: what torch's DTensor, and torch beside it, does wrong with sharded parameters, and what fsdp2
+does instead.
 
 A fix with `attach` changes only the class of sharded parameters and of what is computed of them. One with `patch`
 replaces a function of torch by one that looks for sharded parameters among its arguments; if there are none, it does
@@ -49,8 +49,8 @@ class Fix:
         attach: has the class of sharded parameters do that. It is called anew whenever a fix is switched.
         patch: has a function of torch do that, for good; the function asks whether the fix is in force.
         releases: the releases of torch in which torch does that.
-        situations: how many of the tests' situations end wrong without this fix alone, in torch 2.13; for some fixes the
-            tests have no situation.
+        situations: how many of the tests' situations end wrong without this fix alone, in torch 2.13; the tests have no
+            situation for some fixes.
     """
 
     name: str

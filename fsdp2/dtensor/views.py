@@ -1,5 +1,5 @@
-"""Views of DTensors: `p[2]`, `p.split(4)[0]`, `p.diagonal()`, which torch hands out as copies where ranks hold rows; and
-`p.view(-1)`, which it refuses where they hold different numbers of rows.
+"""Views of DTensors: `p[2]`, `p.split(4)[0]`, `p.diagonal()`, which torch hands out as copies where ranks hold rows,
+and `p.view(-1)`, which it refuses where they hold different numbers of rows.
 
 What is written to a copy is lost silently: `embedding.weight[padding_idx].zero_()`, or rows of a gradient that are
 cleared. The views made here know their base, and write to it, as views of plain tensors do.
@@ -68,8 +68,8 @@ def _take_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _take_local_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Takes views of each rank's memory, where no rank holds a shard. From 2.15 on torch would reduce norms and products
-    to other memory.
+    """Takes views of each rank's memory, where no rank holds a shard. From 2.15 on torch would reduce norms and
+    products to other memory.
     """
     views = op(local_of(args[0]), *args[1:], **kwargs)
     return map_tensors(views, partial(dtensor_like, args[0]))
@@ -107,8 +107,8 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _writes_through(base: DTensor) -> bool:
-    """Returns True if writes to views of `base` must reach it. They need not if it is an activation, whose views autograd
-    follows; and what torch.compile traces has no memory.
+    """Returns True if writes to views of `base` must reach it. They need not if it is an activation, whose views
+    autograd follows; and what torch.compile traces has no memory.
     """
     is_activation = torch.is_grad_enabled() and base.grad_fn is not None
     return type(base) in (DTensor, ShardedDTensor) and not is_activation and type(local_of(base)) is Tensor

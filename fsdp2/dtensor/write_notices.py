@@ -37,7 +37,7 @@ class WriteNotices:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Context: writes on this thread call nothing. It is for callers that know that their writes disturb nothing."""
+        """Context: writes on this thread call nothing. It is for callers whose writes disturb nothing."""
         self._thread.is_quiet = True
         try:
             yield
