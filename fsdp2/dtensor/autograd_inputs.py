@@ -103,7 +103,7 @@ def _explain(error: RuntimeError, outputs: Any) -> None:
     if "mixed torch.Tensor and DTensor" in str(error):
         for owned in _owned(node.variable for node in _leaf_nodes(outputs)):
             raise RuntimeError(
-                f"{owned.param.name}: a loss brings together plain tensors and a DTensor that is computed of it "
+                f"{owned.param.name}: a loss brings together plain tensors and a DTensor that is computed from it "
                 "outside its module's forward. Write full_tensor() behind the latter (`loss + penalty.full_tensor()`), "
                 "or compute it inside `with fsdp2.full_params(model):`."
             ) from error

@@ -1,4 +1,4 @@
-"""Plain numbers that differ between ranks and meet what is computed of shards: `torch.mul(loss.detach(), p.norm())`.
+"""Plain numbers that differ between ranks and meet what is computed from shards: `torch.mul(loss.detach(), p.norm())`.
 
 Torch assumes that all ranks have the same plain number, and each rank's shard gets a gradient of that rank's number
 alone, silently. No code of fsdp2 runs between the two; but a graph keeps the numbers on which gradients depend.
@@ -19,7 +19,7 @@ from .graph import all_nodes
 
 
 def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
-    """Refuses a graph of `tensor`, which is computed of `owner`, whose gradients depend on numbers that differ. All
+    """Refuses a graph of `tensor`, which is computed from `owner`, whose gradients depend on numbers that differ. All
     ranks that share `owner` must call it.
 
     Raises:
@@ -29,8 +29,8 @@ def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
     numbers = [each for each in saved if type(each) is Tensor and each.numel() == 1]
     if numbers and differ(numbers, owner):
         raise RuntimeError(
-            f"{owner.param.name}: a plain number that is another one on each rank meets a DTensor that is computed of "
-            "it, as if all ranks had the same. Write full_tensor() behind the latter, on every rank "
+            f"{owner.param.name}: a plain number that differs between ranks meets a DTensor that is computed from it, as "
+            "if all ranks had the same number. Write full_tensor() behind the DTensor, on every rank "
             "(`torch.mul(number, penalty.full_tensor())`)."
         )
 

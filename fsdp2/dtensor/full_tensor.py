@@ -26,7 +26,7 @@ from .sharded_dtensor import as_sharded, replace_attribute
 
 def average_in_full_tensor() -> None:
     """Has gradients through `full_tensor` of a ShardedDTensor averaged over the ranks that share the parameter, whether
-    it is a sharded parameter or computed of such only.
+    it is a sharded parameter or computed from such only.
     """
     replace_attribute("full_tensor", _averaging)
 
@@ -47,7 +47,7 @@ def _averaging(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def owner_of(tensor: DTensor) -> Owned | None:
-    """Returns the owner of a sharded parameter, or of one of those, all on one mesh, that `tensor` is computed of.
+    """Returns the owner of a sharded parameter, or of one of those, all on one mesh, that `tensor` is computed from.
 
     It returns None for tensors that depend on anything else. (Unsharded parameters, which are DTensors under tensor
     parallelism, have their gradients reduced anyway.)

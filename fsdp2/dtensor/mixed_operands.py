@@ -128,7 +128,7 @@ def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict
 
 def describe(operands: Iterable[Any]) -> str:
     """Returns, for errors, the name of the parameter that the first DTensor is, is a view or gradient of, or is
-    computed of; else its shape. It communicates nothing.
+    computed from; else its shape. It communicates nothing.
     """
     first = next(each for each in operands if isinstance(each, DTensor))
     while (base := vars(first).get("_base_tensor")) is not None:

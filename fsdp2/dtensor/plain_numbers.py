@@ -24,7 +24,7 @@ _OPERATORS = ("add", "sub", "mul", "truediv")
 
 
 def meet_plain_numbers() -> None:
-    """Has these operators, between a plain tensor of no dims and a DTensor that is computed of sharded parameters,
+    """Has these operators, between a plain tensor of no dims and a DTensor that is computed from sharded parameters,
     return plain tensors if the former has a graph, or differs between ranks; with grad enabled.
     """
     for name in _OPERATORS:

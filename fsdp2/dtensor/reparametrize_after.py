@@ -76,7 +76,7 @@ def _refuse_change(what: str, module: nn.Module, name: str) -> None:
     """Refuses to change a parameter that fully_shard manages.
 
     Raises:
-        RuntimeError: it is one, or is computed of one.
+        RuntimeError: it is one, or is computed from one.
     """
     if not is_on("reparametrize-after"):
         return

@@ -1,7 +1,7 @@
 """The table of fixes: what torch's DTensor, and torch beside it, does wrong with sharded parameters, and what fsdp2
 does instead.
 
-A fix with `attach` changes only the class of sharded parameters and of what is computed of them. One with `patch`
+A fix with `attach` changes only the class of sharded parameters and of what is computed from them. One with `patch`
 replaces a function of torch by one that looks for sharded parameters among its arguments; if there are none, it does
 what torch's does.
 """
