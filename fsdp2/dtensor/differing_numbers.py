@@ -29,8 +29,8 @@ def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
     numbers = [each for each in saved if type(each) is Tensor and each.numel() == 1]
     if numbers and differ(numbers, owner):
         raise RuntimeError(
-            f"{owner.param.name}: a plain number that differs between ranks meets a DTensor that is computed from it, as "
-            "if all ranks had the same number. Write full_tensor() behind the DTensor, on every rank "
+            f"{owner.param.name}: a plain number that differs between ranks meets a DTensor that is computed from it, "
+            "as if all ranks had the same number. Write full_tensor() behind the DTensor, on every rank "
             "(`torch.mul(number, penalty.full_tensor())`)."
         )
 

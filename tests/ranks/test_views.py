@@ -156,7 +156,7 @@ def test_writes_to_a_view_of_a_partial_result_write_to_the_result(world_size: in
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_writes_to_a_view_of_few_rows_write_to_the_dtensor(world_size: int) -> None:
-    """Torch 2.15 gathers to transpose a tensor of which some rank holds nothing; all do for a view that rows don't fit."""
+    """Torch gathers to transpose a tensor that some rank has nothing of (2.15), or to view one across rows."""
 
     def body(rank: int, _: int) -> None:
         correct_torch()
