@@ -127,7 +127,7 @@ def keep_out_of_graphs() -> None:
 
 def _skip_ours(dynamo: Any) -> None:
     rules = dynamo.trace_rules
-    rules.SKIP_DIRS.extend(str(path) for path in Path(__file__).parent.rglob("*.py") if path.stem not in _TRACED)
+    rules.SKIP_DIRS.extend(str(path) for path in Path(__file__).parents[1].rglob("*.py") if path.stem not in _TRACED)
     rules.add(__name__)  # takes 10 ms, to compile a pattern of all
 
 
