@@ -334,7 +334,7 @@ def wrong_arguments() -> None:
     reference, model, batch = odd()
     model.set_requires_gradient_sync(False)
     mean_loss(model(batch)).backward()
-    with pytest.raises(RuntimeError, match=r"wide\.weight: gradients wait to be synchronised"):
+    with pytest.raises(RuntimeError, match=r"wide\.weight: its gradient is unsynchronized"):
         compare(reference, model, batch)
 
 
