@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..checks.checksum import checksum, read, values_of
 from ..checks.empty_memory import find_unwritten
 from ..checks.partial_settings import find_partial
+from ..checks.questions import widest_mesh
 from ..checks.rollcall import level_from_environment
 from ..checks.unsynchronized import UnsynchronizedGrad
 from ..core.events import Observer
@@ -123,11 +124,6 @@ def sharded_groups(model: Any) -> list[FSDPParamGroup]:
             f"got a {type(model).__name__} without"
         )
     return groups
-
-
-def widest_mesh(groups: Iterable[FSDPParamGroup]) -> DataMesh:
-    """Returns the mesh of most ranks: those that train on one batch."""
-    return max((group.mesh for group in groups), key=lambda mesh: mesh.num_ranks)
 
 
 # ---- what a rank holds

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import checksum, read
+from ..checks.questions import widest_mesh
 from ..checks.unsynchronized import UnsynchronizedGrad
 from ..core.compat import local_of
 from ..core.events import strategies
 from ..core.user_code import tensors_in
 from ..ext.rank_facts import gather_objects
-from .audit import Held, sharded_groups, tensors_of, widest_mesh
+from .audit import Held, sharded_groups, tensors_of
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
 from .side_by_side import Sides, mean_loss, named_tensors, restored, ties
 
@@ -102,7 +103,9 @@ def _problem(reference: Any, model: nn.Module, tensors: Sequence[Held], batch: A
         return ValueError(f"batch: expected tensors of equally many rows, a multiple of {num_ranks} ranks, got {rows}")
     for held in tensors:
         if isinstance(held.tensor.grad, UnsynchronizedGrad):
-            return RuntimeError(f"{held.name}: its gradient is unsynchronized. End the accumulation, or call zero_grad.")
+            return RuntimeError(
+                f"{held.name}: its gradient is unsynchronized. End the accumulation, or call zero_grad."
+            )
     return None
 
 

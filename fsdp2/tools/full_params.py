@@ -15,19 +15,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..checks.full_content import FullContent
 from ..checks.looks import is_time_to_look
-from ..checks.moved_data import take_moved
+from ..checks.observers import take_moved
 from ..checks.reads import NO_NUMBERS, read_all
-from ..checks.rollcall import is_checked
+from ..checks.unsharded_content import UnshardedContent
 from ..core.compat import graph_task, untraced
 from ..core.events import strategies
 from ..core.group import LENT, FSDPParamGroup, Hold
 from ..core.parameter import FSDPParam
 from ..core.state import FSDPState
 from ..core.user_code import hidden
+from ..ext.collectives import choice_of
 from ..ext.units import is_read_outside
-from ..ext.unsharded_versions import take_written
+from ..ext.unsharded_versions import UnshardedVersions
 from .full_copies import FullCopies
 from .given_params import GivenParams
 
@@ -197,12 +197,13 @@ class _Use:
     def settle(self, failed: bool) -> None:
         """Reshards the groups, or keeps them for backward, unless what surrounds the block goes on with them."""
         state, backward_follows = self._state, self._was_kept or torch.is_grad_enabled()
-        if state.running > 1 or is_read_outside(state) or state in state.root.forward.unfinished:
+        if state.running > 1 or state in state.root.forward.unfinished:
             return
-        if len(self._groups) == len(state.groups):
+        left = [group for group in self._groups if not is_read_outside(group)]
+        if len(left) == len(state.groups):
             state.settle(backward_follows, failed)
         else:
-            for group in self._groups:
+            for group in left:
                 group.settle(backward_follows, failed)
 
 
@@ -219,18 +220,16 @@ class _Look:
 
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
-        self._content: FullContent | None = None
+        self._content: UnshardedContent | None = None
         self._versions: tuple[int, ...] = ()
         self._moved: list[str] = []
         if group.state.running == 1:
             number = _num_blocks[group] = _num_blocks.get(group, 0) + 1
-            if is_time_to_look(number, always=is_checked(group)):
-                assert group.parameters.buffers is not None, "they have their data"
-                self._content = FullContent(group.params, group.parameters.buffers, every=1)
-                self._versions = group.shard_versions()
+            if is_time_to_look(number, always=choice_of(group).checked):
+                self._content, self._versions = UnshardedContent(group), group.shard_versions()
 
     def changes(self) -> Tensor:
-        """Returns what `FullContent.changes` returns. All parameters lie in the group's memory again."""
+        """Returns what `UnshardedContent.changes` returns. All parameters lie in the group's memory again."""
         self._moved = take_moved(self._group) if self._group.is_unsharded else []
         # Unsharded parameters may lie where shards do, to which an optimizer may have written.
         if not self._group.is_unsharded or self._group.shard_versions() != self._versions:
@@ -241,7 +240,8 @@ class _Look:
         """Returns the names of parameters that were written to. `changes`: the same numbers, as the host has read
         them.
         """
-        written = take_written(self._group)
+        versions = self._group.root.events.of(UnshardedVersions)
+        written = [] if versions is None else versions.of(self._group).take_written()
         return self._moved or written or ([] if self._content is None else self._content.named(changes))
 
 
@@ -303,7 +303,7 @@ def _lent(
 def _check_lendable(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
     if graph_task() != -1 or group.root.is_in_backward():
         raise RuntimeError(f"{group}: full_params can't copy parameters during a backward pass")
-    if group.state.running or is_read_outside(group.state) or group.phase is LENT:
+    if group.state.running or is_read_outside(group) or group.phase is LENT:
         raise RuntimeError(
             f"{group}: full_params can't copy parameters while a forward, or another full_params, uses the same group. "
             "Without options it can be used there."

@@ -225,7 +225,9 @@ def _group_padding(group: FSDPParamGroup) -> GroupPadding:
         name=group.name,
         num_ranks=size,
         gather=gather,
-        reduce=_reduce_padding(specs, trainable, policy, comms.reduces, group.mesh.device) if size > 1 else Padded(0, 0),
+        reduce=_reduce_padding(specs, trainable, policy, comms.reduces, group.mesh.device)
+        if size > 1
+        else Padded(0, 0),
         parameters=tuple(sorted(uneven, key=lambda each: -each.gather.waste)),
     )
 
@@ -301,7 +303,9 @@ def _advise(report: GroupPadding) -> str:
     worst = [each for each in report.parameters if each.gather.waste > report.gather.waste / 10]
     advice = "Pass shard_placement_fn=fsdp2.cheapest_placement(mesh)"
     if all(each.dim == each.cheapest_dim for each in worst):
-        advice = "No dim of these divides better: shard them over fewer ranks, for example on a mesh that also replicates"
+        advice = (
+            "No dim of these divides better: shard them over fewer ranks, for example on a mesh that also replicates"
+        )
     return (
         f"padding makes each gather over {report.num_ranks} ranks {report.gather}, most of it by "
         f"{'; '.join(map(str, worst))}. {advice}. fsdp2.padding_report tells more."

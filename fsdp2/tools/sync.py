@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from ..checks.common_start import compare_starts
-from ..checks.questions import bounds_over
-from ..checks.starting_weights import StartingWeights, starts_of
+from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
+from ..checks.questions import bounds_over, widest_mesh
 from ..core.compat import inner_tensors, no_torch_function
 from ..core.group import LENT, FSDPParamGroup
 from ..core.mesh import DataMesh, default_mesh
@@ -24,7 +23,6 @@ from ..core.state import modules_below, states_among
 from ..dtensor.write_notices import notices
 from ..ext.owners import sharded_owner
 from ..ext.rank_facts import broadcast_over, gather_objects
-from .audit import widest_mesh
 
 # Bytes of the bucket in which values are sent: the memory that a call needs besides the model.
 BUCKET_NBYTES = 16 * 1024 * 1024
@@ -73,22 +71,22 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
         ranks = DataMesh(mesh, (), tuple(range(mesh.ndim)))
     problem = _settle(groups)
     found: list[_Copies] = []
-    starts: list[StartingWeights] = []
+    known: list[InitialValues] = []
     if problem is None:
         try:
             found += _find_copies(below, ranks)
             for group in groups:
-                for copies, start in _starts_of_replicas(group):
+                for copies, values in _known_of_replicas(group):
                     found.append(copies)
-                    starts.append(start)
+                    known.append(values)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             problem = error
     _refuse_differences(ranks, [copies.description for copies in found], problem)
     with torch.no_grad(), no_torch_function():
         _broadcast(found, ranks.device)
-    for start in starts:
-        start.note_place()
-    compare_starts(groups)
+    for values in known:
+        values.note_place()
+    compare_initial_weights(groups)
 
 
 class _Copies(NamedTuple):
@@ -197,12 +195,12 @@ def _writable(name: str, part: Tensor) -> Tensor:
     return plain
 
 
-def _starts_of_replicas(group: FSDPParamGroup) -> Iterator[tuple[_Copies, StartingWeights]]:
+def _known_of_replicas(group: FSDPParamGroup) -> Iterator[tuple[_Copies, InitialValues]]:
     """Yields what is known of the weights from which replicas were cut: it must become that of the first replica, too."""
-    for param, start in starts_of(group).items():
+    for param, values in known_of(group).items():
         replicas = _replica_groups(param)
         if replicas:
-            yield _Copies([start.values], replicas, f"values that {param.name} was cut from"), start
+            yield _Copies([values.values], replicas, f"values that {param.name} was cut from"), values
 
 
 def _replica_groups(param: FSDPParam) -> list[dist.ProcessGroup]:
