@@ -17,7 +17,7 @@ from ..module import FSDPModule, GradientReductionHandle, UnshardHandle, share_c
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
-# Where torch's implementation stands. Its code continues to use its own names, for programs that hold a reference to it.
+# Where torch's implementation stands. Its code continues to use its own names: programs may hold references to it.
 _INTERNAL = f"{_API}._fully_shard."
 # Modules from which others import names. They get a copy of the module, in which the names are ours.
 _COPIED = (f"{_INTERNAL}_fully_shard", _REPLICATE)
@@ -74,8 +74,8 @@ class Patch:
 def patch_torch() -> Patch:
     """Puts our `fully_shard`, `FSDPModule`, policies, ... in place of torch's, wherever programs find these.
 
-    It replaces names of torch's objects in all imported modules: in torch's own, from which later imports take them, and
-    in others that have taken them before. Call it before or after such imports. Torch's implementation itself stays as
+    It replaces names of torch's objects in all imported modules: in torch's own, from which later imports take them,
+    and in others that have taken them before. Call it before or after such imports. Torch's implementation itself stays as
     it is, for programs that reach it in another way.
 
     Returns:
@@ -152,7 +152,7 @@ def _restore() -> None:
 
 
 def _restore_in_torch() -> None:
-    """Restores names in modules of torch that were imported meanwhile: torch's own code must know its own modules again."""
+    """Restores names in modules of torch that were imported meanwhile: torch's code must know its own modules again."""
     theirs = {id(ours): their for their, ours in _pairs}
     for name, module in list(sys.modules.items()):
         if name.startswith("torch."):

@@ -19,7 +19,7 @@ _ATTRIBUTE = "_torch_state"
 
 
 class TorchParamGroup:
-    """Shows groups of one state as one of torch's. No attribute can be set that is not here: it would have no effect."""
+    """Shows groups of one state as one of torch's. Other attributes can't be set: they would have no effect."""
 
     __slots__ = ("_groups",)
 

@@ -48,7 +48,8 @@ def clip_grad_norm_(
         foreach: False handles the gradients one by one; otherwise they are handled together, in fewer launches.
 
     Returns:
-        The norm before clipping: a plain scalar tensor, of equal value on every rank, on the device of the first gradient.
+        The norm before clipping: a plain scalar tensor, of equal value on every rank, on the device of the first
+        gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a gradient that is sparse or not of a floating dtype.
@@ -80,7 +81,7 @@ def clip_grad_norm_(
 
 @dataclass(frozen=True)
 class _Axis:
-    """Names the ranks among which parameters are sharded: axes of several meshes are one, if their ranks are the same."""
+    """Names the ranks among which parameters are sharded: axes of several meshes with the same ranks are equal."""
 
     ranks: tuple[int, ...]
     device_type: str
@@ -170,13 +171,13 @@ def _sharding_axes(parameter: DTensor) -> tuple[_Axis, ...]:
 
 # ---- the norm
 #
-# Between ranks a norm is two numbers: the sum of powers (for the order inf: the largest value) without NaN, and how many
-# NaN there are. A maximum between ranks may lose a NaN, on some of them only.
+# Between ranks a norm is two numbers: the sum of powers (for the order inf: the largest value) without NaN, and how
+# many NaN there are. A maximum between ranks may lose a NaN, on some of them only.
 
 
 def _total_norm(members: list[_Member], order: float, one_by_one: bool) -> Tensor:
-    """Returns the norm over all members and ranks. The parameters alone decide which collectives it takes: ranks may have
-    different gradients.
+    """Returns the norm over all members and ranks. The parameters alone decide which collectives it takes: ranks may
+    have different gradients.
     """
     dtype = torch.float64 if any(m.parameter.dtype == torch.float64 for m in members) else torch.float32
     device = next((m.own.device for m in members if m.own is not None), torch.device("cpu"))
@@ -197,8 +198,8 @@ def _total_norm(members: list[_Member], order: float, one_by_one: bool) -> Tenso
 
 
 def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Returns the gradients by device and dtype: one launch can handle those that have both in common. Empty ones, which
-    have no largest value and add nothing, are left out.
+    """Returns the gradients by device and dtype: one launch can handle those that have both in common. Empty ones,
+    which have no largest value and add nothing, are left out.
     """
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:

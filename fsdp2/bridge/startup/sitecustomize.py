@@ -1,7 +1,7 @@
 """Has fsdp2 take the place of torch's FSDP2 in the program that this process is about to run.
 
-Python runs this file before a program if this folder is on PYTHONPATH: see __main__.py of the package. It does not import
-torch, since most processes that a program starts do not need it.
+Python runs this file before a program if this folder is on PYTHONPATH: see __main__.py of the package. It does not
+import torch, since most processes that a program starts do not need it.
 """
 
 import sys
