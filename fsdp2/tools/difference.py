@@ -159,8 +159,8 @@ class Comparison:
 def first_of_each(found: Sequence[Sequence[tuple[int, Difference]]]) -> tuple[Difference, ...]:
     """Returns the first difference of each phase.
 
-    `found`: for each rank, its first differences, with the index in the order of comparison. Among ranks that have found
-    the same one, a rank that can explain it is chosen: others may hold a single number of that tensor.
+    `found`: for each rank, its first differences, with the index in the order of comparison. Among ranks that have
+    found the same one, a rank that can explain it is chosen: others may hold a single number of that tensor.
     """
     firsts = []
     for phase in PHASES:

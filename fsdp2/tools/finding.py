@@ -60,8 +60,8 @@ KINDS = {
     "replicas differ": "Expected the same bits in every replica. Initialise from the same seed, or broadcast; then "
     "look for a rank that steps differently.",
     "unmanaged differ": "Expected the same bits on every rank. Broadcast it; if it is trained, see 'unmanaged'.",
-    "model-parallel ranks differ": "A note: if it is cut by hand, each rank holds a part of its own. Otherwise expected "
-    "the same bits: give the ranks of such an axis one seed, and the same batches.",
+    "model-parallel ranks differ": "A note: if it is cut by hand, each rank holds a part of its own. Else expected the "
+    "same bits: give the ranks of such an axis one seed, and the same batches.",
     "buffers differ": "A note: running statistics of each rank's own batches differ. Other buffers hint at memory that "
     "was never initialised since to_empty.",
 }

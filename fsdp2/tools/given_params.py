@@ -83,7 +83,7 @@ def _as_list(params: Any) -> list[Tensor]:
 
 
 def _named_parameters(module: nn.Module, recurse: bool, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields all parameters, under each of their names; without `recurse`, not those of other sharded modules inside."""
+    """Yields all parameters, under each of their names; without `recurse`, none of other sharded modules inside."""
     for name, param in module._parameters.items():
         if param is not None:
             yield prefix + name, param
