@@ -75,8 +75,8 @@ def patch_torch() -> Patch:
     """Puts our `fully_shard`, `FSDPModule`, policies, ... in place of torch's, wherever programs find these.
 
     It replaces names of torch's objects in all imported modules: in torch's own, from which later imports take them,
-    and in others that have taken them before. Call it before or after such imports. Torch's implementation itself stays as
-    it is, for programs that reach it in another way.
+    and in others that have taken them before. Call it before or after such imports. Torch's implementation itself
+    stays as it is, for programs that reach it in another way.
 
     Returns:
         A handle: call its `undo()`, or use it in a `with` statement; otherwise the patch stays. Calls may nest. Each

@@ -2,10 +2,10 @@
 
 All ranks' chunks of a parameter are gathered and reduced at one size, that of the largest. So a parameter of few rows
 (128 experts over 256 ranks) crosses the wire in twice its size. Sending true sizes would not help: exchanged in pairs,
-the ranks that hold rows send as much as before, and NCCL's uneven all-gather is a broadcast per rank. Cutting it another
-way for the wire alone takes an all-to-all before each gather and after each reduction, and half of the ranks still hold
-all parameters and optimizer states. Another dim has neither fault; but checkpoints and optimizers see the placement, so
-it is the user's choice: `cheapest_placement`.
+the ranks that hold rows send as much as before, and NCCL's uneven all-gather is a broadcast per rank. Cutting it
+another way for the wire alone takes an all-to-all before each gather and after each reduction, and half of the ranks
+still hold all parameters and optimizer states. Another dim has neither fault; but checkpoints and optimizers see the
+placement, so it is the user's choice: `cheapest_placement`.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def cheapest_placement(
     """Returns a `shard_placement_fn` that shards each parameter along the dim that is cheapest to gather, mostly dim 0.
 
     It chooses another dim where dim 0 is far from a multiple of the number of ranks: for example for experts, if there
-    are fewer of them than ranks. That saves at least a quarter of the parameter's bytes in each gather, and spreads it and its
-    optimizer states more evenly; it costs a copy per gather, and the memory of what is copied. The choice depends on
-    shapes and dtypes alone, so all ranks agree; it may change with their number, which distributed checkpoints allow.
-    Tensor subclasses that say themselves how they are gathered stay at dim 0.
+    are fewer of them than ranks. That saves at least a quarter of the parameter's bytes in each gather, and spreads it
+    and its optimizer states more evenly; it costs a copy per gather, and the memory of what is copied. The choice
+    depends on shapes and dtypes alone, so all ranks choose the same; it may change with their number, which distributed
+    checkpoints allow. Tensor subclasses that say themselves how they are gathered stay at dim 0.
 
     Args:
         mesh, dp_mesh_dims: the arguments that `fully_shard` is given.
@@ -303,9 +303,7 @@ def _advise(report: GroupPadding) -> str:
     worst = [each for each in report.parameters if each.gather.waste > report.gather.waste / 10]
     advice = "Pass shard_placement_fn=fsdp2.cheapest_placement(mesh)"
     if all(each.dim == each.cheapest_dim for each in worst):
-        advice = (
-            "No dim of these divides better: shard them over fewer ranks, for example on a mesh that also replicates"
-        )
+        advice = "No dim of these divides better: shard them over fewer ranks, on a mesh that also replicates"
     return (
         f"padding makes each gather over {report.num_ranks} ranks {report.gather}, most of it by "
         f"{'; '.join(map(str, worst))}. {advice}. fsdp2.padding_report tells more."

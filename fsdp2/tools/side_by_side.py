@@ -86,7 +86,7 @@ class Sides:
         return map_tensors(self.batch, lambda t: t.chunk(self.num_ranks)[self.rank] if t.dim() else t)
 
     def rows_like(self, whole: Tensor, part: Tensor) -> Tensor | None:
-        """Returns this rank's part of what the reference returned, or None if `part` is not a chunk of it along one dim."""
+        """Returns this rank's part of what the reference returned; None if `part` is no chunk of that along one dim."""
         uneven = [d for d, (one, two) in enumerate(zip(whole.shape, part.shape, strict=False)) if one != two]
         if self.num_ranks == 1:
             return whole

@@ -52,8 +52,8 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
         TypeError: `module` is no module, or `mesh` no DeviceMesh.
         ValueError: this rank is not part of `mesh`; names, shapes or dtypes differ between ranks; ranks of `mesh` hold
             different parts of a DTensor. The last two are raised on all ranks, and before anything is sent.
-        RuntimeError: a parameter or buffer is on meta or uninitialised, or a forward or backward runs, on any rank. It is
-            raised on all ranks, and before anything is sent. Or the shards were cut from different weights.
+        RuntimeError: a parameter or buffer is on meta or uninitialised, or a forward or backward runs, on any rank. It
+            is raised on all ranks, and before anything is sent. Or the shards were cut from different weights.
         NotImplementedError: a sparse or quantized tensor, or a tensor subclass that does not say what it consists of.
     """
     if not isinstance(module, nn.Module):
@@ -120,8 +120,8 @@ def _settle(groups: Sequence[FSDPParamGroup]) -> Exception | None:
     for group in groups:
         if group.state.running or group.root.backward is not None or group.phase is LENT:
             return RuntimeError(
-                f"sync_module_states: a forward or backward of {group} runs, or full_params has replaced its parameters "
-                "by copies. Call it between steps."
+                f"sync_module_states: a forward or backward of {group} runs, or full_params has put copies in place of "
+                "its parameters. Call it between steps."
             )
     try:
         for group in groups:
@@ -178,8 +178,8 @@ def _writable(name: str, part: Tensor) -> Tensor:
     """Returns a plain view of all that `part` holds, without the dims along which it repeats itself."""
     if part.is_meta:
         raise RuntimeError(
-            f"{name} is on meta: it has no values. On each rank but the first, call model.to_empty(device=...) before; on "
-            "the first, initialise or load it."
+            f"{name} is on meta: it has no values. On each rank but the first, call model.to_empty(device=...) before; "
+            "on the first, initialise or load it."
         )
     bases = type(part).__mro__[: type(part).__mro__.index(Tensor)]
     if part.layout != torch.strided or part.is_quantized or any("__torch_dispatch__" in vars(base) for base in bases):
@@ -196,7 +196,7 @@ def _writable(name: str, part: Tensor) -> Tensor:
 
 
 def _known_of_replicas(group: FSDPParamGroup) -> Iterator[tuple[_Copies, InitialValues]]:
-    """Yields what is known of the weights from which replicas were cut: it must become that of the first replica, too."""
+    """Yields what is known of the weights from which replicas were cut: ranks must have that of the first one, too."""
     for param, values in known_of(group).items():
         replicas = _replica_groups(param)
         if replicas:
