@@ -10,10 +10,12 @@ from typing import Any
 
 from ..api import fully_shard, replicate
 from ..core.mesh import DataParallelMeshDims
+from ..core.module import UnshardHandle
 from ..core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..core.state import require_state
 from ..ext.forward_method import register_fsdp_forward_method
-from ..module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from ..ext.root_methods import GradientReductionHandle
+from ..module import FSDPModule, share_comm_ctx
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"

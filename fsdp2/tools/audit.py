@@ -89,7 +89,7 @@ class AuditAtDebugLevel(Observer):
     It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self) -> None:
         self._is_asked = level_from_environment() > 0
 
     def ask(self, wanted: bool = True) -> None:
