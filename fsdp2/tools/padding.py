@@ -30,6 +30,7 @@ from ..core.events import Observer
 from ..core.group import FSDPParamGroup
 from ..core.layout import ParamSpec, align, bucket_layout, gather_layout
 from ..core.mesh import DataMesh, DataParallelMeshDims, data_mesh, default_mesh, named_data_mesh
+from ..core.module import FSDPModule
 from ..core.policy import MixedPrecisionPolicy
 from ..core.state import groups_below
 
@@ -278,12 +279,18 @@ def _log_waste(group: FSDPParamGroup) -> None:
     if is_first and _padding_numel(group) * _WIDEST >= MIN_LOGGED_NBYTES and not _was_judged(group):
         report = _group_padding(group)
         if report.gather.waste >= max(MIN_LOGGED_NBYTES, MIN_LOGGED_SHARE * report.gather.nbytes):
-            logging.getLogger("fsdp2").warning(f"fully_shard({type(group.modules[0]).__name__}): {_advise(report)}")
+            logging.getLogger("fsdp2").warning(f"fully_shard({_class_name(group)}): {_advise(report)}")
+
+
+def _class_name(group: FSDPParamGroup) -> str:
+    """Returns the name that the class of the group's first module had before it was sharded."""
+    cls = type(group.modules[0])
+    return (cls.__bases__[0] if issubclass(cls, FSDPModule) else cls).__name__
 
 
 def _was_judged(group: FSDPParamGroup) -> bool:
     shapes = tuple((param.gathered_shape, param.dim, param.local.dtype) for param in group.params)
-    kind = (type(group.modules[0]).__name__, group.mesh.size, group.settings.policy.param_dtype, shapes)
+    kind = (_class_name(group), group.mesh.size, group.settings.policy.param_dtype, shapes)
     before = kind in _judged
     _judged.add(kind)
     return before
