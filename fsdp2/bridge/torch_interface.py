@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.events import Observer
 from ..core.group import FSDPParamGroup
-from ..core.state import FSDPState, require_state, state_of
+from ..core.state import STATE, FSDPState, require_state, state_of
 from ..ext.compat import ComposableState, register_composable
 
 # The name under which a state keeps its TorchState, so that it stays the same object: torch's table does not keep it
@@ -96,9 +96,10 @@ class RegisteredStates(Observer):
     """Registers sharded modules with torch's other composable APIs, under a TorchState for each FSDPState."""
 
     def attached(self, root: Any) -> None:
-        for state in root.states:
+        states: list[FSDPState] = root.states
+        for state in states:
             for module in state.modules:
-                if state_of(module) is state:  # not so for large submodules that became groups of their own
+                if module.__dict__.get(STATE) is state:  # not so for large submodules that became groups of their own
                     register_composable(module, _torch_state(state), "fully_shard")
 
 

@@ -45,7 +45,7 @@ def full_params(
 
 
 @overload
-def full_params(  # type: ignore[overload-overlap]  # a tensor can be iterated over; here it is one parameter
+def full_params(
     module_or_params: Tensor,
     *,
     writeback: bool = False,

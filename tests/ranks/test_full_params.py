@@ -696,7 +696,7 @@ def extended_parameters() -> None:
     block = full_params(model.first.weight, offload_to_cpu=True)
     text = "^first.weight has fsdp_pre_all_gather"
     theirs = dataclasses.replace(strategies(), gathers_itself=lambda local: True)
-    patch = mock.patch("fsdp2.tools.full_params.strategies", lambda: theirs)
+    patch = mock.patch("fsdp2.tools.full_params.strategies", return_value=theirs)
     with patch, pytest.raises(NotImplementedError, match=text):
         block.__enter__()
 
