@@ -49,7 +49,7 @@ def main() -> None:
     if not arguments:
         raise SystemExit(__doc__)
     if arguments == ["fixes"]:
-        from .dtensor.table import describe_fixes
+        from .dtensor.fixes import describe_fixes
 
         print(describe_fixes())
         return
