@@ -18,8 +18,9 @@ from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam, fqn
 from ..core.registration import version_if_counted
-from ..core.state import names_below
+from ..core.state import groups_of, names_below
 from .checksum import values_of
+from .levels import is_on
 from .looks import ForwardCheck, Look, RankCheck
 from .questions import Question, connects
 
@@ -68,17 +69,24 @@ class _Empty:
 _empty: weakref.WeakKeyDictionary[FSDPParamGroup, _Empty] = weakref.WeakKeyDictionary()
 
 
-def note_empty(group: FSDPParamGroup, params: Iterable[FSDPParam] = (), buffers: Iterable[Tensor] = ()) -> None:
-    """Notes that these parameters of the group, or buffers of its modules, have just been given memory without values.
-
-    It marks the buffers. Parameters are marked by `mark` before the group moves them.
-    """
-    found = _empty.setdefault(group, _Empty())
+def note_emptied_parameters(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
+    """Notes that these parameters of the group, which were on the meta device, have just been given memory."""
     with no_torch_function():
-        found.params += [(param, weakref.ref(param.local), version_if_counted(param.sharded)) for param in params]
+        found = [(param, weakref.ref(param.local), version_if_counted(param.sharded)) for param in params]
+    if found:
+        _empty.setdefault(group, _Empty()).params.extend(found)
+
+
+def note_emptied_buffers(module: nn.Module, params: Iterable[FSDPParam], buffers: Iterable[Any]) -> None:
+    """Marks what `to_empty` of a sharded module has just given memory, and notes the buffers."""
+    if not is_on("empty memory"):
+        return
+    for param in params:
+        mark(param.local)
     for buffer in buffers:
         mark(buffer)
-        found.buffers.append((weakref.ref(buffer), version_if_counted(buffer)))
+        noted = (weakref.ref(buffer), version_if_counted(buffer))
+        _empty.setdefault(groups_of(module)[0], _Empty()).buffers.append(noted)
 
 
 def unwritten_params(group: FSDPParamGroup) -> list[FSDPParam]:
@@ -173,7 +181,7 @@ def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]
 
 
 class BuffersOnMeta(ForwardCheck):
-    """Refuses the first forward of modules with buffers on the meta device: torch may read as indices what is no memory."""
+    """Refuses a first forward with buffers on the meta device: torch may read as indices what is no memory."""
 
     def __init__(self) -> None:
         self._passed: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -20,7 +20,7 @@ from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
 from ..core.registration import version_if_counted
-from .checksum import are_alike, bits_of, checksum
+from .checksum import bits_of, checksum
 from .looks import Look, RankCheck
 from .questions import Question, ask, bounds_over, connects, some_of
 
@@ -151,13 +151,12 @@ class InitialWeights(RankCheck):
             if sample is not None:
                 _known[param] = InitialValues(param, sample, BUILT)
 
-    def before_replace(self, group: FSDPParamGroup) -> None:
+    def before_replace(self, group: FSDPParamGroup, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
         self._loaded.clear()
         for param in group.registration.replaced(group.params):
             forget(param)
-            parameter, *others = [slot.module._parameters.get(slot.name) for slot in param.slots]
-            is_tied = all(each is not None and are_alike(each, parameter) for each in others)  # or will be
-            if is_tied and parameter is not None and not isinstance(parameter, DTensor):
+        for param, parameter in found:
+            if not isinstance(parameter, DTensor):
                 with torch.no_grad():
                     sample = _sample(param.gathered(parameter))
                 if sample is not None:

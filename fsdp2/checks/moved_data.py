@@ -82,7 +82,17 @@ def _renew(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
                 param.build_unsharded(buffers.unsharded_parameter(i), renew=True)
         group.parameters.follow()
     if was_registered:
-        group.unshard(for_backward=True)
+        group.register()
+
+
+def refuse_lost(names: Sequence[str]) -> None:
+    """Raises RuntimeError if there are any unsharded parameters that a user has changed before `reshard`."""
+    if names:
+        raise RuntimeError(
+            f"{', '.join(dict.fromkeys(names))}: modified, or `.data` assigned, between unshard() and reshard(), which "
+            "is lost. Write inside `with fsdp2.full_params(module, writeback=True):`, or to the sharded parameter; "
+            "change a shape (resize an embedding) before fully_shard."
+        )
 
 
 def refuse_moved(names: Sequence[str]) -> NoReturn:

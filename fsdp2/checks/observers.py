@@ -17,7 +17,7 @@ from ..core.policy import ReduceWhen
 from ..ext.collectives import choice_of
 from ..ext.unsharded_versions import UnshardedVersions, refuse_written
 from .looks import Check, ForwardCheck, Look, RankCheck, is_time_to_look, next_look
-from .moved_data import UnshardedPlaces, put_back, refuse_moved
+from .moved_data import UnshardedPlaces, put_back, refuse_lost, refuse_moved
 from .questions import Question, ask, connects, widest_mesh
 from .reads import PassReads
 
@@ -47,6 +47,9 @@ class RankLooks(Observer):
             if number >= self._next:
                 self._look(number)
             self._times = number
+
+    def loaded(self, group: FSDPParamGroup) -> None:
+        self.ask()
 
     def out_of_step(self, root: Any) -> None:
         self._times, self._next, self._is_asked = 0, 1, False  # ranks may have looked different numbers of times
@@ -105,13 +108,6 @@ def group_of_all_ranks(root: Any) -> FSDPParamGroup | None:
         if group.params and group.mesh == mesh and group.settings.reduce_when is not ReduceWhen.ASKED:
             return group
     return None
-
-
-def look_again(root: Any) -> None:
-    """Compares ranks, as at the first time, when they communicate next: all have loaded weights. All must call it."""
-    looks = root.events.of(RankLooks)
-    if looks is not None:
-        looks.ask()
 
 
 @dataclass(slots=True)
@@ -197,12 +193,15 @@ class WrittenParameters(Check):
         self._versions: UnshardedVersions = root.events.of(UnshardedVersions)
 
     def forward_ended(self, group: FSDPParamGroup) -> None:
-        if written := self._versions.take_written(group):
+        if written := self._versions.of(group).take_written():
             refuse_written(written)
+
+    def before_reshard(self, group: FSDPParamGroup) -> None:
+        refuse_lost(self._versions.of(group).take_written())
 
     def forward_failed(self, group: FSDPParamGroup) -> None:
         if group.root.backward is None:
-            self._versions.take_written(group)  # which is lost, as all that the forward did
+            self._versions.of(group).take_written()  # which is lost, as all that the forward did
 
 
 class MovedData(ForwardCheck):
@@ -230,6 +229,9 @@ class MovedData(ForwardCheck):
 
     def rebuilt(self, group: FSDPParamGroup) -> None:
         self._places.pop(group, None)
+
+    def before_reshard(self, group: FSDPParamGroup) -> None:
+        refuse_lost(self.take_moved(group))
 
     def backward_failed(self, root: Any) -> None:
         for group in root.groups:

@@ -24,11 +24,13 @@ from ..ext.rank_facts import all_reduce_over
 from .observers import group_of_all_ranks
 from .questions import connects, some_of
 
+SETTING = "average_running_stats"
+"""What `set_running_stats_averaging` sets among the `extras` of the root's settings."""
 _NAMES = ("running_mean", "running_var")
 
 
 class RunningStats(Observer):
-    """Averages the running statistics of all modules below a root. `are_averaged`: what a user has set.
+    """Averages the running statistics of all modules below a root, unless a user does not want that.
 
     Ranks average before they reduce gradients. Forwards in training mode without a backward may come between: then they
     do before the next gather. It depends on nothing but modes and the order of gathers and reductions, which ranks have
@@ -37,7 +39,6 @@ class RunningStats(Observer):
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self.are_averaged = True
         # Those that may have run in training mode since ranks have averaged.
         self._changed: list[nn.Module] = []
         self._reduced: object = None
@@ -77,7 +78,7 @@ class RunningStats(Observer):
 
     @torch.no_grad()
     def _average(self, modules: Sequence[nn.Module]) -> None:
-        if not modules or not self.are_averaged or self._mesh is None:
+        if not modules or self._mesh is None or not self._root.settings.extras.get(SETTING, True):
             return
         found: list[Any] = [module._buffers[name] for module in modules for name in _NAMES]
         buffers, mesh = [local_if_any(buffer) for buffer in found], self._mesh

@@ -9,7 +9,6 @@ A check that looks at nothing again and again is the same at "default" and "debu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from . import entry_points
 from .empty_memory import BuffersOnMeta, EmptyMemory
 from .entry_points import EntryPoints
 from .initial_weights import InitialWeights, keep_samples
+from .levels import LEVELS, NAMES, change_levels, is_on, level_of
 from .looks import Check, ForwardCheck, RankCheck
 from .observers import ForwardLooks, MovedData, RankLooks, WrittenParameters, make_rank_looks
 from .original_parameters import OriginalParameters, remember_originals
@@ -32,9 +32,6 @@ from .step_history import OptimizersOnAccumulation, StepHistory
 from .unmanaged_parameters import UnmanagedParameters
 from .unsharded_content import UnseenWrites
 from .unsynchronized import UnsynchronizedGradients
-
-VARIABLE = "FSDP2_CHECKS"
-LEVELS = ("off", "default", "debug")
 
 
 class Row(NamedTuple):
@@ -152,49 +149,6 @@ TABLE = (
         None,
     ),
 )
-NAMES = tuple(row.name for row in TABLE)
-
-# ---- levels
-
-
-class _Levels:
-    """The level of each check, by its name; None until somebody asks, for the environment is read then."""
-
-    now: dict[str, str] | None = None
-
-
-def _levels() -> dict[str, str]:
-    if _Levels.now is None:
-        _Levels.now = _read_environment()
-    return _Levels.now
-
-
-def _read_environment() -> dict[str, str]:
-    """Returns the levels that the environment variable FSDP2_CHECKS asks for: `off`, or `entry points=off, ...`.
-
-    Raises:
-        ValueError: it names a check or a level that there is not.
-    """
-    levels = dict.fromkeys(NAMES, "default")
-    for part in filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))):
-        name, separator, level = (each.strip() for each in part.rpartition("="))
-        if level not in LEVELS or (name not in NAMES if separator else name != ""):
-            raise ValueError(
-                f"{VARIABLE}: expected {', '.join(LEVELS)}, for all checks, or name=level, as in 'entry points=off, "
-                f"unseen writes=debug'; got {part!r}. Names: {', '.join(NAMES)}."
-            )
-        levels.update(dict.fromkeys([name] if separator else NAMES, level))
-    return levels
-
-
-def level_of(name: str) -> str:
-    """Returns the level of the check of that name."""
-    return _levels()[name]
-
-
-def is_on(name: str) -> bool:
-    """Returns True if the check of that name is not off."""
-    return level_of(name) != "off"
 
 
 def set_checks(level: str | Mapping[str, str], *names: str) -> None:
@@ -224,7 +178,7 @@ def set_checks(level: str | Mapping[str, str], *names: str) -> None:
     for name, each in wanted.items():
         if each not in LEVELS:
             raise ValueError(f"level: expected one of {', '.join(LEVELS)}, got {each!r} for {name}")
-    _levels().update(wanted)
+    change_levels(wanted)
     for root in dict.fromkeys([group.root for group in all_groups()]):
         _follow_levels(root)
 
