@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.api import ParameterPlan, Plan
-from ..core.compat import is_python_group, local_of, no_torch_function
+from ..core.api import Plan
+from ..core.compat import is_python_group, no_torch_function
 from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
@@ -119,14 +119,9 @@ def keep_samples(plan: Plan) -> None:
     with torch.no_grad():
         for each in plan.parameters.values():
             module, name = each.slots[0].module, each.slots[0].name
-            sample = _sample(_gathered(each))
+            sample = _sample(each.distribution.gathered_part(each.slots[0].get()))
             if sample is not None:
                 _planned.setdefault(module, {})[name] = sample
-
-
-def _gathered(plan: ParameterPlan) -> Any:
-    parameter: Any = plan.slots[0].get()
-    return parameter if plan.distribution.full_mesh is None else local_of(parameter)
 
 
 def known_of(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
