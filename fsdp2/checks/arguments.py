@@ -26,9 +26,9 @@ def check_arguments(module: Modules, given: Arguments) -> tuple[Modules, Argumen
         ValueError: a module that can't be sharded; or one of its parameters is uninitialised.
     """
     roots = _check_modules(module)
-    _check_mesh(given.mesh, given.dp_mesh_dims)
+    check_mesh(given.mesh, given.dp_mesh_dims)
     _check_types(given)
-    given = given._replace(mp_policy=_check_policy(given.mp_policy))
+    given = given._replace(mp_policy=check_policy(given.mp_policy))
     _check_initialised(roots, given.ignored_params or ())
     if given.shard_placement_fn is not None:
         given = given._replace(shard_placement_fn=Placements(given.shard_placement_fn))
@@ -75,7 +75,7 @@ def _can_be_called(module: nn.Module) -> bool:
     )
 
 
-def _check_mesh(mesh: Any, dims: Any) -> None:
+def check_mesh(mesh: Any, dims: Any) -> None:
     """Checks `mesh` and `dp_mesh_dims`. It accepts torch's DataParallelMeshDims, too."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
@@ -108,7 +108,7 @@ def _check_types(given: Arguments) -> None:
             raise TypeError(f"ignored_params: expected parameters, got {type(each).__name__}")
 
 
-def _check_policy(policy: Any) -> MixedPrecisionPolicy:
+def check_policy(policy: Any) -> MixedPrecisionPolicy:
     """Returns any object with the fields of a MixedPrecisionPolicy, such as torch's own, as a MixedPrecisionPolicy."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
 from typing import Any
 
 from torch.optim import Optimizer
@@ -27,45 +27,51 @@ _ADVICE = {
     "some was given one. Call the method on the sharded modules that hold the parameters.",
 }
 
-_stamps = count()
+
+class _Changes:
+    """How often settings of a group, or which of its parameters are trainable, have changed in this process."""
+
+    number = 0
 
 
 class PartialSettings(Check):
-    """Notes when settings, or which parameters are trainable, change: the next step of an optimizer checks them."""
+    """Notes when settings change, or which parameters are trainable: the next step of an optimizer checks them."""
 
     def __init__(self) -> None:
-        # A number that no other state of any root's settings has.
-        self.stamp = next(_stamps)
         self._before: dict[FSDPParamGroup, Any] = {}
+
+    def attached(self, root: Any) -> None:
+        _Changes.number += 1
 
     def settings_changed(self, group: FSDPParamGroup) -> None:
         functions = [get(group) for get in _FUNCTIONS.values()]
         now = (group.settings.divide_factor, functions, [*group.parameters.trainable])
         if self._before.get(group) != now:  # others are changed in each step of an accumulation
             self._before[group] = now
-            self.stamp = next(_stamps)
+            _Changes.number += 1
 
 
-class CheckedSettings:
-    """Remembers, for one optimizer, that the settings of the model that it steps on have been checked."""
+# By the identity of an optimizer, while it is alive: the number of changes when the settings of its model were checked.
+_checked: dict[int, int] = {}
 
-    def __init__(self) -> None:
-        self._stamps: list[int] = []
 
-    def check(self, optimizer: Optimizer, groups: Sequence[FSDPParamGroup]) -> None:
-        """Checks the settings of all groups under the roots of `groups`, if any has changed since the last check.
+def check_settings(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool = False) -> None:
+    """Checks the settings of all groups under the roots of `groups`, on whose parameters `optimizer` is about to step,
+    if any setting has changed since the optimizer's last step.
 
-        Raises:
-            RuntimeError: `find_partial` finds something. Settings are alike on all ranks, so all of them raise.
-        """
-        roots = dict.fromkeys([group.root for group in groups])
-        stamps = [check.stamp for root in roots if (check := root.events.of(PartialSettings)) is not None]
-        if stamps == self._stamps:
-            return
-        for kind, found in find_partial(group for root in roots for group in root.groups).items():
-            if found:
-                raise RuntimeError(f"{type(optimizer).__name__}.step: {_ADVICE[kind].format(some_of(found))}")
-        self._stamps = stamps
+    Raises:
+        RuntimeError: `find_partial` finds something. Settings are alike on all ranks, so all of them raise.
+    """
+    number = _Changes.number
+    if _checked.get(id(optimizer)) == number:
+        return
+    roots = [root for root in dict.fromkeys([g.root for g in groups]) if root.events.of(PartialSettings) is not None]
+    for kind, found in find_partial(group for root in roots for group in root.groups).items():
+        if found:
+            raise RuntimeError(f"{type(optimizer).__name__}.step: {_ADVICE[kind].format(some_of(found))}")
+    if id(optimizer) not in _checked:
+        weakref.finalize(optimizer, _checked.pop, id(optimizer), None)
+    _checked[id(optimizer)] = number
 
 
 def find_partial(groups: Iterable[FSDPParamGroup]) -> dict[str, list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..ext.compat import stepped_on_accumulation
 from .looks import Look, RankCheck
@@ -56,10 +57,13 @@ class StepHistory(RankCheck):
         yield look.mesh, Question(f"optimizer steps of {root.state}", numbers, judge)
 
 
-def note_step(root: Any, optimizer: Optimizer) -> None:
-    """An optimizer is about to step on sharded parameters below `root`, which ranks compare when they look next."""
-    history = root.events.of(StepHistory)
-    if history is not None:
+def note_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
+    """Notes that `optimizer` is about to step on parameters of `groups`, which ranks compare when they look next.
+
+    `in_backward`: it steps on a few parameters at a time, which ranks do not compare.
+    """
+    history = groups[0].root.events.of(StepHistory)
+    if history is not None and not in_backward:
         history.note(optimizer)
 
 

@@ -24,12 +24,12 @@ from .levels import LEVELS, NAMES, change_levels, is_on, level_of
 from .looks import Check, ForwardCheck, RankCheck
 from .observers import ForwardLooks, MovedData, RankLooks, WrittenParameters, make_rank_looks
 from .original_parameters import OriginalParameters, remember_originals
-from .partial_settings import PartialSettings
+from .partial_settings import PartialSettings, check_settings
 from .plan import check_plan
 from .rounding import RoundedInputs
 from .running_stats import make_running_stats
-from .step_history import OptimizersOnAccumulation, StepHistory
-from .unmanaged_parameters import UnmanagedParameters
+from .step_history import OptimizersOnAccumulation, StepHistory, note_step
+from .unmanaged_parameters import UnmanagedParameters, note_beside
 from .unsharded_content import UnseenWrites
 from .unsynchronized import UnsynchronizedGradients
 
@@ -258,3 +258,7 @@ PLAN = (check_plan, _remember)
 """What `extend(plan=...)` is given: `check_plan` before whatever regroups parameters."""
 CLASS_ATTRIBUTES = (entry_points.explained_methods,)
 """What `extend(class_attributes=...)` is given."""
+BEFORE_STEP = (check_settings, note_step)
+"""What is called before each step of an optimizer on sharded parameters: (optimizer, groups, in_backward)."""
+STEPPED_BESIDE = (note_beside,)
+"""What is called when an optimizer first steps on plain parameters beside sharded ones: (optimizer, groups, params)."""

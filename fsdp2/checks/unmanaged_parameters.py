@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import fqn
 from ..ext.owners import names_of_unsharded, sharded_owner
@@ -81,14 +83,13 @@ class UnmanagedParameters(RankCheck):
         return Question(f"checksums of {some_of([*self._beside])} (unmanaged)", numbers, judge)
 
 
-def note_beside(root: Any, params: Mapping[str, Tensor]) -> None:
-    """An optimizer is about to step on these plain parameters, beside sharded ones below `root`, for the first time.
-
-    All ranks must call it alike.
+def note_beside(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: Mapping[int, Tensor]) -> None:
+    """Notes that `optimizer` is about to step on these plain parameters, number -> parameter, for the first time, beside
+    sharded ones of `groups`. All ranks must call it alike.
     """
-    check = root.events.of(UnmanagedParameters)
+    check, kind = groups[0].root.events.of(UnmanagedParameters), type(optimizer).__name__
     if check is not None:
-        check.note_beside(params)
+        check.note_beside({f"parameter {i} of {kind}, of shape {tuple(p.shape)}": p for i, p in params.items()})
 
 
 def _refuse_replaced_modules(unmanaged: Mapping[str, nn.Parameter], root: Any) -> None:
