@@ -112,7 +112,7 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
     )
 
 
-def explained_methods(cls: type) -> dict[str, Callable[..., Any]]:
+def class_attributes(cls: type) -> dict[str, Callable[..., Any]]:
     """Returns the public methods of `cls`, but those of torch, with errors that say how to have parameters gathered."""
     found = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
     return {

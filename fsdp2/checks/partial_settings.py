@@ -51,8 +51,9 @@ class PartialSettings(Check):
             _Changes.number += 1
 
 
-# By the identity of an optimizer, while it is alive: the number of changes when the settings of its model were checked.
-_checked: dict[int, int] = {}
+# By the identity of an optimizer, while it is alive: the number of changes when the settings of its model were checked,
+# and of how many groups it stepped on parameters then.
+_checked: dict[int, tuple[int, int]] = {}
 
 
 def check_settings(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool = False) -> None:
@@ -62,8 +63,9 @@ def check_settings(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_ba
     Raises:
         RuntimeError: `find_partial` finds something. Settings are alike on all ranks, so all of them raise.
     """
-    number = _Changes.number
-    if _checked.get(id(optimizer)) == number:
+    # A step in backward is one on a few parameters, of the same model.
+    now = _Changes.number, 0 if in_backward else len(groups)
+    if _checked.get(id(optimizer)) == now:
         return
     roots = [root for root in dict.fromkeys([g.root for g in groups]) if root.events.of(PartialSettings) is not None]
     for kind, found in find_partial(group for root in roots for group in root.groups).items():
@@ -71,7 +73,7 @@ def check_settings(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_ba
             raise RuntimeError(f"{type(optimizer).__name__}.step: {_ADVICE[kind].format(some_of(found))}")
     if id(optimizer) not in _checked:
         weakref.finalize(optimizer, _checked.pop, id(optimizer), None)
-    _checked[id(optimizer)] = number
+    _checked[id(optimizer)] = now
 
 
 def find_partial(groups: Iterable[FSDPParamGroup]) -> dict[str, list[str]]:

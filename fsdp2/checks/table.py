@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..core.api import Plan
-from ..core.events import Observer
+from ..core.events import Observer, extend
+from ..dtensor import optimizer_steps
 from ..ext.owners import all_groups
-from . import entry_points
 from .empty_memory import BuffersOnMeta, EmptyMemory
 from .entry_points import EntryPoints
 from .initial_weights import InitialWeights, keep_samples
@@ -25,7 +25,6 @@ from .looks import Check, ForwardCheck, RankCheck
 from .observers import ForwardLooks, MovedData, RankLooks, WrittenParameters, make_rank_looks
 from .original_parameters import OriginalParameters, remember_originals
 from .partial_settings import PartialSettings, check_settings
-from .plan import check_plan
 from .rounding import RoundedInputs
 from .running_stats import make_running_stats
 from .step_history import OptimizersOnAccumulation, StepHistory, note_step
@@ -253,12 +252,14 @@ CHECKS: tuple[Callable[[Any], Observer | None], ...] = (
     _forward_looks,
 )
 OBSERVERS = (*CHECKS, make_running_stats, lambda root: UnsynchronizedGradients())
-"""What `extend(observers=...)` is given: behind the observers of ext/, in this order."""
-PLAN = (check_plan, _remember)
-"""What `extend(plan=...)` is given: `check_plan` before whatever regroups parameters."""
-CLASS_ATTRIBUTES = (entry_points.explained_methods,)
-"""What `extend(class_attributes=...)` is given."""
-BEFORE_STEP = (check_settings, note_step)
-"""What is called before each step of an optimizer on sharded parameters: (optimizer, groups, in_backward)."""
-STEPPED_BESIDE = (note_beside,)
-"""What is called when an optimizer first steps on plain parameters beside sharded ones: (optimizer, groups, params)."""
+"""All observers of this folder. They stand behind those of ext/ and of dtensor/."""
+
+
+def install() -> None:
+    """Puts the checks in force, with what is always there: running statistics, unsynchronized gradients in `.grad`.
+
+    `check_plan` of plan.py, which comes before other extensions look at a plan, is not among them.
+    """
+    extend(plan=(_remember,), observers=OBSERVERS)
+    optimizer_steps.before_step += [check_settings, note_step]
+    optimizer_steps.stepped_beside.append(note_beside)

@@ -84,8 +84,8 @@ class UnmanagedParameters(RankCheck):
 
 
 def note_beside(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: Mapping[int, Tensor]) -> None:
-    """Notes that `optimizer` is about to step on these plain parameters, number -> parameter, for the first time, beside
-    sharded ones of `groups`. All ranks must call it alike.
+    """Notes that `optimizer` is about to step on these plain parameters (number -> parameter) for the first time,
+    beside sharded ones of `groups`. All ranks must call it alike.
     """
     check, kind = groups[0].root.events.of(UnmanagedParameters), type(optimizer).__name__
     if check is not None:
