@@ -141,14 +141,6 @@ def _explained(name: str, method: Any) -> Callable[..., Any]:
     return wraps(method)(iterate if inspect.isgeneratorfunction(method) else call)
 
 
-def explain_call(error: RuntimeError, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raises a better error, if `error`, which a call of a sharded module has raised, comes of sharded parameters, or of
-    inputs that its policy has not cast.
-    """
-    explain(error, module, "forward")
-    explain_dtypes(error, module, args, kwargs)
-
-
 # ---- dtypes
 
 
