@@ -6,7 +6,7 @@ from .checks.table import set_checks
 from .core.mesh import DataParallelMeshDims, ShardPlacementResult
 from .core.module import UnshardHandle
 from .core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .dtensor.table import dtensor_fixes
+from .dtensor.fixes import dtensor_fixes
 from .ext.forward_method import register_fsdp_forward_method
 from .ext.root_methods import GradientReductionHandle
 from .install import install

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import dtensor
 from .bridge.torch_interface import RegisteredStates
 from .checks import entry_points, named_comm, table
-from .checks.arguments import check_plan
+from .checks.plan import check_plan
 from .core.events import Observer, extend
+from .dtensor import fixes
 from .ext import (
     collectives,
-    compat,
     conditional,
     home_streams,
     module_class,
@@ -31,7 +30,6 @@ from .tools.audit import AuditAtDebugLevel
 
 def install() -> None:
     """Extends the core. `import fsdp2` calls it, once."""
-    compat.keep_out_of_graphs()
     extend(
         module_class=FSDPModule,
         make_comm=collectives.make_comm,
@@ -62,7 +60,7 @@ def install() -> None:
             _each(_TorchFunc),
         ),
     )
-    dtensor.install()
+    fixes.install()
     table.install()
 
 

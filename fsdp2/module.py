@@ -6,9 +6,8 @@ from functools import cache
 from typing import Any
 
 from . import core
-from .bridge.torch_interface import torch_state_of
+from .bridge.torch_interface import require_torch_state
 from .core.module import groups_of_all
-from .core.state import require_state
 from .ext.group_methods import GroupMethods
 from .ext.root_methods import RootMethods
 
@@ -33,8 +32,7 @@ class FSDPModule(core.FSDPModule, GroupMethods, RootMethods):
     """
 
     def _get_fsdp_state(self) -> Any:
-        require_state(self)
-        return torch_state_of(self)
+        return require_torch_state(self)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

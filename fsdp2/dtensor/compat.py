@@ -22,6 +22,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _norms_foreac
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..core import compat
+from ..ext import compat as ext_compat
 from ..core.compat import local_of, new_dtensor
 from ..core.events import strategies
 
@@ -63,7 +64,7 @@ def of_chosen_class(tensor: DTensor) -> DTensor:
 
 def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Returns this rank's shard of a tensor that all ranks have, without communication."""
-    return compat.cut(full, mesh, placements, strategies().tensor_class)
+    return ext_compat.cut(full, mesh, placements, strategies().tensor_class)
 
 
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_if_any, local_of, share_versions, storage_id, untraced
+from ..core.compat import local_if_any, local_of, storage_id, untraced
 from ..core.events import Observer
 from ..core.group import LENT, FSDPParamGroup
 from ..core.parameter import FSDPParam
+from ..ext.compat import share_versions
 from ..ext.owners import sharded_in, sharded_owner
 from .compat import cut, set_local_and_spec
 from .sharded_dtensor import replace_attribute

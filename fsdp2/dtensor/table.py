@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..bridge.pipelining import register_full_in_pipelines
+from ..bridge.pipelining import register_unsharded_in_pipelines
 from . import dtensor_operations, partial_results
 from .addresses import refuse_addresses
 from .autograd_inputs import accept_sharded_inputs
@@ -109,7 +109,7 @@ FIXES = (
         "pipelines",
         "zero-bubble schedules look for the leaves of the graph among sharded parameters, and find none",
         "unsharded parameters are registered meanwhile",
-        patch=register_full_in_pipelines,
+        patch=register_unsharded_in_pipelines,
     ),
     Fix(
         "inputs",

@@ -83,4 +83,4 @@ class FallbackComm(AnyComm):
     # Ways to reduce into a wider dtype than the one that travels.
 
     def _sum_in_dtype_of_output(self, output: Tensor, source: Tensor) -> Work:
-        return self._scatter(self, output, source.to(output.dtype))
+        return self._scatter(output, source.to(output.dtype))

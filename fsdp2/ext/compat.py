@@ -177,20 +177,6 @@ def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
     return module._forward_pre_hooks
 
 
-def composable_states() -> list[Any]:
-    """The states that torch's table has, of all modules that are alive: a parameter doesn't say who manages it.
-
-    The table's own methods raise where another thread adds to it meanwhile.
-    """
-    states: dict[Any, Any] = vars(_module_state_mapping)["data"]
-    return [state for reference in list(states.values()) if (state := reference()) is not None]
-
-
-# (tensors, counts): set their version counters, whatever they were. The public context manager around it can only
-# restore them.
-set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
-
-
 def size_at_first(group: dist.ProcessGroup) -> int:
     """The number of ranks that torch was told of when `group` was made, whatever it says now."""
     return dist.ProcessGroup.size(group)

@@ -89,8 +89,8 @@ def _with_local(unsharded: Tensor) -> tuple[Tensor, ...]:
 
 
 class UnshardedVersions(Observer):
-    """Refuses writes to unsharded parameters, which would be lost, and guards weights that no hook of the engine sees:
-    those of graphs that a backward builds (create_graph=True), or if saved-tensor hooks are off.
+    """Keeps the version counters of unsharded parameters, and guards weights that no hook of the engine sees: those of
+    graphs that a backward builds (create_graph=True), or all of them if saved-tensor hooks are off.
     """
 
     def __init__(self) -> None:
@@ -116,17 +116,6 @@ class UnshardedVersions(Observer):
     def gathered(self, group: FSDPParamGroup) -> None:
         if group.parameters.extension is not None:  # which may have refilled them by operations that count
             self._of[group].accept()
-
-    # ---- writes
-
-    def forward_ended(self, group: FSDPParamGroup) -> None:
-        written = self._of[group].take_written()
-        if written:
-            refuse_written(written)
-
-    def forward_failed(self, group: FSDPParamGroup) -> None:
-        if group.root.backward is None:
-            self._of[group].take_written()  # which is lost, as all that this forward did
 
     # ---- guarded weights
 
