@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.alignment import BLOCKS, EXPERTS
 from fsdp2 import DataParallelMeshDims, cheapest_placement
-from fsdp2.bucket import MAX_BUCKETS_OF_COPIES, find_buckets
-from fsdp2.layout import ParamSpec, bucket_layout, gather_layout, split_pieces
-from fsdp2.padding import COPY_COST, LINE_NBYTES, cheapest_dim, gather_cost
-from fsdp2.reduce_plan import MAX_PIECES, MIN_PIECE_BYTES
+from fsdp2.core.buckets import MAX_BUCKETS_OF_COPIES, find_buckets
+from fsdp2.core.layout import ParamSpec, bucket_layout, gather_layout, split_pieces
+from fsdp2.tools.padding import COPY_COST, LINE_NBYTES, cheapest_dim, gather_cost
+from fsdp2.core.buckets import MAX_PIECES, MIN_PIECE_BYTES
 from helpers import fake_world
 
 F32, BF16 = torch.float32, torch.bfloat16
