@@ -72,7 +72,8 @@ def test_no_file_is_long() -> None:
 
 
 def test_code_lines_are_counted_as_they_should() -> None:
-    text = '"""One.\n\nTwo."""\n\n# three\nx = [\n    1,  # four\n]\n\n\ndef f():\n    """Five."""\n    return """six\n\nseven"""\n'
+    text = '"""One.\n\nTwo."""\n\n# three\nx = [\n    1,  # four\n]\n\n\ndef f():\n    """Five."""\n'
+    text += '    return """six\n\nseven"""\n'
     assert count_code_lines(text) == 3 + 1 + 3
 
 
@@ -198,9 +199,9 @@ def test_chains_of_imports_are_found() -> None:
 def booleans(texts: dict[str, str]) -> list[str]:
     """Returns "Class.attribute" for each boolean of state in the core.
 
-    An attribute is a boolean if it is annotated so, or assigned one: True, False, a comparison, an argument annotated as
-    bool. It is state if it is annotated in the class, assigned True or False, or assigned again after construction, by
-    whichever object. Frozen dataclasses, NamedTuples and Protocols hold no state.
+    An attribute is a boolean if it is annotated so, or assigned one: True, False, a comparison, an argument annotated
+    as bool. It is state if it is annotated in the class, assigned True or False, or assigned again after construction,
+    by whichever object. Frozen dataclasses, NamedTuples and Protocols hold no state.
     """
     trees = [ast.parse(text) for text in texts.values()]
     assigned_again = {name for tree in trees for name in _assigned_after_construction(tree)}
