@@ -216,11 +216,13 @@ class ParamGroup:
 
     def _finish_gather(self) -> None:
         pending: PendingGather = self._pending  # type: ignore[assignment]
-        self._pending, self.phase = None, SHARDED  # if it fails
+        self._pending = None
         try:
             pending.finish()
-        except RuntimeError as error:  # a peer is gone, for example
-            self._locate(error)
+        except BaseException as error:
+            self.phase = SHARDED
+            if isinstance(error, RuntimeError):  # a peer is gone, for example
+                self._locate(error)
             raise
         self.phase = GATHERED
         if self.parameters.extension is not None and self.parameters.extension.finish():
