@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def transitions_of(program: Callable[[], Any]) -> set[Transition]:
     assert seen, "the program has groups"
     for phases in seen.values():
         assert phases[0] is SHARDED
-    return {each for phases in seen.values() for each in zip(phases, phases[1:], strict=False)}
+    return {each for phases in seen.values() for each in pairwise(phases)}
 
 
 def build(wrap: Callable[..., Any] = fully_shard, shape: tuple[int, ...] = (4,), **options: Any) -> Any:
@@ -231,10 +232,10 @@ def gather_fails() -> Any:
     for group in groups_below(model[0]):
         comm = group.comms.gathers
         group.use_comms(group.comms._replace(gathers=Failing(comm, at_once=True)))
-        with pytest.raises(RuntimeError, match="gone.*while gathering"):
+        with pytest.raises(RuntimeError, match=r"gone.*while gathering"):
             group.unshard()
         group.use_comms(group.comms._replace(gathers=Failing(comm, at_once=False)))
-        with pytest.raises(RuntimeError, match="gone.*while gathering"):
+        with pytest.raises(RuntimeError, match=r"gone.*while gathering"):
             group.unshard()
         group.use_comms(group.comms._replace(gathers=comm))
     step(model)
