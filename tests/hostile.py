@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp2.comm import CoalescedComm, Comm, PairwiseComm
-from fsdp2.work import Work
+from fsdp2.core.backends import CoalescedComm, PairwiseComm
+from fsdp2.core.comm import Comm, Work
 
 POISON = 0xFF
 """As every byte it is NaN in each floating-point dtype."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.guards.empty_memory import is_marked
+from fsdp2.checks.empty_memory import is_marked
 from fsdp2.state import require_state
 from helpers import assert_same, assert_same_names, assert_shard_of, full, own_rows, run_checks, run_ranks, shard_batch
 from models import Experts, OddMLP, TinyGPT, TinyLSTM, TinyModel, mean_loss

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fsdp2 import reduce, reduce_plan
-from fsdp2.comm import SoloComm
-from fsdp2.headers import Label
-from fsdp2.layout import ParamSpec, bucket_layout, split_pieces
-from fsdp2.pack import pack_piece
-from fsdp2.reduce import Reduction
-from fsdp2.reduce_plan import ReducePlan
+from fsdp2.core.comm import SoloComm
+from fsdp2.checks.headers import Label
+from fsdp2.core.layout import ParamSpec, bucket_layout, split_pieces
+from fsdp2.core.gather import pack_piece
+from fsdp2.core.reduce import Reduction
+from fsdp2.core.buckets import ReducePlan
 from helpers import own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
