@@ -1,1 +1,1 @@
-"""Functions that a user calls beside training: whole parameters, audits, comparisons, clipping, padding reports."""
+"""Functions that a user calls beside training: unsharded parameters, audits, comparisons, clipping, padding reports."""

@@ -1,4 +1,4 @@
-"""Clips gradients by their norm over all ranks, whichever meshes the parameters lie on."""
+"""Clips gradients by their norm over all ranks, also if parameters lie on different meshes."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _explain_rounding(got: Tensor, expected: Tensor) -> list[str]:
 
 
 def _compare_gathered(found: _Found, known: set[str]) -> None:
-    """Compares unsharded weights. `known`: names of those whose shards differ already, on whichever rank."""
+    """Compares unsharded weights. `known`: names of those whose shards differ already, on any rank."""
     for held, distance in found.sides.gathered:
         if held.name not in known and found.is_open("gathered weights"):
             found.add("gathered weights", _group_of(found.sides, held), held.name, distance, ["stale"])

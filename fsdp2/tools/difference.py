@@ -35,12 +35,12 @@ HINTS = {
 class Distance(NamedTuple):
     """Holds how far two tensors are apart.
 
-    `relative`: the largest error over the largest expected magnitude. `place`: the index of that error in the flattened
-    tensor; `got` and `expected` are the values there.
+    `relative`: the largest error over the largest expected magnitude. `position`: the index of that error in the
+    flattened tensor. `got`, `expected`: the values there.
     """
 
     relative: float
-    place: int
+    position: int
     got: float
     expected: float
 
@@ -57,10 +57,10 @@ def measure(got: Tensor, expected: Tensor, scale: float | None = None) -> Distan
     one, two = (_numbers(tensor) for tensor in (got, expected))
     same = (one == two) | (one.isnan() & two.isnan())
     error = (one - two).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
-    place = int(error.argmax())
-    largest, scale = float(error[place]), magnitude(expected) if scale is None else scale
+    position = int(error.argmax())
+    largest, scale = float(error[position]), magnitude(expected) if scale is None else scale
     relative = 0.0 if largest == 0 else largest / scale if scale else math.inf
-    return Distance(relative, place, float(one[place]), float(two[place]))
+    return Distance(relative, position, float(one[position]), float(two[position]))
 
 
 def magnitude(tensor: Tensor) -> float:

@@ -1,8 +1,8 @@
-"""Makes whole parameters available outside their module's own forward: `with full_params(...)`.
+"""Makes unsharded parameters available outside their module's own forward: `with full_params(...)`.
 
 Without options a block does to its groups what a forward does: their unsharded parameters are registered, and their
 gradients are reduced as usual. With any option it registers copies of what is stored, of which nothing is
-differentiated: see full_copies.py.
+differentiated: see unsharded_copies.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..core.user_code import hidden
 from ..ext.collectives import choice_of
 from ..ext.units import is_read_outside
 from ..ext.unsharded_versions import UnshardedVersions
-from .full_copies import FullCopies
 from .given_params import GivenParams
+from .unsharded_copies import UnshardedCopies
 
 
 @overload
@@ -76,7 +76,7 @@ def full_params(
     offload_to_cpu: bool = False,
     dtype: torch.dtype | None = None,
 ) -> AbstractContextManager[Any]:
-    """Returns a context in which parameters are whole: those that it yields, and those that their modules have.
+    """Returns a context in which parameters are unsharded: those that it yields, and those that their modules have.
 
     Every rank must enter and leave it alike. When it ends, also by an exception, the sharded ones are registered again.
 
@@ -93,7 +93,7 @@ def full_params(
 
     Args:
         module_or_params: a module, for {FQN: parameter} of all its parameters, of which those that are not sharded stay
-            what they are; or a sharded parameter, for the whole one; or an iterable of them, for a list.
+            what they are; or a sharded parameter, for the unsharded one; or an iterable of them, for a list.
         recurse: include the parameters of sharded modules inside the module.
         writeback: at the end, write the values of the copies into the sharded parameters. They must have been changed
             (in place, by assignment or by `load_state_dict`) on all ranks alike, and under all names of a tied one. An
@@ -277,16 +277,16 @@ def _lent(
     wanted = given.by_group()
     for group, params in wanted.items():
         _check_lendable(group, params)
-    lent = [FullCopies(group, params) for group, params in wanted.items()]
-    wholes: dict[FSDPParam, Tensor] = {}
+    lent = [UnshardedCopies(group, params) for group, params in wanted.items()]
+    copies_of: dict[FSDPParam, Tensor] = {}
     try:
         with hidden():
             for group, copies in zip(wanted, lent, strict=True):
                 group.root.forget_stale([group])
                 group.release()
                 device = torch.device("cpu") if offload_to_cpu else group.mesh.device
-                wholes.update(copies.lend(dtype, device, has_data=group.mesh.is_first or not rank0_only))
-        yield given.show(wholes.__getitem__)
+                copies_of.update(copies.lend(dtype, device, has_data=group.mesh.is_first or not rank0_only))
+        yield given.show(copies_of.__getitem__)
     finally:
         for copies in lent:
             copies.take_back()

@@ -62,14 +62,15 @@ class GivenParams(NamedTuple):
             found.setdefault(group, {})[param] = None
         return {group: list(params) for group, params in found.items()}
 
-    def show(self, whole_of: Callable[[FSDPParam], Tensor]) -> Any:
-        """Returns what a block yields. `whole_of` returns the whole parameter of a sharded one."""
-        wholes = [
-            whole_of(owned.param) if owned else tensor for tensor, owned in zip(self.tensors, self.owned, strict=True)
+    def show(self, unsharded_of: Callable[[FSDPParam], Tensor]) -> Any:
+        """Returns what a block yields. `unsharded_of` returns the tensor to show for a sharded parameter."""
+        shown = [
+            unsharded_of(owned.param) if owned else tensor
+            for tensor, owned in zip(self.tensors, self.owned, strict=True)
         ]
         if self.names is not None:
-            return dict(zip(self.names, wholes, strict=True))
-        return wholes[0] if self.is_one else wholes
+            return dict(zip(self.names, shown, strict=True))
+        return shown[0] if self.is_one else shown
 
 
 def _as_list(params: Any) -> list[Tensor]:

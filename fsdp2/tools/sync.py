@@ -264,28 +264,28 @@ def _broadcast_over(groups: Sequence[dist.ProcessGroup], parts: Sequence[Tensor]
     is_first = all(group.rank() == 0 for group in groups)
     size = min(BUCKET_NBYTES, sum(_aligned(part.nbytes) for part in parts))
     bucket = torch.empty(size, dtype=torch.uint8, device=device)
-    # What lies in the bucket: (its memory there, a piece of a part).
-    waiting: list[tuple[Tensor, Tensor]] = []
+    # What lies in the bucket: (its memory there, a chunk of a part).
+    packed: list[tuple[Tensor, Tensor]] = []
     used = 0
 
     def send() -> None:
-        for memory, piece in waiting:
-            memory.copy_(piece)
+        for memory, chunk in packed:
+            memory.copy_(chunk)
         broadcast_over(bucket[:used], groups)
-        for memory, piece in waiting if not is_first else ():
-            with torch.inference_mode(piece.is_inference()):
-                piece.copy_(memory)
-        waiting.clear()
+        for memory, chunk in packed if not is_first else ():
+            with torch.inference_mode(chunk.is_inference()):
+                chunk.copy_(memory)
+        packed.clear()
 
     for part in parts:
-        for piece in _pieces(part, size // part.element_size()):
-            if used + piece.nbytes > size:
+        for chunk in _chunks(part, size // part.element_size()):
+            if used + chunk.nbytes > size:
                 send()
                 used = 0
-            memory = bucket[used : used + piece.nbytes]
-            waiting.append((memory.view(piece.dtype).view(piece.shape), piece))
-            used = _aligned(used + piece.nbytes)
-    if waiting:
+            memory = bucket[used : used + chunk.nbytes]
+            packed.append((memory.view(chunk.dtype).view(chunk.shape), chunk))
+            used = _aligned(used + chunk.nbytes)
+    if packed:
         send()
 
 
@@ -293,7 +293,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
+def _chunks(tensor: Tensor, most: int) -> Iterator[Tensor]:
     """Yields views of `tensor`, of at most `most` elements each, that make it up. Its memory may lie in any order."""
     if tensor.numel() <= most:
         if tensor.numel():
@@ -301,5 +301,5 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
         return
     dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
     rows = max(1, most * tensor.shape[dim] // tensor.numel())
-    for piece in tensor.split(rows, dim):
-        yield from _pieces(piece, most)
+    for chunk in tensor.split(rows, dim):
+        yield from _chunks(chunk, most)

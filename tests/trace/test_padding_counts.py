@@ -9,11 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, cheapest_placement, fully_shard, padding_report, replicate
-<<<<<<< HEAD
 from fsdp2.tools.padding import Padded, _judged
-=======
-from fsdp2.tools.padding import Padded, _looked_at
->>>>>>> house-ts
 from helpers import fake_world
 
 POLICIES = {

@@ -1,4 +1,4 @@
-"""Copies of a group's whole parameters, registered in its modules for a while: to read, or to change and write back."""
+"""Copies of a group's unsharded parameters, registered in its modules for a while: to read, or to change and save."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHANGED_MEANWHILE = (
 )
 
 
-class FullCopies:
+class UnshardedCopies:
     """Holds copies of `params`, all of one group, in memory of their own. They take no gradient."""
 
     def __init__(self, group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
@@ -44,7 +44,7 @@ class FullCopies:
             for param, memory in zip(self._params, gathered, strict=True):
                 own = memory.to(device, copy=True) if has_data else memory.to("meta")
                 self._copies.append(_Copy(param, param.as_unsharded(own, requires_grad=False)))
-        return {copy.param: copy.whole for copy in self._copies}
+        return {copy.param: copy.parameter for copy in self._copies}
 
     def take_back(self) -> None:
         """Registers the sharded parameters again. What a user has put in place of a copy is kept as its value."""
@@ -85,19 +85,19 @@ class FullCopies:
 
 
 class _Copy:
-    """Holds one copy, `whole`.
+    """Holds one copy: `parameter`.
 
     `problem`: why it can't be written back, or None. `is_changed`: True if the rows of any rank were changed.
     """
 
-    def __init__(self, param: FSDPParam, whole: nn.Parameter) -> None:
-        self.param, self.whole = param, whole
+    def __init__(self, param: FSDPParam, parameter: nn.Parameter) -> None:
+        self.param, self.parameter = param, parameter
         self.problem: str | None = None
         self.is_changed = False
-        self._trace, self._sums = _trace_of(whole), _sums_of(whole)
+        self._trace, self._sums = _trace_of(parameter), _sums_of(parameter)
         # What was registered in each slot of the parameter at the end.
         self._found: list[Tensor | None] = []
-        param.register(whole)
+        param.register(parameter)
 
     def take_back(self) -> None:
         """Registers the sharded parameter again."""
@@ -106,8 +106,8 @@ class _Copy:
 
     def is_written(self) -> bool:
         """Returns True if it was modified or replaced."""
-        is_replaced = any(each is not self.whole for each in self._found)
-        return is_replaced or _trace_of(self.whole) != self._trace or _sums_of(self.whole) != self._sums
+        is_replaced = any(each is not self.parameter for each in self._found)
+        return is_replaced or _trace_of(self.parameter) != self._trace or _sums_of(self.parameter) != self._sums
 
     def digest(self, is_current: bool) -> bytes:
         """Returns a digest of the value to write back, or of what forbids that.
@@ -119,15 +119,15 @@ class _Copy:
         return hashlib.sha256(repr(content).encode()).digest()[:_DIGEST_NBYTES]
 
     def _find_problem(self) -> str | None:
-        replaced = [each is not self.whole for each in self._found]
-        value, whole = self._found[0], self.whole
+        replaced = [each is not self.parameter for each in self._found]
+        value, copy = self._found[0], self.parameter
         if value is None or any(each is None for each in self._found) or any(replaced) != all(replaced):
             return "it is gone, or was replaced under some of the names that share it only"
         if tuple(value.shape) != self.param.shape or value.dtype != self.param.local.dtype:
             stored = f"{self.param.local.dtype} of shape {self.param.shape}"
             return f"expected {stored}, got {value.dtype} of shape {tuple(value.shape)}"
-        if _placements_of(value) != _placements_of(whole):
-            return f"expected placements {_placements_of(whole)}, got {_placements_of(value)}"
+        if _placements_of(value) != _placements_of(copy):
+            return f"expected placements {_placements_of(copy)}, got {_placements_of(value)}"
         for name, other in zip(self.param.names, self._found, strict=True):
             if other is not None and (_placements_of(other) != _placements_of(value) or not are_alike(value, other)):
                 return f"{name} is the same parameter, but was given other values. Give both the same ones"
@@ -157,15 +157,15 @@ def _placements_of(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def _trace_of(whole: Tensor) -> tuple[int, int, int]:
+def _trace_of(copy: Tensor) -> tuple[int, int, int]:
     """Returns numbers of which one changes with an in-place operation, or when `.data` is assigned."""
-    local = local_if_any(whole)
-    return whole._version, local._version, local.data_ptr()
+    local = local_if_any(copy)
+    return copy._version, local._version, local.data_ptr()
 
 
-def _sums_of(whole: Tensor) -> list[int]:
+def _sums_of(copy: Tensor) -> list[int]:
     """Returns numbers of which one changes when `.data` is written to, which no version counter shows."""
-    return read([word_sum(part) for part in values_of(whole)])
+    return read([word_sum(part) for part in values_of(copy)])
 
 
 def _from_all_ranks(own: bytes, group: FSDPParamGroup) -> list[bytes]:
