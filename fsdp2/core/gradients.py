@@ -60,7 +60,8 @@ class GroupGradients:
 
     def is_pending(self) -> bool:
         """Returns True if gradients have not come to `.grad` yet: they are unsynchronized, or in flight."""
-        return bool(self.unsynchronized or self.partial) or self.group.queue.has(self)
+        queue = self.group.queue  # None until the group has a root
+        return bool(self.unsynchronized or self.partial) or (queue is not None and queue.has(self))
 
     # ---- plans
 
