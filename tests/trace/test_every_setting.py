@@ -130,15 +130,15 @@ def look(model: nn.Module) -> dict[str, Seen]:
 
 
 def spy_on(comm: Any) -> list[str]:
-    """The operations that a Comm asks the backend for, from now on."""
+    """Returns the operations that a Comm asks the backend for, from now on."""
     ops: list[str] = []
-    launch = comm._reduce_scatter_one
+    launch = comm._scatter_one
 
     def reduce_scatter(output: Tensor, source: Tensor, options: Any) -> Any:
         ops.append("AVG" if options.reduceOp == dist.ReduceOp.AVG else "SUM")
         return launch(output, source, options)
 
-    comm._reduce_scatter_one = reduce_scatter
+    comm._scatter_one = reduce_scatter
     return ops
 
 
