@@ -7,27 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import torch_compat
-from ..dtensor.compat import local_if_any
+from ..core.compat import inner_tensors, local_if_any
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # wider elements count as several of 8 bytes
-_PIECE_NUMEL = 1 << 20  # 8 bytes of each element are computed with, so not of all at once
+_CHUNK_NUMEL = 1 << 20  # 8 bytes of each element are computed with, so not of all at once
 _FACTOR = 0x1E3779B97F4A7C15  # odd: nothing is lost
 
 
 def values_of(tensor: Tensor) -> list[Tensor]:
-    """The plain, dense tensors on a device that `tensor` consists of, on this rank."""
-    parts = (part.detach() for part in torch_compat.inner_tensors(tensor))
+    """Returns the plain, dense tensors on a device that `tensor` consists of, on this rank."""
+    parts = (part.detach() for part in inner_tensors(tensor))
     return [part for part in parts if part.layout == torch.strided and not part.is_meta]
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The memory of a plain tensor as flat integers: NaN equals itself."""
+    """Returns the memory of a plain tensor as flat integers: NaN equals itself."""
     return tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
 
 
 def are_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bits on this rank, as far as that can be said."""
+    """Returns True if two tensors hold the same bits on this rank, as far as that can be said."""
     if one is other:
         return True
     first, second = (local_if_any(each.detach()) for each in (one, other))
@@ -37,20 +36,22 @@ def are_alike(one: Tensor, other: Tensor) -> bool:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Of the bits that this rank holds: an int64 without dims. Another value in one place, or two exchanged, show."""
+    """Returns the checksum of the bits that this rank holds, an int64 without dims. Another value at one index, or two
+    exchanged, change it.
+    """
     parts = values_of(tensor)
     total = torch.zeros((), dtype=torch.int64, device=parts[0].device if parts else None)
     for part in parts:
-        for piece in bits_of(part).split(_PIECE_NUMEL):
-            mixed = piece.to(torch.int64) * _FACTOR
+        for chunk in bits_of(part).split(_CHUNK_NUMEL):
+            mixed = chunk.to(torch.int64) * _FACTOR
             mixed ^= mixed >> 29
-            total = total * _FACTOR + (mixed * (2 * torch.arange(len(piece), device=piece.device) + 1)).sum()
+            total = total * _FACTOR + (mixed * (2 * torch.arange(len(chunk), device=chunk.device) + 1)).sum()
     return total
 
 
 def word_sum(tensor: Tensor) -> Tensor:
-    """Of the bits of a plain tensor: an int64 without dims. Another value in one place shows, an exchange of them does
-    not. At the speed of memory: words of 8 bytes are summed ten times as fast as others.
+    """Returns the sum of the bits of a plain tensor, an int64 without dims. Another value at one index changes it, an
+    exchange of two does not. It runs at the speed of memory: words of 8 bytes are summed ten times as fast as others.
     """
     nbytes = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = nbytes.numel() // 8 * 8
@@ -58,5 +59,5 @@ def word_sum(tensor: Tensor) -> Tensor:
 
 
 def read(numbers: Sequence[Tensor]) -> list[int]:
-    """Of tensors without dims, waiting for their device once."""
+    """Returns what tensors without dims hold, waiting for their device once."""
     return torch.stack([number.to(numbers[0].device, torch.int64) for number in numbers]).tolist() if numbers else []

@@ -1,43 +1,37 @@
-"""Memory that `to_empty` gives to what was on meta: marked, so that what nobody initialises is told from what somebody
-has, also by a collective or through `.data`, which count nowhere.
+"""What has no values yet: memory that `to_empty` gave to tensors on the meta device, and buffers still on that device.
+
+Such memory is marked, so that what nobody initialises is told from what somebody has, also by a collective or through
+`.data`, which count nowhere.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..core.compat import no_torch_function
+from ..core.group import FSDPParamGroup
+from ..core.mesh import DataMesh
+from ..core.parameter import FSDPParam, fqn
+from ..core.registration import version_if_counted
+from ..core.state import groups_of, names_below
 from .checksum import values_of
+from .levels import is_on
+from .looks import ForwardCheck, Look, RankCheck
+from .questions import Question, connects
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class EmptyBuffers:
-    """Buffers that were given such memory."""
-
-    def __init__(self) -> None:
-        # The count of in-place operations on each of then.
-        self._noted: list[tuple[weakref.ref[Tensor], int]] = []
-
-    def note(self, buffers: Iterable[Tensor]) -> None:
-        """These have just been given it."""
-        for buffer in buffers:
-            mark(buffer)
-            self._noted.append((weakref.ref(buffer), buffer._version))
-
-    def unwritten(self) -> list[Tensor]:
-        """Those that nobody has written to since. They need not be registered any more."""
-        noted = [(reference(), count) for reference, count in self._noted]
-        left = [(each, count) for each, count in noted if each is not None and each._version == count]
-        self._noted = [(weakref.ref(each), count) for each, count in left]
-        return [each for each, _ in left if is_marked(each)]
+# ---- marks
 
 
 def mark(tensor: Tensor) -> None:
-    """Fill it with what no initialisation leaves, which no version counter shows. Bools have no such value."""
+    """Fills `tensor` with what no initialisation leaves, which no version counter shows. Bools have no such value."""
     for part in values_of(tensor):
         value = _mark_of(part.dtype)
         if value is not None:
@@ -45,7 +39,7 @@ def mark(tensor: Tensor) -> None:
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Whether that is all that `tensor` holds on this rank, which has some of it."""
+    """Returns True if that is all that `tensor` holds on this rank, which has some of it."""
     parts = [part for part in values_of(tensor) if part.numel() and _mark_of(part.dtype) is not None]
     return bool(parts) and all(map(_holds_mark, parts))
 
@@ -59,3 +53,150 @@ def _mark_of(dtype: torch.dtype) -> float | None:
 def _holds_mark(part: Tensor) -> bool:
     holds = part.eq(torch.iinfo(part.dtype).max) if part.dtype in _INTEGERS else part.isnan()
     return bool(holds.all())
+
+
+# ---- what was given memory without values
+
+
+class _Empty:
+    """Parameters and buffers of one group that were given memory without values, and their versions then."""
+
+    def __init__(self) -> None:
+        self.params: list[tuple[FSDPParam, weakref.ref[Tensor], int]] = []
+        self.buffers: list[tuple[weakref.ref[Tensor], int]] = []
+
+
+_empty: weakref.WeakKeyDictionary[FSDPParamGroup, _Empty] = weakref.WeakKeyDictionary()
+
+
+def note_emptied_parameters(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
+    """Notes that these parameters of the group, which were on the meta device, have just been given memory."""
+    with no_torch_function():
+        found = [(param, weakref.ref(param.local), version_if_counted(param.sharded)) for param in params]
+    if found:
+        _empty.setdefault(group, _Empty()).params.extend(found)
+
+
+def note_emptied_buffers(module: nn.Module, params: Iterable[FSDPParam], buffers: Iterable[Any]) -> None:
+    """Marks what `to_empty` of a sharded module has just given memory, and notes the buffers."""
+    if not is_on("empty memory"):
+        return
+    for param in params:
+        mark(param.local)
+    for buffer in buffers:
+        mark(buffer)
+        noted = (weakref.ref(buffer), version_if_counted(buffer))
+        _empty.setdefault(groups_of(module)[0], _Empty()).buffers.append(noted)
+
+
+def unwritten_params(group: FSDPParamGroup) -> list[FSDPParam]:
+    """Returns those of the group's parameters that no in-place operation has written to since, and nobody has replaced,
+    as far as version counters tell: collectives don't count.
+    """
+    found = _empty.get(group)
+    if found is None:
+        return []
+    with no_torch_function():
+        found.params = [
+            each
+            for each in found.params
+            if each[1]() is each[0].local and version_if_counted(each[0].sharded) == each[2]
+        ]
+    return [param for param, *_ in found.params]
+
+
+def unwritten_buffers(group: FSDPParamGroup) -> list[Tensor]:
+    """Returns those buffers that nobody has written to since. They need not be registered any more."""
+    found = _empty.get(group)
+    if found is None:
+        return []
+    alive = [(tensor, version) for reference, version in found.buffers if (tensor := reference()) is not None]
+    left = [(tensor, version) for tensor, version in alive if version_if_counted(tensor) == version]
+    found.buffers = [(weakref.ref(tensor), version) for tensor, version in left]
+    return [tensor for tensor, _ in left if is_marked(tensor)]
+
+
+def find_unwritten(groups: Iterable[FSDPParamGroup]) -> set[FSDPParam | Tensor]:
+    """Returns the parameters and buffers that `unwritten_params` and `unwritten_buffers` find."""
+    return {each for group in groups for each in (*unwritten_params(group), *unwritten_buffers(group))}
+
+
+class EmptyMemory(RankCheck):
+    """Refuses to train with memory that nobody has initialised, at the first look, and the first after loading."""
+
+    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
+        if not look.is_anew:
+            return
+        on_mesh: dict[DataMesh, list[FSDPParamGroup]] = {}
+        for group in look.root.groups:
+            on_mesh.setdefault(group.mesh, []).append(group)
+        for mesh, groups in on_mesh.items():
+            if connects(mesh):
+                yield mesh, _question(groups)
+
+
+def _question(groups: Sequence[FSDPParamGroup]) -> Question:
+    def judge(bounds: Sequence[tuple[int, int]]) -> None:
+        for group, (_, unwritten) in zip(groups, bounds, strict=True):
+            if unwritten:
+                raise RuntimeError(
+                    f"{_names_in(group)[unwritten - 1]}: to_empty gave it memory, and nobody has initialised it since. "
+                    "Initialise or load it before the first forward; a buffer that no state dict holds, too."
+                )
+
+    return Question("empty memory", [*map(_last_unwritten, groups)], judge)
+
+
+def _last_unwritten(group: FSDPParamGroup) -> int:
+    """Returns one more than the index, in `_names_in`, of a tensor that is as `to_empty` left it, or 0."""
+    params = [param.name for param in unwritten_params(group) if is_marked(param.local)]
+    empty = {id(buffer) for buffer in unwritten_buffers(group)}
+    buffers = [name for name, buffer in _buffers_in(group) if id(buffer) in empty] if empty else []
+    indices = [_names_in(group).index(name) + 1 for name in params + buffers]
+    return max(indices, default=0)
+
+
+def _names_in(group: FSDPParamGroup) -> list[str]:
+    """Returns the names of its parameters, and of all buffers below its modules: the same on all ranks."""
+    return [*(param.name for param in group.params), *(name for name, _ in _buffers_in(group))]
+
+
+def _buffers_in(group: FSDPParamGroup) -> Iterator[tuple[str, Tensor]]:
+    prefix = "" if group.name == "root" else group.name
+    for module in group.modules:
+        yield from module.named_buffers(prefix)
+
+
+# ---- what has no memory
+
+
+def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Returns where those of `modules` have buffers with elements, and without memory for them."""
+    return [
+        (module, name)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and buffer.numel()
+    ]
+
+
+class BuffersOnMeta(ForwardCheck):
+    """Refuses a first forward with buffers on the meta device: torch may read as indices what is no memory."""
+
+    def __init__(self) -> None:
+        self._passed: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def looks_at(self, group: FSDPParamGroup, number: int, is_thorough: bool) -> None:
+        if group in self._passed and not self.always:
+            return
+        device = group.mesh.device
+        found = buffers_on_meta(group.state.own_modules())
+        if found and device.type != "meta":
+            below = names_below(group.root.state.modules)
+            names = [f"{fqn(below[module], name)} on meta" for module, name in found]
+            raise RuntimeError(
+                f"expected buffers on {device}, got {', '.join(names)}. Materialise the model before its first "
+                f"forward: model.to_empty(device={device.type!r}), then initialise or load; or assign what the state "
+                "dict that was loaded lacks."
+            )
+        self._passed.add(group)

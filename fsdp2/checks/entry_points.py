@@ -1,37 +1,75 @@
 """Ways into a sharded module other than its forward. Nothing gathers there by itself: errors say what does.
 
 Many methods are about the sharded parameters: they build an optimizer, initialise, count, save. Those that compute with
-full ones are to be registered (see forward_method.py). Without that, torch says no more than that it can't mix tensors
-and DTensors. What is here costs next to nothing while modules have full parameters.
+unsharded ones are to be registered (see forward_method.py). Without that, torch says no more than that it can't mix
+tensors and DTensors. What is here costs next to nothing while modules have unsharded parameters.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from traceback import walk_tb
 from types import FrameType, FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..ext.owners import all_states
+from ..core.group import UNSHARDED, FSDPParamGroup
 from ..core.parameter import FSDPParam
-from ..core.state import FSDPState, state_of
-from ..core.user_code import left_out, tensors_in
+from ..core.state import FSDPState, names_below, state_of
+from ..core.user_code import attribute_names, fields_of, is_dataclass, tensors_in
+from ..ext.compat import watch_calls
+from ..ext.owners import all_groups
+from .looks import Check
 
+_KEY = "fsdp2"
+# What holds no tensors, or is not looked into.
+_ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, torch.device, nn.Module)
 # What torch says of operands of different dtypes.
 _ON_DTYPES = re.compile("dtype|scalar type|should be the same")
 # What torch says of an operation on sharded parameters and a plain tensor, and of one that it can't do on shards.
 _ON_SHARDS = re.compile("mixed torch.Tensor and DTensor|sharding strategy")
 
 
+class EntryPoints(Check):
+    """Refuses calls of modules whose parameters another module gathers, while these are sharded."""
+
+    def attached(self, root: Any) -> None:
+        for group in root.groups:
+            self._unwatch(group)
+            inside = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+            for module in inside:
+                if module not in group.modules:
+                    self._watch(group, module)
+        leave_fast_paths(names_below(root.state.modules))
+
+    def detached(self, root: Any) -> None:
+        for group in root.groups:
+            self._unwatch(group)
+
+    def _watch(self, group: FSDPParamGroup, module: nn.Module) -> None:
+        hooks = watch_calls(module, _KEY)
+        group.registration.while_sharded.append((hooks, _KEY, refuse_call))
+        if group.phase is not UNSHARDED:
+            hooks[_KEY] = refuse_call
+
+    def _unwatch(self, group: FSDPParamGroup) -> None:
+        entries = group.registration.while_sharded
+        for hooks, key, value in entries:
+            if value is refuse_call:
+                hooks.pop(key, None)
+        entries[:] = [each for each in entries if each[2] is not refuse_call]
+
+
 def leave_fast_paths(modules: Iterable[nn.Module]) -> None:
-    """Have torch's transformer layers among `modules` call what is sharded inside them: in evaluation they would read
-    its parameters, but for modules that have hooks.
+    """Has torch's transformer layers among `modules` call what is sharded inside them: in evaluation they would read
+    its parameters, except from modules that have hooks.
     """
     for layer in (module for module in modules if isinstance(module, nn.TransformerEncoderLayer)):
         for module in layer.modules():
@@ -44,8 +82,11 @@ def _do_nothing(module: nn.Module, args: Any) -> None:
     pass
 
 
+# ---- calls of modules
+
+
 class _NotGatheredError(RuntimeError):
-    """`owner`: whose parameters were sharded."""
+    """`owner`: the state whose parameters were sharded."""
 
     def __init__(self, text: str, owner: FSDPState) -> None:
         super().__init__(text)
@@ -53,7 +94,7 @@ class _NotGatheredError(RuntimeError):
 
 
 def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A module whose parameters another one gathers is called while they are sharded.
+    """Forward pre-hook of a module that is called while its parameters, which another module gathers, are sharded.
 
     Raises:
         RuntimeError: unless the call computes on shards, with DTensors.
@@ -62,7 +103,7 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
     if owner is None or any(isinstance(tensor, DTensor) for tensor in tensors_in(args, kwargs)):
         return
     outer, inner = _expression(owner.modules[0], owner), _expression(module, owner)
-    by = inner if owner is owner.context.root else outer  # of the root's, little may be meant
+    by = inner if owner is owner.root.state else outer  # of the root's parameters, few may be meant
     raise _NotGatheredError(
         f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
         f"forward of {outer}. Call it inside `with fsdp2.full_params({by}):`, or apply fully_shard to {inner}, too, "
@@ -71,8 +112,8 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
     )
 
 
-def explained_methods(cls: type) -> dict[str, Callable[..., Any]]:
-    """The public methods of `cls`, but those of torch, with errors that say how to have parameters gathered."""
+def class_attributes(cls: type) -> dict[str, Callable[..., Any]]:
+    """Returns the public methods of `cls`, but those of torch, with errors that say how to have parameters gathered."""
     found = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
     return {
         name: _explained(name, value)
@@ -100,20 +141,25 @@ def _explained(name: str, method: Any) -> Callable[..., Any]:
     return wraps(method)(iterate if inspect.isgeneratorfunction(method) else call)
 
 
+# ---- dtypes
+
+
 class _NotCastError(RuntimeError):
     pass
 
 
 def explain_dtypes(error: RuntimeError, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise a better error, if `error` is about dtypes, and `module` was called with tensors that its policy has not
+    """Raises a better error, if `error` is about dtypes, and `module` was called with tensors that its policy has not
     cast, because they are in objects of a user's own. Objects are not copied for that: a module may write to them.
     """
     state = state_of(module)
     dtype = None if state is None else state.input_dtype
     if state is None or dtype is None or isinstance(error, _NotCastError) or not _ON_DTYPES.search(str(error)):
         return
+    if not _is_on(state):
+        return
     for name, value in _named_arguments(module, args, kwargs).items():
-        for path, inside, tensor in left_out(value, name):
+        for path, inside, tensor in _tensors_in_objects(value, name):
             if tensor.is_floating_point() and tensor.dtype != dtype:
                 kind = type(inside).__name__
                 raise _NotCastError(
@@ -126,20 +172,52 @@ def explain_dtypes(error: RuntimeError, module: nn.Module, args: Any, kwargs: An
 
 
 def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """What `module` was called with, under the names that its forward gives that, if it has them."""
+    """Returns what `module` was called with, under the names that its forward gives that, if it has them."""
     try:
         return inspect.signature(module.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return {"args": args, **kwargs}
 
 
+def _tensors_in_objects(value: Any, name: str) -> Iterator[tuple[str, Any, Tensor]]:
+    """Yields the tensors that `map_tensors` does not look for, since they are in objects of other kinds: an expression
+    for each, if `value` is called `name`, and the outermost such object around it.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any, Any]] = [(name, value, None)]
+    while waiting:
+        name, value, inside = waiting.pop()
+        if isinstance(value, Tensor):
+            if inside is not None:
+                yield name, inside, value
+        elif not isinstance(value, _ATOMS) and id(value) not in seen:
+            seen.add(id(value))
+            is_mapped = isinstance(value, (tuple, list, dict, UserDict)) or is_dataclass(value)
+            inside = value if inside is None and not is_mapped else inside
+            waiting.extend((name + path, item, inside) for path, item in reversed(_parts_by_path(value)))
+
+
+def _parts_by_path(value: Any) -> list[tuple[str, Any]]:
+    """Returns each part of `value`, with what is written behind an expression for `value` to get that part."""
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return [(f"[{i}]", item) for i, item in enumerate(value)]
+    names = fields_of(value) if is_dataclass(value) else attribute_names(value)
+    return [(f".{name}", getattr(value, name)) for name in names]
+
+
+# ---- methods
+
+
 def explain(error: RuntimeError, entry: nn.Module, name: str, is_generator: bool = False) -> None:
-    """Raise a better error, if `error` comes of sharded parameters that `entry.name(...)` has met."""
+    """Raises a better error, if `error` comes of sharded parameters that `entry.name(...)` has met."""
     if isinstance(error, _NotGatheredError):
-        owners = [error.owner] if entry in error.owner.modules and not error.owner.group.faces.installed else []
+        is_sharded = entry in error.owner.modules and not _is_registered(error.owner)
+        owners = [error.owner] if is_sharded else []
     else:
         owners = _owners_met(error) if _ON_SHARDS.search(str(error)) else []
-    if not owners:
+    if not owners or not _is_on(owners[0]):
         return
     owner, is_own = owners[0], all(entry in each.modules for each in owners)
     where, by = _expression(entry, owner), _expression(owner.modules[0] if len(owners) == 1 else entry, owner)
@@ -156,9 +234,14 @@ def explain(error: RuntimeError, entry: nn.Module, name: str, is_generator: bool
     raise _NotGatheredError(text, owner) from error.__cause__ or error
 
 
+def _is_on(state: FSDPState) -> bool:
+    """Returns True if the check is in force for the root of `state`."""
+    return state.root.events.of(EntryPoints) is not None
+
+
 def _owners_met(error: RuntimeError) -> list[FSDPState]:
-    """Whose sharded parameters torch has refused to compute with: the innermost module's own, or, if it has none, or
-    full ones, those below it that the code that ran speaks of most.
+    """Returns the states whose sharded parameters torch has refused to compute with: the innermost module's own, or, if
+    it has none, or unsharded ones, those below it that the code that ran speaks of most.
     """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     *_, (depth, innermost) = (
@@ -177,20 +260,25 @@ def _owners_met(error: RuntimeError) -> list[FSDPState]:
 
 
 def _was_gathered(owner: FSDPState, frames: list[FrameType]) -> bool:
-    """Whether what raised is a part of its forward: then its parameters may be DTensors, of tensor parallelism."""
-    return owner.group.faces.installed or any(frame.f_locals.get("state") is owner for frame in frames)
+    """Returns True if its forward has raised: then its parameters may be DTensors, of tensor parallelism."""
+    return _is_registered(owner) or any(frame.f_locals.get("state") is owner for frame in frames)
+
+
+def _is_registered(owner: FSDPState) -> bool:
+    """Returns True if modules have the unsharded parameters."""
+    return any(group.phase is UNSHARDED for group in owner.groups)
 
 
 def _sharded(modules: Iterable[nn.Module]) -> Iterator[tuple[FSDPState, FSDPParam]]:
-    """The modules' own parameters, where the sharded ones are registered, and whose they are."""
+    """Yields the modules' own parameters, where the sharded ones are registered, and the states that they belong to."""
     registered = {id(param) for module in modules for param in module._parameters.values()}
-    for state in all_states():
-        yield from ((state, param) for param in state.group.params if id(param.sharded) in registered)
+    for group in all_groups():
+        yield from ((group.state, param) for param in group.params if id(param.sharded) in registered)
 
 
 def _expression(module: nn.Module, owner: FSDPState) -> str:
-    """What a user writes for `module`: `model.blocks[0]`."""
-    for root in owner.context.root.modules:
+    """Returns what a user writes for `module`: `model.blocks[0]`."""
+    for root in owner.root.state.modules:
         for name, each in root.named_modules(prefix="model"):
             if each is module:
                 return re.sub(r"\.(\d+)", r"[\1]", name)

@@ -1,20 +1,23 @@
-"""Finds settings that reach only a part of a model: divisors of some groups only, callables that no group calls."""
+"""Finds settings that reach only a part of a model: divisors of some groups only, functions that no group calls."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
-from ..core.gradients import GroupGradients
-from ..core.state import FSDPState, data_mesh_of, some_of
+from ..core.group import FSDPParamGroup
+from ..ext.collectives import choice_of
+from .looks import Check
+from .questions import some_of, widest_mesh
 
-# By the method that sets it: a user's callable, which a group without parameters never calls.
-_CALLABLES = {
-    "set_custom_all_gather": lambda group: group._choice.all_gather,
-    "set_custom_reduce_scatter": lambda group: group._choice.reduce_scatter,
-    "set_all_reduce_hook": lambda group: group.gradients.reduction.hook,
+# By the method that sets it: a user's function, which a group without parameters never calls.
+_FUNCTIONS = {
+    "set_custom_all_gather": lambda group: choice_of(group).all_gather,
+    "set_custom_reduce_scatter": lambda group: choice_of(group).reduce_scatter,
+    "set_all_reduce_hook": lambda group: group.settings.reduce_hook,
 }
 _ADVICE = {
     "divided apart": "The gradients of one model are divided in several ways ({}), which scales some of them against "
@@ -25,67 +28,92 @@ _ADVICE = {
 }
 
 
-class CheckedSettings:
-    """Remembers, for one optimizer, that the settings of the model that it steps on have been checked."""
+class _Changes:
+    """How often settings of a group, or which of its parameters are trainable, have changed in this process."""
+
+    number = 0
+
+
+class PartialSettings(Check):
+    """Notes when settings change, or which parameters are trainable: the next step of an optimizer checks them."""
 
     def __init__(self) -> None:
-        self._changes = -1
+        self._before: dict[FSDPParamGroup, Any] = {}
 
-    def check(self, optimizer: Optimizer, states: Sequence[FSDPState]) -> None:
-        """Checks the settings of all groups under the roots of `states`, if any setting has changed since the last
-        check.
+    def attached(self, root: Any) -> None:
+        _Changes.number += 1
 
-        Raises:
-            RuntimeError: `find_partial` finds something. Settings are alike on all ranks, so all of them raise.
-        """
-        changes = GroupGradients.changes
-        if changes == self._changes:
-            return
-        for kind, found in find_partial(other for state in states for other in state.context.states).items():
-            if found:
-                raise RuntimeError(f"{type(optimizer).__name__}.step: {_ADVICE[kind].format(some_of(found))}")
-        self._changes = changes
+    def settings_changed(self, group: FSDPParamGroup) -> None:
+        functions = [get(group) for get in _FUNCTIONS.values()]
+        now = (group.settings.divide_factor, functions, [*group.parameters.trainable])
+        if self._before.get(group) != now:  # others are changed in each step of an accumulation
+            self._before[group] = now
+            _Changes.number += 1
 
 
-def find_partial(states: Iterable[FSDPState]) -> dict[str, list[str]]:
-    """Finds what reaches only a part of `states`, the groups of one model: descriptions by kind.
+# By the identity of an optimizer, while it is alive: the number of changes when the settings of its model were checked,
+# and of how many groups it stepped on parameters then.
+_checked: dict[int, tuple[int, int]] = {}
 
-    Groups on different meshes (experts, say) may divide their gradients differently, and so may frozen ones.
+
+def check_settings(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool = False) -> None:
+    """Checks the settings of all groups under the roots of `groups`, on whose parameters `optimizer` is about to step,
+    if any setting has changed since the optimizer's last step.
+
+    Raises:
+        RuntimeError: `find_partial` finds something. Settings are alike on all ranks, so all of them raise.
     """
-    states = list(dict.fromkeys(states))
-    return {"divided apart": [*_divided_apart(states)], "never called": [*_never_called(states)]}
+    # A step in backward is one on a few parameters, of the same model.
+    now = _Changes.number, 0 if in_backward else len(groups)
+    if _checked.get(id(optimizer)) == now:
+        return
+    roots = [root for root in dict.fromkeys([g.root for g in groups]) if root.events.of(PartialSettings) is not None]
+    for kind, found in find_partial(group for root in roots for group in root.groups).items():
+        if found:
+            raise RuntimeError(f"{type(optimizer).__name__}.step: {_ADVICE[kind].format(some_of(found))}")
+    if id(optimizer) not in _checked:
+        weakref.finalize(optimizer, _checked.pop, id(optimizer), None)
+    _checked[id(optimizer)] = now
 
 
-def common_divisor(states: Sequence[FSDPState]) -> float:
-    """Returns what the gradients of those on the mesh of most ranks are divided by, once `find_partial` finds none."""
-    mesh = data_mesh_of(states)
-    divisors = [_divisor_of(state) for state in states if state.group.mesh == mesh and _is_divided(state)]
+def find_partial(groups: Iterable[FSDPParamGroup]) -> dict[str, list[str]]:
+    """Returns descriptions, by kind, of settings that reach only a part of `groups`, the groups of one model.
+
+    Groups on different meshes (experts, for example) may divide their gradients differently, and so may frozen ones.
+    """
+    groups = list(dict.fromkeys(groups))
+    return {"divided apart": [*_divided_apart(groups)], "never called": [*_never_called(groups)]}
+
+
+def common_divisor(groups: Sequence[FSDPParamGroup]) -> float:
+    """Returns what the gradients of groups on the widest mesh are divided by, once `find_partial` finds nothing."""
+    mesh = widest_mesh(groups)
+    divisors = [_divisor_of(group) for group in groups if group.mesh == mesh and _is_divided(group)]
     return divisors[0] if divisors else mesh.num_ranks
 
 
-def _divisor_of(state: FSDPState) -> float:
-    return state.group.gradients.reduction.divisor or state.group.mesh.num_ranks
+def _divisor_of(group: FSDPParamGroup) -> float:
+    return group.settings.divide_factor or group.mesh.num_ranks
 
 
-def _is_divided(state: FSDPState) -> bool:
-    """Returns whether the group has gradients, or was given a divisor for them."""
-    is_chosen = state.group.gradients.reduction.divisor is not None
-    return is_chosen or any(param.sharded.requires_grad for param in state.group.params)
+def _is_divided(group: FSDPParamGroup) -> bool:
+    """Returns True if the group has gradients, or was given a divisor for them."""
+    return group.settings.divide_factor is not None or any(param.sharded.requires_grad for param in group.params)
 
 
-def _divided_apart(states: Sequence[FSDPState]) -> Iterator[str]:
+def _divided_apart(groups: Sequence[FSDPParamGroup]) -> Iterator[str]:
     of_mesh: dict[Any, dict[float, list[str]]] = {}
-    for state in filter(_is_divided, states):
-        mesh = state.group.mesh
+    for group in filter(_is_divided, groups):
+        mesh = group.mesh
         axes = mesh.mesh, frozenset(mesh.shard_axes + mesh.replicate_axes)
-        of_mesh.setdefault(axes, {}).setdefault(_divisor_of(state), []).append(str(state))
+        of_mesh.setdefault(axes, {}).setdefault(_divisor_of(group), []).append(str(group))
     for of_divisor in of_mesh.values():
         if len(of_divisor) > 1:
             yield from (f"{some_of(names)} by {divisor:g}" for divisor, names in of_divisor.items())
 
 
-def _never_called(states: Sequence[FSDPState]) -> Iterator[str]:
-    for method, get in _CALLABLES.items():
-        having = [state for state in states if get(state.group) is not None]
-        if having and not any(state.group.params for state in having):
-            yield f"{method} on {some_of([str(state) for state in having])}"
+def _never_called(groups: Sequence[FSDPParamGroup]) -> Iterator[str]:
+    for method, get in _FUNCTIONS.items():
+        having = [group for group in groups if get(group) is not None]
+        if having and not any(group.params for group in having):
+            yield f"{method} on {some_of([*map(str, having)])}"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.comm import moves_data
-from .headers import Label, Runtime
+from ..core.comm import Purpose
 from ..core.mesh import DataMesh
-from .small_collectives import all_reduce_over
+from ..ext.rank_facts import all_reduce_over, moves_data
 
 
 class Question(NamedTuple):
@@ -23,40 +22,39 @@ class Question(NamedTuple):
     judge: Callable[[Sequence[tuple[int, int]]], None]
 
 
-def ask(mesh: DataMesh, questions: Sequence[Question], runtime: Runtime | None = None) -> None:
-    """Compare the numbers of all `questions` over the ranks of `mesh` in one all-reduce, and judge them in order.
+def ask(mesh: DataMesh, questions: Sequence[Question], root: Any = None) -> None:
+    """Compares the numbers of all `questions` over the ranks of `mesh` in one all-reduce, and judges them in order.
 
-    `runtime`: what runs, for errors to say so.
+    All of these ranks must call it. `root`: the Root that runs, for errors to say what it does.
     """
     numbers = [number for question in questions for number in question.numbers]
     if numbers:
         name = ", ".join(question.name for question in questions)
-        bounds = iter(bounds_over(mesh, numbers, name, runtime))
+        bounds = iter(bounds_over(mesh, numbers, name, root))
         for question in questions:
             question.judge([*islice(bounds, len(question.numbers))])
 
 
 def connects(mesh: DataMesh) -> bool:
-    """Whether its ranks, or its only one, can tell each other anything."""
+    """Returns True if its ranks, or its only one, can tell each other anything."""
     return mesh.num_ranks == 1 or moves_data(mesh.axis_groups, mesh.device)
 
 
-def bounds_over(
-    mesh: DataMesh, numbers: Sequence[Tensor | int], name: str, runtime: Runtime | None = None
-) -> list[tuple[int, int]]:
-    """Returns the least and the greatest of each over the ranks of `mesh`, all of which must call it. `name`: of what.
+def bounds_over(mesh: DataMesh, numbers: Sequence[Tensor | int], name: str, root: Any = None) -> list[tuple[int, int]]:
+    """Returns the least and the greatest of each number over the ranks of `mesh`, all of which must call it.
 
-    Of tensors without dims, too. They and the result cross between the host and the device in one copy each.
+    Numbers may be tensors without dims. They and the result cross between the host and the device in one copy each.
+    `name`: what the numbers are, for errors and for checks that compare what ranks do.
     """
     kind = mesh.device.type
     there = {i: each for i, each in enumerate(numbers) if isinstance(each, Tensor) and each.device.type == kind}
     sent = _to_device([0 if i in there else int(each) for i, each in enumerate(numbers)], mesh.device)
-    # What is a number on the host of this rank may be one on the device of another: each keeps its place.
+    # What is a number on the host of this rank may be one on the device of another: each keeps its index.
     own = torch.stack([there[i].to(sent) if i in there else each for i, each in enumerate(sent.unbind())])
-    both, label = torch.cat([~own, own]), Label(name)
-    if runtime is not None:
-        label.run_in(runtime)
-    all_reduce_over(both, mesh.axis_groups, largest=True, label=label)
+    both, purpose = torch.cat([~own, own]), Purpose(name)
+    if root is not None:
+        purpose.run_in(root)
+    all_reduce_over(both, mesh.axis_groups, largest=True, purpose=purpose)
     found = both.tolist()
     return [(~inverse, most) for inverse, most in zip(found[: len(own)], found[len(own) :], strict=True)]
 
@@ -68,5 +66,16 @@ def _to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def greatest(numbers: Sequence[Tensor]) -> Tensor | int:
-    """Returns the greatest of some numbers that are not negative, of one device, where they lie."""
+    """Returns the greatest of some numbers that are not negative, of one device, where they lie; 0 if there are none."""
     return torch.stack([*numbers]).amax() if numbers else 0
+
+
+def widest_mesh(groups: Iterable[Any]) -> DataMesh:
+    """Returns the mesh of most ranks among those of `groups`: the ranks that train on one batch."""
+    meshes: Iterable[DataMesh] = (group.mesh for group in groups)
+    return max(meshes, key=lambda mesh: mesh.num_ranks)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Returns the first three names, and how many more there are, for errors."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

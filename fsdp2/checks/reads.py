@@ -20,20 +20,15 @@ class PassReads:
         self.waiting: list[tuple[Tensor, Callable[[list[int]], None]]] = []
 
     def add(self, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
-        """Have `judge` called with `numbers`, a flat int64 tensor, when the pass ends. It may raise."""
+        """Calls `judge` with `numbers`, a flat int64 tensor, when the pass ends. It may raise."""
         self.waiting.append((numbers, judge))
 
-    @property
-    def are_waiting(self) -> bool:
-        """Whether there is anything to judge."""
-        return bool(self.waiting)
-
     def drop(self) -> None:
-        """The pass has failed: nothing is judged."""
+        """Judges nothing: the pass has failed."""
         self.waiting.clear()
 
     def judge(self) -> None:
-        """The pass ends. Every judge is called; then this raises what the first one has raised, if any has."""
+        """Calls every judge; then raises what the first one has raised, if any has."""
         waiting, self.waiting = self.waiting, []
         errors = []
         for (_, judge), numbers in zip(waiting, read_all([numbers for numbers, _ in waiting]), strict=True):
@@ -47,7 +42,7 @@ class PassReads:
 
 def read_all(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Returns what flat int64 tensors hold. The host waits once for each device on which some of them lie."""
-    whole = {}
+    values = {}
     for device in dict.fromkeys(tensor.device for tensor in tensors if tensor.numel()):
-        whole[device] = iter(torch.cat([tensor for tensor in tensors if tensor.device == device]).tolist())
-    return [[next(whole[tensor.device]) for _ in range(tensor.numel())] for tensor in tensors]
+        values[device] = iter(torch.cat([tensor for tensor in tensors if tensor.device == device]).tolist())
+    return [[next(values[tensor.device]) for _ in range(tensor.numel())] for tensor in tensors]

@@ -4,16 +4,69 @@ numbers that must stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dtensor.compat import local_if_any
+from ..core.compat import local_if_any
+from ..core.mesh import DataMesh
+from .looks import Look, RankCheck, is_time_to_look
+from .observers import reads_of
+from .questions import Question, connects, greatest
 
 _SAMPLE = 4096
 _TELLING = 3
 _NONE = torch.iinfo(torch.int64).max
+
+
+class RoundedInputs(RankCheck):
+    """Looks at the inputs that forwards cast, and tells all ranks what one of them has found."""
+
+    def __init__(self) -> None:
+        # How often the inputs of each state were cast, and what whole numbers were rounded then; those of the pass that
+        # runs, which the host has not read yet.
+        self._casts: dict[Any, int] = {}
+        self._rounded: dict[Any, set[int]] = {}
+        self._unread: dict[Any, Tensor] = {}
+
+    def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        number = self._casts[state] = self._casts.get(state, 0) + 1
+        if is_time_to_look(number, self.always) and connects(state.groups[0].mesh):
+            found = rounded_whole_numbers(inputs, dtype)
+            if found is not None:
+                self._unread[state] = found
+                reads_of(state.root).add(found, partial(self._note_rounded, state))
+
+    def _note_rounded(self, state: Any, found: Sequence[int]) -> None:
+        self._unread.pop(state, None)
+        self._rounded.setdefault(state, set()).update(numbers_in(found))
+
+    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
+        states = look.root.states
+        if look.mesh is None or all(state.input_dtype is None for state in states):
+            return
+        indices = {state: i for i, state in enumerate(states, 1)}
+        known = max((indices[state] for state, found in self._rounded.items() if tells_of_numbers(found)), default=0)
+        # Of the pass that runs, which the host has not read: what several forwards have found shows one look later.
+        unread = [tells(found) * indices[state] for state, found in self._unread.items()]
+
+        def judge(bounds: Sequence[tuple[int, int]]) -> None:
+            found = max(most for _, most in bounds)
+            if found:
+                self._rounded.clear()
+                self._unread.clear()
+                state = states[found - 1]
+                raise RuntimeError(
+                    f"{state}: its inputs hold, on some rank, floating-point whole numbers (positions, time steps?) "
+                    f"that {state.input_dtype}, to which its MixedPrecisionPolicy casts them, makes others of. Pass "
+                    "cast_forward_inputs=False there, and cast in the module what may be rounded; or pass integers; "
+                    "or, if it is meant, cast them before the call."
+                )
+
+        yield look.mesh, Question("rounded inputs", [known, greatest(unread)], judge)
 
 
 def rounded_whole_numbers(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -33,16 +86,17 @@ def rounded_whole_numbers(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tens
 
 
 def tells(found: Tensor) -> Tensor:
-    """Returns, on the device of `found`, whether that alone holds too many for `tells_of_numbers`."""
+    """Returns, on the device of `found`, True if that alone holds too many for `tells_of_numbers`."""
     return found[-1] != _NONE
 
 
 def numbers_in(found: Iterable[int]) -> set[int]:
+    """Returns the numbers that `rounded_whole_numbers` has found, as the host has read them."""
     return set(found) - {_NONE}
 
 
 def tells_of_numbers(rounded: set[int]) -> bool:
-    """Whether so many different ones are too many for a mask, which has one large value, or two that were added."""
+    """Returns True if so many different ones are too many for a mask, which has one large value, or two, added."""
     return len(rounded) >= _TELLING
 
 

@@ -7,15 +7,22 @@ error and no mismatch, only weights whose parts are of different models.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..core.group import FSDPParamGroup
+from ..core.mesh import DataMesh
+from ..ext.compat import stepped_on_accumulation
+from .looks import Look, RankCheck
+from .questions import Question, some_of
 
-class StepHistory:
-    """Of one rank, since ranks have last begun to compare it."""
+
+class StepHistory(RankCheck):
+    """Compares the steps that ranks have taken since they last compared them, and what gradients are divided by."""
 
     def __init__(self) -> None:
         self.count = self.settings = 0
@@ -25,9 +32,43 @@ class StepHistory:
         self.count += 1
         self.settings = zlib.crc32(repr(_settings_of(optimizer)).encode(), self.settings)
 
+    def out_of_step(self, root: Any) -> None:
+        self.count = self.settings = 0
+
+    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
+        if look.mesh is None or look.mesh.num_ranks == 1 or look.number == 1:
+            return
+        root = look.root
+        divisors = [group.settings.divide_factor for group in root.groups]
+        count, settings = self.count, self.settings
+        self.count = self.settings = 0
+
+        def judge(bounds: Sequence[tuple[int, int]]) -> None:
+            (least, most), counts, of_settings = bounds
+            if least != most:
+                raise RuntimeError(
+                    f"{root.state}: gradients are divided by other numbers on some rank than on others. Call "
+                    "set_gradient_divide_factor on all ranks, with the same factor."
+                )
+            names = [param.name for group in root.groups for param in group.params]
+            _refuse_different_steps(some_of(names), counts, of_settings)
+
+        numbers = (zlib.crc32(repr(divisors).encode()), count, settings)
+        yield look.mesh, Question(f"optimizer steps of {root.state}", numbers, judge)
+
+
+def note_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
+    """Notes that `optimizer` is about to step on parameters of `groups`, which ranks compare when they look next.
+
+    `in_backward`: it steps on a few parameters at a time, which ranks do not compare.
+    """
+    history = groups[0].root.events.of(StepHistory)
+    if history is not None and not in_backward:
+        history.note(optimizer)
+
 
 def _settings_of(optimizer: Optimizer) -> list[list[tuple[str, Any]]]:
-    """The numbers among the options of each of its parameter groups."""
+    """Returns the numbers among the options of each of its parameter groups."""
     return [
         sorted((name, value) for name, value in map(_as_number, group.items()) if value is not None)
         for group in optimizer.param_groups
@@ -42,22 +83,32 @@ def _as_number(option: tuple[str, Any]) -> tuple[str, Any]:
     return name, tuple(map(float, several)) if all(isinstance(each, Real) for each in several) else None
 
 
-def refuse_different_steps(who: str, counts: tuple[int, int], settings: tuple[int, int]) -> None:
-    """`counts`, `settings`: the least and the greatest of all ranks.
-
-    Raises:
-        RuntimeError: they differ.
-    """
+def _refuse_different_steps(names: str, counts: tuple[int, int], settings: tuple[int, int]) -> None:
+    """Raises RuntimeError if ranks differ. `counts`, `settings`: the least and the greatest of all ranks."""
     apart = "so each rank's part is of another model now. Have all ranks"
     if counts[0] != counts[1]:
         raise RuntimeError(
-            f"{who}: since ranks last compared it, optimizers have stepped {counts[0]} times on some rank and "
+            f"{names}: since ranks last compared it, optimizers have stepped {counts[0]} times on some rank and "
             f"{counts[1]} times on another, {apart} decide alike whether to step (all-reduce what that depends on), "
             "and load a checkpoint of before."
         )
     if settings[0] != settings[1]:
         raise RuntimeError(
-            f"{who}: since ranks last compared it, optimizers have stepped with other settings on some rank than on "
+            f"{names}: since ranks last compared it, optimizers have stepped with other settings on some rank than on "
             f"others (lr, of a scheduler that follows each rank's own loss?), {apart} choose alike (all-reduce what "
             "that depends on), and load a checkpoint of before."
         )
+
+
+class OptimizersOnAccumulation(RankCheck):
+    """Refuses torch's `_apply_optimizer_in_backward`, which steps where autograd accumulates a parameter's gradient."""
+
+    def refuse(self, root: Any) -> None:
+        stepped = stepped_on_accumulation()
+        for param in (param for group in root.groups if stepped for param in group.params):
+            if param.sharded in stepped:
+                raise NotImplementedError(
+                    f"{param.name}: _apply_optimizer_in_backward would never step, for gradients of sharded parameters "
+                    "come from reductions, not from autograd. Call model.set_optimizer_in_backward(optimizer), or step "
+                    "in register_post_accumulate_grad_hook of each parameter."
+                )

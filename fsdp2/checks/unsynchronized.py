@@ -1,4 +1,7 @@
-"""What stands in `.grad` where there is no gradient to use."""
+"""Shows unsynchronized gradients to the user: stand-ins in `.grad`, which `zero_grad` clears and nothing else may use.
+
+It is no check that can be switched: without it `zero_grad` would not reach unsynchronized gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,41 +11,52 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import dtensor_compat, torch_compat
+from ..core.compat import local_of, new_dtensor, no_torch_function, set_local
+from ..core.events import Observer, strategies
+from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
+from ..ext.compat import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
 
 
-class UnsyncedGrad(DTensor):
-    """Stands in `.grad` while gradients wait, unreduced, for a backward pass that synchronises.
+class UnsynchronizedGrad(DTensor):
+    """Stands in `.grad` while a gradient is unsynchronized: its value isn't known before it is reduced.
 
-    It makes the waiting gradients visible to `zero_grad`, in both of its ways: set to zero, it becomes a plain DTensor
-    of zeros. It refuses every other use, since the value isn't known before it is reduced.
+    Set to zero, it becomes a plain DTensor of zeros. It refuses every other use.
     """
 
     why = (
         "this gradient is not synchronised between ranks yet. Call set_requires_gradient_sync(True) before the last "
         "backward of an accumulation, and use .grad (clip, step, ...) after it."
     )
-    # What had been reduced before, if anything.
+    shown = "is not synchronised between ranks yet: the next backward after set_requires_gradient_sync(True) reduces it"
+    # The gradient that had been reduced before, if there was one.
     reduced: Tensor | None = None
-    # What waited went down with a backward pass that failed.
+    # The unsynchronized gradient was included in a backward pass that failed.
     is_lost = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """torch 2.11 handles subclasses of DTensor in C++ and doesn't ask `__torch_dispatch__`: ask here, too."""
-        if func in torch_compat.ZERO_FUNCTIONS:
+        if func in ZERO_FUNCTIONS:
             return _set_to_zero(args[0])
-        if not torch_compat.reads_metadata(func):
+        if func is Tensor.__repr__:
+            return repr(args[0])
+        if not reads_metadata(func):
             cls._refuse(torch.overrides.resolve_name(func) or str(func))
-        with dtensor_compat.no_torch_function():
+        with no_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func not in torch_compat.ZERO_OPS:
+        if func not in ZERO_OPS:
             cls._refuse(str(func))
         return _set_to_zero(args[0])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<gradient of shape {tuple(self.shape)} that {self.shown}>"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     def to_local(self, **_: Any) -> Any:
         self._refuse("to_local")
@@ -58,46 +72,105 @@ class UnsyncedGrad(DTensor):
         raise RuntimeError(f"{what}: {cls.why}")
 
 
-class SteppedGrad(UnsyncedGrad):
-    """Stands in `.grad` of parameters that were stepped in backward, until the next: whoever clips or steps afterwards,
-    as usual, would do nothing.
+class SteppedGrad(UnsynchronizedGrad):
+    """Stands in `.grad` of parameters that were stepped in backward, until the next backward: clipping or stepping
+    afterwards, as usual, would do nothing.
     """
 
     why = (
         "the optimizer has stepped with this gradient in backward, and cleared it (set_optimizer_in_backward). What "
         "needs all gradients before a step (clipping by norm, GradScaler) can't be combined with that."
     )
+    shown = "the optimizer has stepped with in backward, and cleared"
 
 
 def _set_to_zero(gradients: Any) -> Any:
-    """What `zero_grad(set_to_none=False)` does, to one gradient or to a list in which others may stand."""
+    """Does what `zero_grad(set_to_none=False)` does, to one gradient or to a list in which others may stand."""
     several = not isinstance(gradients, Tensor)
     for gradient in gradients if several else [gradients]:
-        if isinstance(gradient, UnsyncedGrad):
-            zeros = torch.zeros_like(dtensor_compat.local_of(gradient), memory_format=torch.contiguous_format)
-            dtensor_compat.set_local(gradient, zeros)
-            gradient.__class__ = DTensor  # type: ignore[assignment]
-            dtensor_compat.of_chosen_class(gradient)
+        if isinstance(gradient, UnsynchronizedGrad):
+            zeros = torch.zeros_like(local_of(gradient), memory_format=torch.contiguous_format)
+            set_local(gradient, zeros)
+            gradient.__class__ = strategies().tensor_class  # type: ignore[assignment]
         elif isinstance(gradient, DTensor):
-            dtensor_compat.local_of(gradient).zero_()
+            local_of(gradient).zero_()
         else:
             gradient.zero_()
     return None if several else gradients
 
 
-def put_stand_in(param: FSDPParam, kind: type[UnsyncedGrad], is_lost: bool = False) -> None:
-    """Into `.grad` of the sharded parameter, unless one is there."""
-    if not isinstance(param.sharded.grad, UnsyncedGrad):
+def put_stand_in(param: FSDPParam, kind: type[UnsynchronizedGrad], is_lost: bool = False) -> None:
+    """Puts a stand-in into `.grad` of the sharded parameter, unless one is there."""
+    if not isinstance(param.sharded.grad, UnsynchronizedGrad):
         nothing = torch.zeros((), dtype=param.local.dtype, device=param.local.device).expand(param.local.shape)
-        stand_in = kind(nothing, param.dtensor_spec, requires_grad=False)
+        stand_in: Any = new_dtensor(kind, nothing, param.dtensor_spec)
         stand_in.reduced, stand_in.is_lost = param.sharded.grad, is_lost
         param.sharded.grad = stand_in
 
 
 def take_stand_in(param: FSDPParam) -> bool:
-    """Put back what the stand-in stands before. Return whether there was one."""
+    """Puts back the gradient that the stand-in has replaced. Returns True if there was a stand-in."""
     stand_in = param.sharded.grad
-    if not isinstance(stand_in, UnsyncedGrad):
+    if not isinstance(stand_in, UnsynchronizedGrad):
         return False
     param.sharded.grad = stand_in.reduced
     return True
+
+
+class UnsynchronizedGradients(Observer):
+    """Keeps the stand-ins of one root's groups in step with their unsynchronized gradients."""
+
+    def __init__(self) -> None:
+        # For each group, the indices of parameters that have got a stand-in.
+        self._marked: dict[FSDPParamGroup, set[int]] = {}
+
+    def backward_began(self, root: Any) -> None:
+        """Drops what the user has cleared or replaced since the last backward.
+
+        Raises:
+            RuntimeError: a gradient was lost in a backward pass that failed, and not cleared since.
+        """
+        if not self._marked:
+            return
+        for group, marked in self._marked.items():
+            for param in (group.params[i] for i in marked):
+                if isinstance(param.sharded.grad, UnsynchronizedGrad) and param.sharded.grad.is_lost:
+                    raise RuntimeError(
+                        f"{param.name}: unsynchronized gradients were lost in a backward pass that failed. Call "
+                        "zero_grad, and repeat the accumulation."
+                    )
+        for group, marked in self._marked.items():
+            for i in marked:
+                if not take_stand_in(group.params[i]):
+                    group.gradients.forget(i)
+        self._marked.clear()
+
+    def finalized(self, root: Any) -> None:
+        """Puts a stand-in into `.grad` of each parameter whose gradient is unsynchronized."""
+        for group in root.groups:
+            gradients = group.gradients
+            if gradients.unsynchronized or gradients.partial:
+                self._mark(group)
+
+    def _mark(self, group: FSDPParamGroup) -> None:
+        gradients, marked = group.gradients, self._marked.setdefault(group, set())
+        for i in {*gradients.unsynchronized, *gradients.partial}:
+            if i in marked and not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
+                gradients.forget(i)  # the user has cleared it since
+            else:
+                marked.add(i)
+                put_stand_in(group.params[i], UnsynchronizedGrad)
+
+    def backward_failed(self, root: Any) -> None:
+        """Marks as lost what the pass had included of earlier passes."""
+        for group in root.groups:
+            for i in group.gradients.taken:
+                self._marked.setdefault(group, set()).add(i)
+                put_stand_in(group.params[i], UnsynchronizedGrad, is_lost=True)
+        self.finalized(root)
+
+    def reset(self, root: Any) -> None:
+        for group, marked in self._marked.items():
+            for i in marked:
+                take_stand_in(group.params[i])
+        self._marked.clear()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import random_changes  # noqa: F401  adds its calls
-from fsdp2.unsynced_grad import UnsyncedGrad
+from fsdp2.checks.unsynchronized import UnsynchronizedGrad
 from helpers import NIGHTLY
 from random_calls import CALLS, Draw, close, program
 from random_models import make_model, shard, tolerance
@@ -85,7 +85,7 @@ def run_call(name: str, sharded: Side, plain: Side, draw: Draw) -> str | None:
         Refused: by the sharded side alone, with one of the call's messages.
     """
     run, refusals = (CALLS[name].run, CALLS[name].refusals) if name in CALLS else (close, ())
-    sharded.waits = plain.waits = any(isinstance(p.grad, UnsyncedGrad) for p in sharded.params.values())
+    sharded.waits = plain.waits = any(isinstance(p.grad, UnsynchronizedGrad) for p in sharded.params.values())
     error = error_of(run, sharded, draw)
     if error is not None and any(text in str(error) for text in refusals):
         raise Refused

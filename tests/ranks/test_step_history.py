@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from fsdp2 import fully_shard
-from fsdp2.guards.questions import bounds_over
-from fsdp2.state import require_state
+from fsdp2.checks.questions import bounds_over
+from fsdp2.core.state import require_state
 from helpers import run_ranks
 
 DIFFERENT = "each rank's part is of another model now"
@@ -145,7 +145,7 @@ def test_what_ranks_compare_keeps_its_place() -> None:
     """
 
     def body(rank: int, _: int) -> None:
-        mesh = require_state(build()).group.mesh
+        mesh = require_state(build()).groups[0].mesh
         given = [
             [1, torch.tensor(5), 7, torch.tensor(-4)],
             [torch.tensor(3), 2, torch.tensor(7), -9],

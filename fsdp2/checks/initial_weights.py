@@ -1,0 +1,226 @@
+"""The weights that ranks begin with: all must have cut the same, because they were seeded alike, or loaded the same.
+
+Some values of each parameter are kept from before it is sharded, until ranks have compared them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..core.api import Plan
+from ..core.compat import is_python_group, no_torch_function
+from ..core.group import FSDPParamGroup
+from ..core.mesh import DataMesh
+from ..core.parameter import FSDPParam
+from ..core.registration import version_if_counted
+from .checksum import bits_of, checksum
+from .looks import Look, RankCheck
+from .questions import Question, ask, bounds_over, connects, some_of
+
+_NUM_SAMPLES = 16
+# Where the values of a parameter come from: nobody knows, or they are others by now; fully_shard was given them; they
+# were loaded.
+UNKNOWN, BUILT, LOADED = range(3)
+
+
+class _Sample(NamedTuple):
+    """Some values of a tensor of this shape: those at `indices` of its elements."""
+
+    values: Tensor
+    shape: torch.Size
+    indices: range
+
+
+@lru_cache
+def _indices_among(numel: int) -> range:
+    """Returns the indices, among so many elements, of those that are kept."""
+    return range(0, numel, max(1, numel // _NUM_SAMPLES))
+
+
+def _sample(gathered: Any) -> _Sample | None:
+    """Returns some values of what the ranks of the mesh share of a parameter; None if it has none, or is no plain
+    tensor. Grad must be off.
+    """
+    if type(gathered) not in (Tensor, nn.Parameter) or gathered.dim() == 0 or gathered.is_meta:
+        return None
+    indices = _indices_among(gathered.numel())
+    values = torch.as_strided_copy(gathered.detach().contiguous(), (len(indices),), (indices.step,))
+    return _Sample(values, gathered.shape, indices)
+
+
+class InitialValues:
+    """Some values of one parameter that this rank has had whole, and where they came from (BUILT or LOADED)."""
+
+    def __init__(self, param: FSDPParam, sample: _Sample, origin: int) -> None:
+        self._param, self._sample, self._origin = weakref.ref(param), sample, origin
+        self._local: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self.note_place()
+
+    @property
+    def values(self) -> Tensor:
+        """The values that were kept. `sync_module_states` writes to them."""
+        return self._sample.values
+
+    def note_place(self) -> None:
+        """Notes that the shard holds these values now, where it lies now."""
+        param = self._param()
+        assert param is not None, "its group is alive"
+        with no_torch_function():
+            self._local, self._version = weakref.ref(param.local), version_if_counted(param.sharded)
+
+    def origin(self) -> int:
+        """Returns where the parameter's values come from, if they are what they were."""
+        return UNKNOWN if self._is_written() or self._has_other_values() else self._origin
+
+    def _is_written(self) -> bool:
+        """Returns True if somebody has written to the shard, as far as version counters tell."""
+        param: Any = self._param()
+        is_there = self._local is not None and self._local() is param.local
+        return is_there and version_if_counted(param.sharded) != self._version
+
+    def _has_other_values(self) -> bool:
+        param: Any = self._param()
+        local, values = param.local, self.values
+        if local.dtype != values.dtype:
+            return True
+        first, last = param.bounds
+        indices = torch.tensor(self._sample.indices, dtype=torch.int64, device=local.device)
+        places = torch.unravel_index(indices, self._sample.shape)
+        own = (places[param.dim] >= first) & (places[param.dim] < last)
+        index = [place[own] - (first if dim == param.dim else 0) for dim, place in enumerate(places)]
+        return bool((bits_of(local[tuple(index)]) != bits_of(values.to(local.device)[own])).any())
+
+
+def digest(known: Sequence[InitialValues]) -> Tensor | int:
+    """Returns the checksum of the values of several parameters: an int64 without dims."""
+    if not known:
+        return 0
+    device = known[0].values.device
+    return checksum(torch.cat([bits_of(each.values).to(device, torch.int64) for each in known]))
+
+
+# ---- what is known of parameters
+
+_known: weakref.WeakKeyDictionary[FSDPParam, InitialValues] = weakref.WeakKeyDictionary()
+# By the module and the name of a parameter's first slot, from the plan of a call until its group is attached.
+_planned: weakref.WeakKeyDictionary[nn.Module, dict[str, _Sample]] = weakref.WeakKeyDictionary()
+
+
+def keep_samples(plan: Plan) -> None:
+    """Keeps some values of the parameters of a call, before they are cut."""
+    with torch.no_grad():
+        for each in plan.parameters.values():
+            module, name = each.slots[0].module, each.slots[0].name
+            sample = _sample(each.distribution.gathered_part(each.slots[0].get()))
+            if sample is not None:
+                _planned.setdefault(module, {})[name] = sample
+
+
+def known_of(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
+    """Returns what is known of parameters of the group that ranks have not compared yet."""
+    return {param: _known[param] for param in group.params if param in _known}
+
+
+def forget(param: FSDPParam) -> None:
+    """Forgets what the parameter held: a user has assigned its local tensor."""
+    _known.pop(param, None)
+
+
+class InitialWeights(RankCheck):
+    """Compares what ranks have cut their shards from, at the first look, and at the first after all have loaded."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[FSDPParam, _Sample] = {}
+
+    def attached(self, root: Any) -> None:
+        for param in (param for group in root.groups for param in group.params):
+            sample = _planned.get(param.slots[0].module, {}).pop(param.slots[0].name, None)
+            if sample is not None:
+                _known[param] = InitialValues(param, sample, BUILT)
+
+    def before_replace(self, group: FSDPParamGroup, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
+        self._loaded.clear()
+        for param in group.registration.replaced(group.params):
+            forget(param)
+        for param, parameter in found:
+            if not isinstance(parameter, DTensor):
+                with torch.no_grad():
+                    sample = _sample(param.gathered(parameter))
+                if sample is not None:
+                    self._loaded[param] = sample
+
+    def rebuilt(self, group: FSDPParamGroup) -> None:
+        for param in [param for param in group.params if param in self._loaded]:
+            _known[param] = InitialValues(param, self._loaded.pop(param), LOADED)
+
+    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
+        if look.is_anew:
+            yield from _questions(look.root.groups)
+
+
+def compare_initial_weights(groups: Sequence[FSDPParamGroup]) -> None:
+    """Raises RuntimeError, on all ranks, if they have cut groups from different weights. All ranks of the groups' meshes
+    must call it.
+    """
+    for mesh, question in _questions(groups):
+        ask(mesh, [question])
+
+
+def _questions(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, Question]]:
+    on_mesh: dict[DataMesh, list[FSDPParamGroup]] = {}
+    for group in groups:
+        on_mesh.setdefault(group.mesh, []).append(group)
+    return ((mesh, _question(mesh, members)) for mesh, members in on_mesh.items() if connects(mesh))
+
+
+def _question(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> Question:
+    """Asks whether ranks have cut the groups on `mesh` from the same weights."""
+    numbers = [digest([*known_of(group).values()]) for group in groups]
+
+    def judge(bounds: Sequence[tuple[int, int]]) -> None:
+        differing = [group for group, (least, most) in zip(groups, bounds, strict=True) if least != most]
+        if differing:
+            _refuse_different(mesh, differing)
+        for param in (param for group in groups for param in group.params):
+            forget(param)
+
+    return Question(f"starting weights of {some_of([*map(str, groups)])}", numbers, judge)
+
+
+def _refuse_different(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> None:
+    """Raises RuntimeError if a parameter of `groups` is made of parts of different tensors."""
+    params = [param for group in groups for param in group.params]
+    numbers: list[Tensor | int] = []
+    for param in params:
+        known = _known.get(param)
+        numbers += [digest([known] if known else []), known.origin() if known else UNKNOWN]
+    bounds = bounds_over(mesh, numbers, f"starting weights of parameters of {some_of([*map(str, groups)])}")
+    for param, (least, most), (first, last) in zip(params, bounds[::2], bounds[1::2], strict=True):
+        if first == last == BUILT and least != most:
+            raise RuntimeError(
+                f"{param.name}: ranks had different values of it when fully_shard was called, so the sharded model is "
+                "made of parts of different models. Call fsdp2.sync_module_states(model) before fully_shard, which "
+                "gives all ranks the first one's weights; or set the same seed on all ranks before the model is built; "
+                f"or load the weights after fully_shard.{_hint(mesh)}"
+            )
+        if last == LOADED and (first != last or least != most):
+            raise RuntimeError(
+                f"{param.name}: load_state_dict(..., assign=True) was given whole tensors of different values on the "
+                "ranks, or on some ranks only, so its shards are parts of different tensors. Load the same on all "
+                "ranks, or set_model_state_dict(..., broadcast_from_rank0=True)."
+            )
+
+
+def _hint(mesh: DataMesh) -> str:
+    """Says why a seed is not enough, where ranks are threads, or may be."""
+    if not any(map(is_python_group, mesh.axis_groups)):
+        return ""
+    return " Threads share one random generator: if ranks are threads, broadcast the weights before fully_shard."

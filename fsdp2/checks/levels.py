@@ -1,0 +1,70 @@
+"""Which checks are in force: the level of each, by its name. table.py says what they do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+VARIABLE = "FSDP2_CHECKS"
+LEVELS = ("off", "default", "debug")
+NAMES = (
+    "optimizers in backward",
+    "empty memory",
+    "starting weights",
+    "step history",
+    "unmanaged parameters",
+    "cast whole numbers",
+    "buffers on meta",
+    "written unsharded parameters",
+    "moved data",
+    "unseen writes",
+    "entry points",
+    "partial settings",
+    "original parameters",
+    "headers",
+)
+
+
+class _Levels:
+    """The level of each check, by its name; None until somebody asks, for the environment is read then."""
+
+    now: dict[str, str] | None = None
+
+
+def _levels() -> dict[str, str]:
+    if _Levels.now is None:
+        _Levels.now = _read_environment()
+    return _Levels.now
+
+
+def _read_environment() -> dict[str, str]:
+    """Returns the levels that the environment variable FSDP2_CHECKS asks for: `off`, or `entry points=off, ...`.
+
+    Raises:
+        ValueError: it names a check or a level that there is not.
+    """
+    levels = dict.fromkeys(NAMES, "default")
+    for part in filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))):
+        name, separator, level = (each.strip() for each in part.rpartition("="))
+        if level not in LEVELS or (name not in NAMES if separator else name != ""):
+            raise ValueError(
+                f"{VARIABLE}: expected {', '.join(LEVELS)}, for all checks, or name=level, as in 'entry points=off, "
+                f"unseen writes=debug'; got {part!r}. Names: {', '.join(NAMES)}."
+            )
+        levels.update(dict.fromkeys([name] if separator else NAMES, level))
+    return levels
+
+
+def level_of(name: str) -> str:
+    """Returns the level of the check of that name."""
+    return _levels()[name]
+
+
+def is_on(name: str) -> bool:
+    """Returns True if the check of that name is not off."""
+    return level_of(name) != "off"
+
+
+def change_levels(wanted: Mapping[str, str]) -> None:
+    """Changes the levels of these checks, for whoever asks from now on."""
+    _levels().update(wanted)

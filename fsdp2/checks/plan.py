@@ -1,0 +1,293 @@
+"""What fully_shard refuses of a call's plan: every check comes before anything is changed, and says what to do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..core.api import ParameterPlan, Plan
+from ..core.compat import local_if_any, size_may_change
+from ..core.events import strategies
+from ..core.mesh import DataMesh
+from ..core.module import FSDPModule
+from ..core.parameter import Slot, fqn
+from ..core.policy import MixedPrecisionPolicy, ReduceWhen
+from ..core.state import names_below
+from ..ext.compat import Memory, memory_of, size_at_first
+from ..ext.owners import SHARDED_AS
+from ..ext.subclasses import count_pre_arguments, missing_methods, refuse_secondary_shards
+from .arguments import Placements
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuses what a call is about to do, if the engine can't do it: see `fsdp2.fully_shard` for the errors."""
+    for each in plan.parameters.values():
+        _check_parameter(each.name, each.slots)
+    memory = _check_memory(plan)
+    for root in plan.roots:
+        _check_names(root)
+    given, shared = plan.given, plan.mesh
+    reshard, conditional = given.reshard_after_forward, bool(given.extras.get("conditional", False))
+    _check_reshard(reshard, shared)
+    _check_conditional(plan, conditional)
+    _check_placements(plan)
+    for each in plan.parameters.values():
+        if each.mesh is not shared:
+            _check_device_type(each.name, each.mesh, shared)
+            _check_reshard(reshard, each.mesh)
+        _check_wire(each.name, given.mp_policy, each.mesh)
+        _check_frequencies(each)
+        _check_extension(each, reshard)
+    for mesh in {id(mesh): mesh for mesh in (shared, *(each.mesh for each in plan.parameters.values()))}.values():
+        _check_ranks_stay(mesh)
+    for each in plan.parameters.values() if conditional else ():
+        _check_one_mesh(each.name, each.mesh, shared)
+    for each in plan.parameters.values():
+        slot = each.slots[0]
+        _memory_of.setdefault(slot.module, {})[slot.name] = memory[each.name]
+
+
+def _check_parameter(name: str, slots: list[Slot]) -> None:
+    parameter = slots[0].get()
+    if parameter.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{_describe(name, parameter)} has the sparse layout {parameter.layout}; expected a dense tensor."
+        )
+    if type(parameter) is not nn.Parameter:
+        data = _data_of(parameter)
+        if type(data) is not Tensor or type(parameter) is not DTensor:
+            _check_subclass(name, parameter, data)
+    if parameter.is_complex():
+        raise NotImplementedError(
+            f"{_describe(name, parameter)} complex parameters are not supported yet. Store torch.view_as_real of it."
+        )
+    if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
+        raise NotImplementedError(
+            f"{_describe(name, parameter)} a grad_dtype of its own ({parameter.grad_dtype}) is not supported: "
+            "gradients have their parameter's dtype. Store it in that one, and compute in a policy's param_dtype."
+        )
+    owner = getattr(parameter, SHARDED_AS, None)
+    if owner is not None:
+        raise ValueError(
+            f"{name} is the same parameter as {owner}, which another fully_shard call has sharded. Tied parameters "
+            "must be in one group: pass the modules that hold them as one list, fully_shard([a, b])."
+        )
+    if parameter.grad is not None:
+        raise ValueError(
+            f"{name} has a gradient, of which nobody knows whether each rank has all of it, or a part. Call step() or "
+            "zero_grad() before fully_shard."
+        )
+    for slot in slots:
+        if isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse:
+            raise NotImplementedError(f"{name}: sparse gradients are not supported. Use sparse=False.")
+        if _attribute(slot.module, "max_norm") is not None:
+            raise NotImplementedError(
+                f"{name}: max_norm writes to the weight in forward; that would be lost. Leave it out."
+            )
+
+
+def _data_of(parameter: nn.Parameter) -> Tensor:
+    return local_if_any(parameter) if isinstance(parameter, DTensor) else parameter.data
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """Returns `module.name`, or None: nn.Module takes 5 us to find that it has none, for each parameter of a model."""
+    return getattr(module, name, None) if name in vars(module) or _may_have(type(module), name) else None  # type: ignore[arg-type]
+
+
+@lru_cache
+def _may_have(cls: type[nn.Module], name: str) -> bool:
+    """Returns True if instances of `cls` may have an attribute `name` besides what is in their dict."""
+    return cls.__getattr__ is not nn.Module.__getattr__ or hasattr(cls, name)
+
+
+def _describe(name: str, parameter: nn.Parameter) -> str:
+    return f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
+
+
+def _check_subclass(name: str, parameter: nn.Parameter, data: Tensor) -> None:
+    missing = missing_methods(data)
+    if missing:
+        kind = type(parameter if type(data) is Tensor else data).__name__
+        raise NotImplementedError(
+            f"{_describe(name, parameter)} is a {kind}, which does not say how it is gathered. Give the class "
+            f"{' and '.join(missing)}, or put the parameter into ignored_params."
+        )
+
+
+def _check_frequencies(each: ParameterPlan) -> None:
+    if each.mesh.num_ranks > 1 and any(_attribute(slot.module, "scale_grad_by_freq") for slot in each.slots):
+        raise NotImplementedError(
+            f"{each.name}: scale_grad_by_freq would count how often indices occur in each rank's rows, not in the "
+            "whole batch. Leave it out."
+        )
+
+
+def _check_extension(each: ParameterPlan, choice: bool | int | None) -> None:
+    """Checks a parameter that says itself how it is gathered: it is resharded as a whole, and gathered among all."""
+    data = _data_of(each.slots[0].get())
+    if strategies().gathers_itself(data):
+        count_pre_arguments(each.name, data)
+        if choice is not None and not isinstance(choice, bool) and choice not in (1, each.mesh.size):
+            refuse_secondary_shards(each.name)
+
+
+def _check_wire(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh) -> None:
+    if policy.wire_dtype is not None and not mesh.shard_axes:
+        raise ValueError(
+            f"{name}: expected no wire_dtype in mp_policy on a mesh that only replicates, got {policy.wire_dtype}. "
+            "Gradients are summed between replicas in the reduce dtype."
+        )
+
+
+def _check_names(root: nn.Module) -> None:
+    """Refuses a module that has what the methods of its new class would hide."""
+    added = public_methods()
+    places: list[Any] = [root._modules, root._parameters, root._buffers, vars(root), *map(vars, type(root).__mro__)]
+    clash = sorted(set().union(*(place.keys() & added for place in places)))
+    if clash:
+        raise TypeError(
+            f"{type(root).__name__} has {', '.join(clash)} of its own, which are methods of FSDPModule. Rename them."
+        )
+
+
+def public_methods() -> frozenset[str]:
+    """Returns the names that fully_shard adds to a module."""
+    parts = (strategies().module_class or FSDPModule).__mro__
+    return frozenset(name for part in parts if part is not object for name in vars(part) if not name.startswith("_"))
+
+
+# ---- memory
+
+
+# What was known, before it was sharded, of the memory of a parameter, by the module and the name of its first slot.
+_memory_of: weakref.WeakKeyDictionary[nn.Module, dict[str, Memory | None]] = weakref.WeakKeyDictionary()
+
+
+def _check_memory(plan: Plan) -> dict[str, Memory | None]:
+    """Returns where each parameter is.
+
+    Two parameters over the same memory, not being one object, would be two after sharding; a buffer over a parameter's
+    would keep what it is now.
+    """
+    memory = {name: memory_of(each.slots[0].get()) for name, each in plan.parameters.items()}
+    owners: dict[Memory, Slot] = {}
+    for there, slot in (*_sharded_memory(plan), *((memory[n], each.slots[0]) for n, each in plan.parameters.items())):
+        if there is not None and (other := owners.setdefault(there, slot)) is not slot:
+            one, another = (_fqn_below(plan.roots, each) for each in (slot, other))
+            raise ValueError(
+                f"{one} and {another} share memory. Tie them as one nn.Parameter, in one group, or copy one of them."
+            )
+    for module, prefix in plan.managed.items():
+        for name, buffer in module._buffers.items():
+            there = memory_of(buffer) if buffer is not None else None
+            if there is not None and there in owners:
+                raise ValueError(
+                    f"{fqn(prefix, name)}, a buffer, and {_fqn_below(plan.roots, owners[there])} share memory, and "
+                    "would not after sharding: the buffer would keep what the parameter is now. Copy it, or compute it "
+                    "in forward."
+                )
+    return memory
+
+
+def _sharded_memory(plan: Plan) -> Iterator[tuple[Memory | None, Slot]]:
+    """Yields where parameters of inner calls were, before they were sharded."""
+    for param in (param for state in plan.inside for group in state.groups for param in group.params):
+        slot = param.slots[0]
+        yield _memory_of.get(slot.module, {}).get(slot.name), slot
+
+
+def _fqn_below(roots: Sequence[nn.Module], slot: Slot) -> str:
+    prefix = next(name for root in roots for name, module in root.named_modules() if module is slot.module)
+    return fqn(prefix, slot.name)
+
+
+# ---- meshes
+
+
+def _check_ranks_stay(mesh: DataMesh) -> None:
+    """Refuses to shard over ranks that join and leave: shards would have to be cut anew. Such ranks may replicate."""
+    group = mesh.shard_group
+    if group is None or not size_may_change(group):
+        return
+    sizes = size_at_first(group), group.size()
+    if sizes != (mesh.size, mesh.size):
+        raise ValueError(
+            f"mesh: expected a process group of {mesh.size} ranks that stay, for the axis that shards, got a "
+            f"{type(group).__name__} of {sizes[0]} when it was made and {sizes[1]} now. Give a group that ranks "
+            "join and leave to the axis that replicates."
+        )
+
+
+def _check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
+    if choice is None or isinstance(choice, bool):
+        return
+    if choice >= 1 and mesh.num_ranks == 1:
+        return  # nothing is gathered: the program is one for more ranks
+    if choice > 1 and mesh.size == 1:
+        raise ValueError(
+            f"reshard_after_forward={choice}: expected a bool or None on {mesh.mesh}, which only replicates: each rank "
+            "holds whole parameters, of which it can keep no part."
+        )
+    if choice < 1 or mesh.size % choice != 0:
+        raise ValueError(
+            f"reshard_after_forward={choice}: expected a divisor of {mesh.size}, the number of ranks that share the "
+            "parameters: each of so many ranks keeps a part after forward."
+        )
+
+
+def _check_device_type(name: str, mesh: DataMesh, shared: DataMesh) -> None:
+    if mesh.mesh.device_type != shared.mesh.device_type:
+        raise ValueError(
+            f"{name}: expected a mesh of {shared.mesh.device_type} like that of the others, got {mesh.mesh}"
+        )
+
+
+def _check_placements(plan: Plan) -> None:
+    placements: Any = plan.given.shard_placement_fn
+    if plan.mesh.shard_axes or not isinstance(placements, Placements):
+        return
+    names = {id(each.slots[0].get()): name for name, each in plan.parameters.items()}
+    for parameter, placement in placements.chosen:
+        raise ValueError(
+            f"{names[id(parameter)]}: expected shard_placement_fn to return None on a mesh that only replicates, got "
+            f"{placement!r}"
+        )
+
+
+def _check_conditional(plan: Plan, conditional: bool) -> None:
+    inside = [state for state in plan.inside if conditional or _is_conditional(state)]
+    if not conditional and not inside:
+        return
+    names = names_below(plan.roots)
+    keeping = [names[each.modules[0]] for each in plan.inside if any(g.comms.post_forward for g in each.groups)]
+    if not isinstance(plan.given.reshard_after_forward, (bool, type(None))):
+        keeping.append("this module")
+    if conditional and keeping:
+        raise NotImplementedError(
+            f"conditional=True with an int for reshard_after_forward, of {', '.join(keeping)}, is not supported: ranks "
+            "that leave it out have no part to keep. Pass a bool, or None."
+        )
+    for state in inside:
+        for group in state.groups:
+            _check_one_mesh(names[state.modules[0]], group.mesh, plan.mesh)
+
+
+def _is_conditional(state: Any) -> bool:
+    """Returns True if ranks may leave the modules of `state` out, or those around them."""
+    return any(group.settings.reduce_when is ReduceWhen.ASKED for group in state.groups)
+
+
+def _check_one_mesh(name: str, mesh: DataMesh, outer: DataMesh) -> None:
+    """Ranks reach consensus over the mesh of the outermost module."""
+    if mesh.mesh != outer.mesh:
+        raise NotImplementedError(
+            f"{name} is conditional, or inside a conditional module: expected it on the mesh of the module around it, "
+            f"{outer.mesh}, got {mesh.mesh}"
+        )

@@ -1,0 +1,265 @@
+"""The checks: what each catches, when it communicates, what it costs, and at which level it runs.
+
+- "off": the check does nothing.
+- "default": it costs nothing to speak of, or looks rarely (see looks.py).
+- "debug": it looks each time.
+
+A check that looks at nothing again and again is the same at "default" and "debug".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..core.api import Plan
+from ..core.events import Observer, extend
+from ..dtensor import optimizer_steps
+from ..ext.owners import all_groups
+from .empty_memory import BuffersOnMeta, EmptyMemory
+from .entry_points import EntryPoints
+from .initial_weights import InitialWeights, keep_samples
+from .levels import LEVELS, NAMES, change_levels, is_on, level_of
+from .looks import Check, ForwardCheck, RankCheck
+from .observers import ForwardLooks, MovedData, RankLooks, WrittenParameters, make_rank_looks
+from .original_parameters import OriginalParameters, remember_originals
+from .partial_settings import PartialSettings, check_settings
+from .rounding import RoundedInputs
+from .running_stats import make_running_stats
+from .step_history import OptimizersOnAccumulation, StepHistory, note_step
+from .unmanaged_parameters import UnmanagedParameters, note_beside
+from .unsharded_content import UnseenWrites
+from .unsynchronized import UnsynchronizedGradients
+
+
+class Row(NamedTuple):
+    """One check. `cls`: the class of its observer, one for each root; None: it is no observer, and asks `is_on`."""
+
+    name: str
+    catches: str
+    communicates: str
+    costs: str
+    cls: type[Check] | None
+
+
+_AT_LOOKS = "at looks, one all-reduce of a few integers for all such checks"
+_AT_FIRST = "at the first look, and the first after loading: in the same all-reduce"
+_NEVER = "never"
+
+TABLE = (
+    # Order: what ranks ask first, and what is refused first at the end of a forward.
+    Row(
+        "optimizers in backward",
+        "torch's `_apply_optimizer_in_backward` on sharded parameters: it would never step",
+        _NEVER,
+        "a search in a dict of torch's, at looks",
+        OptimizersOnAccumulation,
+    ),
+    Row(
+        "empty memory",
+        "parameters and buffers that `to_empty` gave memory, and nobody has initialised",
+        _AT_FIRST,
+        "`to_empty` fills them once",
+        EmptyMemory,
+    ),
+    Row(
+        "starting weights",
+        "ranks that have built, or loaded, different weights: shards are parts of different models",
+        _AT_FIRST,
+        "16 values of each parameter, until ranks have compared them",
+        InitialWeights,
+    ),
+    Row(
+        "step history",
+        "ranks whose optimizers step more often than on others, or with other settings, or divide gradients by others",
+        _AT_LOOKS,
+        "a checksum of an optimizer's settings in each step",
+        StepHistory,
+    ),
+    Row(
+        "unmanaged parameters",
+        "trainable parameters that no group manages, and that each rank trains with its own gradient",
+        _AT_LOOKS,
+        "at looks a walk over all modules, and a checksum of each such parameter",
+        UnmanagedParameters,
+    ),
+    Row(
+        "cast whole numbers",
+        "inputs with positions or time steps that a MixedPrecisionPolicy rounds to others",
+        _AT_LOOKS,
+        "at looks some operations on 4,096 elements of each input that is cast, and one read of the device",
+        RoundedInputs,
+    ),
+    Row(
+        "buffers on meta",
+        "buffers without memory in the first forward of a module",
+        _NEVER,
+        "a walk over the buffers of a group in its first forward; at debug, in each",
+        BuffersOnMeta,
+    ),
+    Row(
+        "written unsharded parameters",
+        "in-place writes to unsharded parameters, which are lost when they are resharded",
+        _NEVER,
+        "the version counter of each parameter, after each forward",
+        WrittenParameters,
+    ),
+    Row(
+        "moved data",
+        "unsharded parameters whose `.data` a user has assigned: gathers and optimizers would not reach them",
+        _NEVER,
+        "the address of each parameter whenever a group is used: 0.2 us, or 0.07 us in backward",
+        MovedData,
+    ),
+    Row(
+        "unseen writes",
+        "writes through `.data` to unsharded parameters, or to shards whose unsharded parameters stay",
+        _NEVER,
+        "at looks a sum over the unsharded parameters before and after a forward, and one read of the device",
+        UnseenWrites,
+    ),
+    Row(
+        "entry points",
+        "methods, or modules inside, that compute with sharded parameters: errors say which line to add",
+        _NEVER,
+        "an entry in a dict of hooks whenever a group is unsharded or resharded",
+        EntryPoints,
+    ),
+    Row(
+        "partial settings",
+        "divisors of gradients, or functions of the user's, that reach only a part of a model",
+        _NEVER,
+        "a walk over all groups in the first step after a setting has changed",
+        PartialSettings,
+    ),
+    Row(
+        "original parameters",
+        "code that still computes with, or steps, what was a parameter before fully_shard",
+        _NEVER,
+        "an attribute and a hook on parameters that somebody still holds, at fully_shard",
+        OriginalParameters,
+    ),
+    Row(
+        "headers",
+        "ranks that are out of step, on gloo: each message says what it is, and is compared before it is used",
+        "with the messages of each collective",
+        "some bytes in front of each message",
+        None,
+    ),
+)
+
+
+def set_checks(level: str | Mapping[str, str], *names: str) -> None:
+    """Chooses how much fsdp2 watches, in this process, from now on: call it on every rank alike, between steps.
+
+    It acts on all sharded modules, and on those that are sharded later. All checks are at "default" unless the
+    environment variable FSDP2_CHECKS says otherwise: a level (`off`), or names with levels (`entry points=off, unseen
+    writes=debug`). `python -m fsdp2 checks` prints what each catches, when it communicates and what it costs.
+
+    Args:
+        level: "off", "default" (free or rare) or "debug" (each time). Or a dict, name -> level.
+        names: of the checks; none: all of them.
+
+    Raises:
+        ValueError: there is no level, or no check, of that name.
+        TypeError: names besides a dict.
+    """
+    if isinstance(level, Mapping):
+        if names:
+            raise TypeError(f"names: expected none besides a dict of names and levels, got {', '.join(names)}")
+        wanted = dict(level)
+    else:
+        wanted = dict.fromkeys(names or NAMES, level)
+    unknown = [name for name in wanted if name not in NAMES]
+    if unknown:
+        raise ValueError(f"names: expected some of {', '.join(NAMES)}; got {', '.join(map(str, unknown))}")
+    for name, each in wanted.items():
+        if each not in LEVELS:
+            raise ValueError(f"level: expected one of {', '.join(LEVELS)}, got {each!r} for {name}")
+    change_levels(wanted)
+    for root in dict.fromkeys([group.root for group in all_groups()]):
+        _follow_levels(root)
+
+
+def describe_checks() -> str:
+    """Returns the table as Markdown: a line for each check, with its level in this environment."""
+    lines = ["| check | level | catches | communicates | costs |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row.name} | {level_of(row.name)} | {row.catches} | {row.communicates} | {row.costs} |" for row in TABLE
+    ]
+    return "\n".join(lines)
+
+
+# ---- observers
+
+
+def _make(row: Row, root: Any) -> Check | None:
+    if row.cls is None or not is_on(row.name):
+        return None
+    check = row.cls()
+    check.always = level_of(row.name) == "debug"
+    return check
+
+
+def _is_any_on(*kinds: type[Check]) -> bool:
+    return any(row.cls is not None and issubclass(row.cls, kinds) and is_on(row.name) for row in TABLE)
+
+
+def _rank_looks(root: Any) -> Observer | None:
+    return make_rank_looks(root) if _is_any_on(RankCheck) else None
+
+
+def _forward_looks(root: Any) -> Observer | None:
+    return ForwardLooks(root) if _is_any_on(ForwardCheck, RoundedInputs) else None
+
+
+def _follow_levels(root: Any) -> None:
+    """Has a root that is there already observed as the levels say now."""
+    before = root.events.observers
+    present: dict[type, Observer] = {type(each): each for each in before}
+    is_ours = (Check, RankLooks, ForwardLooks)
+    now: list[Observer] = []
+    for make in CHECKS:
+        made = make(root)
+        if made is not None:
+            kept = present.get(type(made), made)
+            if isinstance(kept, Check) and isinstance(made, Check):
+                kept.always = made.always
+            now.append(kept)
+    first = next((i for i, each in enumerate(before) if isinstance(each, is_ours)), len(before))
+    others = [each for each in before if not isinstance(each, is_ours)]
+    at = sum(not isinstance(each, is_ours) for each in before[:first])
+    root.observe([*others[:at], *now, *others[at:]])
+    for check in before:
+        if isinstance(check, Check) and check not in now:
+            check.detached(root)
+    for looks in now:
+        if isinstance(looks, (RankLooks, ForwardLooks)):
+            looks.refresh()
+
+
+def _remember(plan: Plan) -> None:
+    if is_on("starting weights"):
+        keep_samples(plan)
+    if is_on("original parameters"):
+        remember_originals(plan)
+
+
+CHECKS: tuple[Callable[[Any], Observer | None], ...] = (
+    *(partial(_make, row) for row in TABLE if row.cls is not None),
+    _rank_looks,
+    _forward_looks,
+)
+OBSERVERS = (*CHECKS, make_running_stats, lambda root: UnsynchronizedGradients())
+"""All observers of this folder. They stand behind those of ext/ and of dtensor/."""
+
+
+def install() -> None:
+    """Puts the checks in force, with what is always there: running statistics, unsynchronized gradients in `.grad`.
+
+    `check_plan` of plan.py, which comes before other extensions look at a plan, is not among them.
+    """
+    extend(plan=(_remember,), observers=OBSERVERS)
+    optimizer_steps.before_step += [check_settings, note_step]
+    optimizer_steps.stepped_beside.append(note_beside)

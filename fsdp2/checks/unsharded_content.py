@@ -1,0 +1,110 @@
+"""Finds writes to parameters that no version counter shows: through a plain tensor's `.data`.
+
+What a forward so writes to its unsharded parameters is lost when they are freed; an assignment would have the module
+compute with it for ever after. What is so written to a shard whose unsharded parameter stays takes no part in forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..core.group import FSDPParamGroup, Hold
+from ..core.parameter import FSDPParam
+from ..ext.unsharded_versions import refuse_written
+from .checksum import bits_of
+from .looks import ForwardCheck
+from .observers import reads_of
+from .reads import NO_NUMBERS
+
+_EVERY_AT_FIRST = 64
+
+
+class UnshardedContent:
+    """Holds a sum, on the device, of what each unsharded parameter of a group holds now, in `every` so many words.
+
+    Those that say themselves how they are gathered are left out. Nothing here waits for the device.
+    """
+
+    def __init__(self, group: FSDPParamGroup, every: int = 1) -> None:
+        buffers = group.parameters.buffers
+        assert buffers is not None, "the group is unsharded"
+        self._params, self._buffers = [*group.parameters.plain], buffers
+        self._words = buffers.words(every)
+        self._sums = self._find_sums()
+
+    def _find_sums(self) -> Tensor:
+        """Returns sums modulo 2 ** 64: another value at one index shows, an exchange of values does not."""
+        sums = [words.sum() for words in self._words]
+        return torch.stack(sums) if sums else NO_NUMBERS
+
+    def changes(self) -> Tensor:
+        """Returns, as int64, which unsharded parameters hold something else now; for `named`."""
+        return (self._sums != self._find_sums()).to(torch.int64)
+
+    def differences(self) -> Tensor:
+        """Returns, as int64, which unsharded parameters differ from their shards, as far as this rank knows; for
+        `named`.
+        """
+        differ = [_differs(param, self._buffers.unsharded_parameter(i)) for i, param in enumerate(self._params)]
+        return torch.stack(differ).to(torch.int64) if differ else NO_NUMBERS
+
+    def named(self, flags: Sequence[int]) -> list[str]:
+        """Returns the names of the parameters whose flag is set."""
+        return [param.name for param, flag in zip(self._params, flags, strict=True) if flag]
+
+
+def _differs(param: FSDPParam, unsharded: Tensor) -> Tensor:
+    own = param.own_rows(unsharded)
+    expected = param.local.to(own.device, own.dtype, non_blocking=True)
+    # Another NaN is none: to which one NaN is cast depends on the instruction.
+    return ((bits_of(own) != bits_of(expected)) & ~expected.reshape(-1).isnan()).any()
+
+
+class UnseenWrites(ForwardCheck):
+    """Compares what unsharded parameters hold at the end of a forward with what they held when it began."""
+
+    def __init__(self) -> None:
+        # What the groups whose forwards run, and are looked at, held when these began.
+        self._content: dict[FSDPParamGroup, UnshardedContent] = {}
+
+    def looks_at(self, group: FSDPParamGroup, number: int, is_thorough: bool) -> None:
+        # What writes in the first, to initialise, writes to all; and programs shall start quickly.
+        every = _EVERY_AT_FIRST if number == 1 and not is_thorough else 1
+        content = self._content[group] = UnshardedContent(group, every)
+        if group.hold >= Hold.NEXT_PASS:
+            reads_of(group.root).add(content.differences(), partial(_judge, group, content, refuse_differing))
+
+    def looked_at(self, group: FSDPParamGroup) -> None:
+        content = self._content.pop(group)
+        reads_of(group.root).add(content.changes(), partial(_judge, group, content, refuse_written))
+
+    def failed(self, group: FSDPParamGroup) -> None:
+        self._content.pop(group, None)
+
+
+def _judge(
+    group: FSDPParamGroup,
+    content: UnshardedContent,
+    refuse: Callable[[Sequence[str]], None],
+    flags: Sequence[int],
+) -> None:
+    """Raises what `refuse` does to the parameters whose flag is set, and reshards."""
+    names = content.named(flags)
+    if names:
+        group.hold = min(group.hold, Hold.NEXT_PASS)
+        group.release()
+        refuse(names)
+
+
+def refuse_differing(names: Sequence[str]) -> None:
+    """Raises RuntimeError if there are any whose unsharded parameter, gathered earlier, differs from its shard."""
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names)}: what was gathered before this forward, and has stayed, is not what the sharded "
+            "parameter holds. Either was written to where nothing counts it, as through a plain tensor's `.data`. "
+            "Write to the sharded parameter, or to what its to_local() returns, under torch.no_grad()."
+        )

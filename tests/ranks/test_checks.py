@@ -1,0 +1,253 @@
+"""Each check catches its fault at the level "default", alone; at "off" none of them does anything.
+
+The kind: a switch that does not switch. A check that is off must run nothing, and one that is on must not need another.
+"""
+
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard, set_checks
+from fsdp2.checks import levels
+from helpers import run_ranks
+
+WIDTH = 4
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+# Not checks of the table: they are always there, or are switched by "headers".
+_OTHERS = {"unsynchronized", "headers", "named_comm", "conversation", "rollcall", "running_stats"}
+
+
+class Block(nn.Module):
+    """`change` is called with the weight before the module computes with it."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, device=device)
+        self.register_buffer("scale", torch.ones(WIDTH, device=device))
+        self.change: Callable[[nn.Parameter], object] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.change is not None:
+            self.change(self.linear.weight)
+        return self.linear(x) * self.scale
+
+
+def build(seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Block(), Block())
+    fully_shard(model[0], **options)
+    return fully_shard(model, **options)
+
+
+def train(model: nn.Module, steps: int = 1, x: Tensor | None = None, num_updates: int = 1) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(steps):
+        model(torch.ones(2, WIDTH) if x is None else x).square().mean().backward()
+        for _ in range(num_updates):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- faults, by the check that catches them
+
+
+def steps_where_autograd_accumulates() -> None:
+    with warnings.catch_warnings():  # torch warns about itself
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    model = build()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    train(model)
+
+
+def initialises_nothing() -> None:
+    model = nn.Sequential(Block("meta"), Block("meta"))
+    fully_shard(model).to_empty(device="cpu")
+    train(model)
+
+
+def seeds_differ() -> None:
+    train(build(seed=dist.get_rank()))
+
+
+def steps_once_more() -> None:
+    train(build(), steps=5, num_updates=1 + dist.get_rank())
+
+
+def trains_one_by_itself() -> None:
+    model = build()
+    train(model)
+    model[1].extra = nn.Parameter(torch.full((2,), float(dist.get_rank())))
+    train(model, steps=3)
+
+
+def passes_positions() -> None:
+    train(build(mp_policy=_BF16), steps=3, x=torch.arange(256.0, 256 + 4 * WIDTH).view(4, WIDTH))
+
+
+def forgets_a_buffer() -> None:
+    model = build()
+    model[0].scale = torch.ones(WIDTH, device="meta")
+    train(model)
+
+
+def changes(change: Callable[[nn.Parameter], object], steps: int = 1) -> Callable[[], None]:
+    def run() -> None:
+        model = build()
+        model[0].change = change
+        train(model, steps)
+
+    return run
+
+
+@torch.no_grad()
+def scale(weight: nn.Parameter) -> None:
+    weight.mul_(0.5)
+
+
+def scale_data(weight: nn.Parameter) -> None:
+    weight.data.mul_(0.5)
+
+
+def assign_data(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.5
+
+
+def calls_a_module_inside() -> None:
+    model = build()
+    model[0].linear(torch.ones(2, WIDTH))
+
+
+def divides_apart() -> None:
+    model = build()
+    model[0].set_gradient_divide_factor(7.0)
+    train(model)
+
+
+def computes_with_a_former_parameter() -> None:
+    model = nn.Sequential(Block())
+    weight = model[0].linear.weight
+    fully_shard(model)
+    weight.sum().backward()
+
+
+FAULTS: dict[str, tuple[Callable[[], None], str]] = {
+    "optimizers in backward": (steps_where_autograd_accumulates, "_apply_optimizer_in_backward would never step"),
+    "empty memory": (initialises_nothing, "to_empty gave it memory, and nobody has initialised it"),
+    "starting weights": (seeds_differ, "ranks had different values of it when fully_shard was called"),
+    "step history": (steps_once_more, "optimizers have stepped . times on some rank and . times on another"),
+    "unmanaged parameters": (trains_one_by_itself, "1.extra: no fully_shard call manages it"),
+    "cast whole numbers": (passes_positions, "floating-point whole numbers"),
+    "buffers on meta": (forgets_a_buffer, "expected buffers on cpu, got 0.scale on meta"),
+    "written unsharded parameters": (changes(scale), "0.linear.weight was modified in place during forward"),
+    "moved data": (changes(assign_data), "0.linear.weight was modified in place during forward"),
+    "unseen writes": (changes(scale_data, steps=2), "0.linear.weight was modified in place during forward"),
+    "entry points": (calls_a_module_inside, r"model\[0\].linear .* was called while its parameters are sharded"),
+    "partial settings": (divides_apart, "The gradients of one model are divided in several ways"),
+    "original parameters": (computes_with_a_former_parameter, "something has computed with what Sequential's"),
+}
+
+
+def outcome(fault: Callable[[], None]) -> str:
+    try:
+        fault()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_each_check_catches_its_fault_alone_and_is_silent_when_it_is_off() -> None:
+    assert {*FAULTS} == {*levels.NAMES} - {"headers"}
+
+    def body(rank: int, size: int) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name, (fault, _) in FAULTS.items():
+            for level in ("default", "debug", "off"):
+                set_checks("off")
+                set_checks(level, name, "headers")
+                found.setdefault(name, []).append(outcome(fault))
+        return found
+
+    for found in run_ranks(2, body):
+        for name, (_, text) in FAULTS.items():
+            *on, off = found[name]
+            assert all(re.search(text, each) for each in on), f"{name}: {on}"
+            assert not re.search(text, off), f"{name}: {off}"
+
+
+# ---- what runs
+
+
+@contextmanager
+def counted(calls: Counter[str]) -> Any:
+    """Counts the calls of functions of checks/, by file and name."""
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parts[-3:-1] == ("fsdp2", "checks") and path.stem not in _OTHERS:
+            calls[f"{path.stem}.{frame.f_code.co_qualname}"] += 1
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def one_step(model: nn.Module) -> None:
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+
+
+def test_checks_that_are_off_run_nothing_and_a_steady_step_runs_little() -> None:
+    """Also if they are switched while a model trains, and on again."""
+
+    def body(rank: int, size: int) -> list[list[str]]:
+        found = []
+        set_checks("off")
+        model = build()
+        for level in ("off", "default", "off", "debug"):
+            set_checks(level)
+            calls: Counter[str] = Counter()
+            for _ in range(4):  # the third is no time to look
+                calls.clear()
+                with counted(calls):
+                    one_step(model)
+                if level == "default" and _ == 2:
+                    break
+            found.append([*calls])
+        return found
+
+    for off, default, again_off, debug in run_ranks(2, body):
+        assert off == again_off == []
+        assert {name.partition(".")[0] for name in default} == {"observers"}
+        assert len(default) <= 6, default
+        assert len(debug) > 20
+
+
+def test_a_check_that_is_switched_on_later_begins_to_catch() -> None:
+    def body(rank: int, size: int) -> list[str]:
+        set_checks("off")
+        model = build()
+        model[0].change = scale_data
+        before = outcome(lambda: one_step(model))
+        set_checks("default")
+        after = outcome(lambda: one_step(model))
+        inside = outcome(lambda: model[0].linear(torch.ones(2, WIDTH)))
+        set_checks("off", "entry points")
+        return [before, after, inside, outcome(lambda: model[0].linear(torch.ones(2, WIDTH)))]
+
+    for before, after, inside, later in run_ranks(2, body):
+        assert before == "nothing"
+        assert "0.linear.weight was modified in place" in after
+        assert "was called while its parameters are sharded" in inside
+        assert "was called while its parameters are sharded" not in later
