@@ -136,6 +136,7 @@ class Segments:
         with torch.inference_mode(False):  # they outlive it
             self.of_ranks = torch.empty(world_size, layout.packed_numel, dtype=layout.wire_dtype, device=device)
         self.flat = self.of_ranks.view(-1)
+        self._has_single_rows = all(spec.has_single_rows for spec in self._specs)
         self.storage, self.nbytes = self.flat.untyped_storage(), self.flat.nbytes
 
     def fill(self, gradients: list[Tensor]) -> None:
@@ -143,7 +144,9 @@ class Segments:
 
         Padding keeps whatever it held: nobody reads the sums made of it.
         """
-        sources = [part for each, spec in zip(gradients, self._specs, strict=True) for part in _parts(each, spec)]
+        sources = gradients
+        if not self._has_single_rows:
+            sources = [part for each, spec in zip(gradients, self._specs, strict=True) for part in _parts(each, spec)]
         compat.copy_all(self._places, sources)
 
     @cached_property
