@@ -77,13 +77,15 @@ class RankLooks(Observer):
         due = checks if self._is_asked else [each for each in checks if is_time_to_look(number, each.always)]
         for check in due:
             check.refuse(root)
-        look, asked = Look(root, number, is_anew, self._mesh), {}
+        look = Look(root, number, is_anew, self._mesh)
+        asked: dict[DataMesh | None, list[Question]] = {}
         for check in due:
             for mesh, question in check.questions(look):
                 asked.setdefault(mesh, []).append(question)
-        of_all: list[Question] = asked.pop(self._mesh, [])
-        for mesh, questions in asked.items():
-            ask(mesh, questions, root)
+        of_all = asked.pop(self._mesh, [])
+        for other, questions in asked.items():
+            assert other is not None, "checks ask over meshes only"
+            ask(other, questions, root)
         if self._mesh is not None:
             ask(self._mesh, of_all, root)
         # If that has raised, ranks look again next time.
