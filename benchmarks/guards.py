@@ -82,7 +82,7 @@ class _Unchecked:
     """`SavedTensors._pack` and `_unpack`, but for the comparison: weights are noticed, and gathered again."""
 
     def __init__(self, saved_tensors: Any) -> None:
-        from fsdp2.torch_compat import storage_id
+        from fsdp2.ext.compat import storage_id
 
         self._of, self._storage_id = saved_tensors, storage_id
 
@@ -99,7 +99,7 @@ class _Unchecked:
 
 
 def _headerless(comm: Any) -> Any:
-    from fsdp2.work import AllWork
+    from fsdp2.core.comm import AllWork
 
     def exchange(_kind: str, _tensors: Any, outgoing: Any, incoming: Any) -> AllWork:
         works = []
@@ -117,6 +117,6 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _states(model: nn.Module) -> Any:
-    from fsdp2.state import states_below
+    from fsdp2.core.state import states_below
 
     return states_below(model)

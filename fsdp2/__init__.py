@@ -1,20 +1,23 @@
 """Fully sharded data parallel training for PyTorch, with the API of torch's FSDP2."""
 
+from .api import fully_shard, replicate
 from .bridge.patch import patch_torch
-from .corrections.table import dtensor_fixes
-from .forward_method import register_fsdp_forward_method
-from .fully_shard import fully_shard, replicate
-from .handles import GradientReductionHandle, UnshardHandle
-from .mesh import DataParallelMeshDims, ShardPlacementResult
+from .checks.table import set_checks
+from .core.mesh import DataParallelMeshDims, ShardPlacementResult
+from .core.module import UnshardHandle
+from .core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .dtensor.fixes import dtensor_fixes
+from .ext.forward_method import register_fsdp_forward_method
+from .ext.root_methods import GradientReductionHandle
+from .install import install
 from .module import FSDPModule, share_comm_ctx
-from .padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
 from .tools.compare import compare
 from .tools.difference import Comparison, Difference
 from .tools.finding import Finding
 from .tools.full_params import full_params
+from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
 from .tools.sync import sync_module_states
 
 __version__ = "0.1.0"
@@ -44,6 +47,9 @@ __all__ = [
     "patch_torch",
     "register_fsdp_forward_method",
     "replicate",
+    "set_checks",
     "share_comm_ctx",
     "sync_module_states",
 ]
+
+install()

@@ -1,21 +1,21 @@
-"""Run a program that was written for torch's FSDP2 with ours, unedited:
+"""Runs a program that was written for torch's FSDP2 with ours, unedited:
 
     python -m fsdp2 script.py ARGUMENTS
     python -m fsdp2 -m package.module ARGUMENTS
     torchrun --nproc-per-node 2 -m fsdp2 script.py ARGUMENTS
     python -m fsdp2 -m torch.distributed.run --nproc-per-node 2 script.py ARGUMENTS
 
-And the fixes for sharded parameters, what each does, and which are in force:
+Prints the fixes for sharded parameters, what each does, and which are in force:
 
     python -m fsdp2 fixes
 
-Else what follows `-m fsdp2` is a command line of Python, and becomes one: this process turns into
-`python script.py ARGUMENTS`, with the folder `bridge/startup` in front of PYTHONPATH. From there Python itself runs
-`sitecustomize.py` before any program, which has `patch_torch()` called as soon as torch.distributed.fsdp is imported.
+Otherwise what follows `-m fsdp2` is a command line of Python: this process becomes `python script.py ARGUMENTS`, with
+the folder `bridge/startup` first in PYTHONPATH. From there Python itself runs `sitecustomize.py` before any program. It
+has `patch_torch()` called as soon as torch.distributed.fsdp is imported.
 
-Why so: the program starts in a fresh interpreter, so that it can set environment variables before it imports torch; it
-is the true `__main__`; and whatever it starts (multiprocessing, subprocess, torchrun) inherits the environment, and
-needs nothing else. It costs one more import of torch at the start of the first process.
+The program starts in a fresh interpreter, so that it can set environment variables before it imports torch. It is the
+true `__main__`. Whatever it starts (multiprocessing, subprocess, torchrun) inherits the environment, and needs nothing
+else. The price is one more import of torch at the start of the first process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ STARTUP = str(Path(__file__).resolve().parent / "bridge" / "startup")
 
 
 def python_options(command: list[str], arguments: list[str]) -> list[str]:
-    """What stands before `-m fsdp2` in this process's command line, which ends with `arguments`.
+    """Returns what stands before `-m fsdp2` in this process's command line, which ends with `arguments`.
 
     Raises:
-        SystemExit: it was started in another way.
+        SystemExit: the process was started in another way.
     """
     before = command[1 : len(command) - len(arguments)]
     name = before.pop() if before else ""
@@ -44,11 +44,12 @@ def python_options(command: list[str], arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
+    """Does what the command line says."""
     arguments = sys.argv[1:]
     if not arguments:
         raise SystemExit(__doc__)
     if arguments == ["fixes"]:
-        from .corrections.table import describe_fixes
+        from .dtensor.fixes import describe_fixes
 
         print(describe_fixes())
         return

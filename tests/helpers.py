@@ -33,8 +33,6 @@ from torch.utils._pytree import tree_map_only
 
 import fake_gpu
 import fsdp2  # noqa: F401  imported before the fork, so that no rank pays for it
-from fsdp2.dtensor_compat import meshes_in_use
-from fsdp2.sharded_dtensor import as_sharded
 from hostile import hostile
 
 NIGHTLY = bool(os.environ.get("FSDP2_NIGHTLY"))
@@ -351,5 +349,8 @@ class Differences:
 
 def sharded(whole: Tensor, mesh: Any, placements: Any = None, **options: Any) -> Any:
     """Returns `whole` distributed as a sharded parameter is: of the class that has the fixes."""
+    from fsdp2.dtensor.compat import meshes_in_use
+    from fsdp2.dtensor.sharded_dtensor import as_sharded
+
     meshes_in_use.add(mesh)
     return as_sharded(distribute_tensor(whole, mesh, placements, **options))

@@ -28,7 +28,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from benchmarks.cuda_group import start_wire_group
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, bucket, fully_shard, reduce_plan
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.core import buckets
 from helpers import assert_same
 from models import TinyGPT, mean_loss
 
@@ -126,8 +127,8 @@ def ways_in(world: str) -> list[str]:
 def run(kind: str, world: str, name: str) -> None:
     """Raises AssertionError: not as the plain model."""
     way = WAYS[name]
-    pieces = mock.patch.multiple(bucket, MIN_BUCKET_BYTES=1) if way.in_pieces else nullcontext()
-    halves = mock.patch.multiple(reduce_plan, MIN_PIECE_BYTES=1024) if way.in_pieces else nullcontext()
+    pieces = mock.patch.multiple(buckets, MIN_BUCKET_BYTES=1) if way.in_pieces else nullcontext()
+    halves = mock.patch.multiple(buckets, MIN_PIECE_BYTES=1024) if way.in_pieces else nullcontext()
     with WORLDS[world](kind) as size, pieces, halves:
         if kind == "cuda" and way.beside:
             side = torch.cuda.Stream()

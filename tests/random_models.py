@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, fully_shard, pack, reduce_plan
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2.core import buckets, gather
 from recipes import Recipe
 
 DIM = 6
@@ -304,10 +305,10 @@ def tolerance(recipe: Recipe) -> dict[str, float]:
 def shard(model: Root, groups: list[Group], recipe: Recipe, world_size: int) -> None:
     mesh = None
     # Only large gradients are cut otherwise.
-    bucket.MIN_BUCKET_BYTES = recipe.pick("bytes of buckets", 1 << 20, (1, 200), 0.3)
-    reduce_plan.MIN_PIECE_BYTES = recipe.pick("bytes of pieces", 1 << 20, (16,), 0.3)
+    buckets.MIN_BUCKET_BYTES = recipe.pick("bytes of buckets", 1 << 20, (1, 200), 0.3)
+    buckets.MIN_PIECE_BYTES = recipe.pick("bytes of pieces", 1 << 20, (16,), 0.3)
     are_launches = recipe.pick("operations are launches", False, (True,), 0.4)  # as on a GPU
-    pack.costs_launches = lambda device: are_launches
+    gather.costs_launches = buckets.costs_launches = lambda device: are_launches
     replicas = recipe.pick("replicas", None, [n for n in range(1, world_size + 1) if world_size % n == 0], 0.4)
     if replicas is not None:
         names = ("replicate", "shard")

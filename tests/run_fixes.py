@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import fsdp2  # noqa: E402
-from fsdp2.corrections.table import FIXES  # noqa: E402
+from fsdp2.dtensor.table import FIXES  # noqa: E402
 from outcomes import Situation, outcome_of  # noqa: E402
 from situations import SITUATIONS  # noqa: E402
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2 import FSDPModule
-from fsdp2.unsynced_grad import UnsyncedGrad
+from fsdp2.checks.unsynchronized import UnsyncedGrad
 from helpers import assert_same, assert_same_names, shard_batch
 
 

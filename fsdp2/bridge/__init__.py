@@ -1,1 +1,1 @@
-"""For programs that were written for torch's FSDP2."""
+"""Runs programs that were written for torch's FSDP2."""

@@ -1,4 +1,4 @@
-"""patch_torch(): programs written for torch's FSDP2 get ours. The one file that knows where torch's names stand."""
+"""Gives programs written for torch's FSDP2 ours: patch_torch(). Only this file knows where torch's names stand."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from ..ext.forward_method import register_fsdp_forward_method
 from ..api import fully_shard, replicate
-from ..module import GradientReductionHandle, UnshardHandle
 from ..core.mesh import DataParallelMeshDims
-from ..module import FSDPModule, share_comm_ctx
+from ..core.module import UnshardHandle
 from ..core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..core.state import require_state
+from ..ext.forward_method import register_fsdp_forward_method
+from ..ext.root_methods import GradientReductionHandle
+from ..module import FSDPModule, share_comm_ctx
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
-# Where torch's implementation stands. Its code goes on to use its own names, for those who hold a reference to it.
+# Where torch's implementation stands. Its code continues to use its own names: programs may hold references to it.
 _INTERNAL = f"{_API}._fully_shard."
-# Of these, what others import names from. They get a copy of the module, in which the names are ours.
+# Modules from which others import names. They get a copy of the module, in which the names are ours.
 _COPIED = (f"{_INTERNAL}_fully_shard", _REPLICATE)
 _ALIASES = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
 _PACKAGE = __name__.partition(".")[0]
 
 
 class _OfReplicated(type):
-    """`isinstance` alone tells a replicated module from a sharded one: they have one class."""
+    """Tells a replicated module from a sharded one by `isinstance`: both have the same class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, FSDPModule) and not require_state(instance).group.mesh.shard_axes
+        return isinstance(instance, FSDPModule) and not require_state(instance).groups[0].mesh.shard_axes
 
 
 class ReplicateModule(FSDPModule, metaclass=_OfReplicated):
-    """What torch calls a module that `replicate` was applied to."""
+    """Stands for the class of modules that `replicate` was applied to, as torch calls it."""
 
 
 _PUBLIC = (
     *(CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, GradientReductionHandle, MixedPrecisionPolicy),
     *(OffloadPolicy, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx),
 )
-# Module of torch -> its name -> what comes in place of the object that has it; younger torches have more.
+# Module of torch -> a name in it -> our object that replaces the one of that name. Older torches lack some of them.
 _OURS: dict[str, dict[str, Any]] = {
     _API: {each.__name__: each for each in _PUBLIC},
     _REPLICATE: {"replicate": replicate, "ReplicateModule": ReplicateModule},
@@ -49,20 +50,20 @@ _OURS: dict[str, dict[str, Any]] = {
 
 
 class Patch:
-    """One call of `patch_torch`. The patch is in force as long as one of them is not undone."""
+    """Stands for one call of `patch_torch`. The patch is in force as long as one of them is not undone."""
 
     def __init__(self) -> None:
         self._is_undone = False
 
     def undo(self) -> None:
-        """Put torch's names back, unless another call stands. Further calls do nothing.
+        """Puts torch's names back, unless another call is in force. Further calls do nothing.
 
         Modules sharded meanwhile stay ours. So do names that modules outside torch imported meanwhile.
         """
         if not self._is_undone:
             self._is_undone = True
-            _standing.remove(self)
-            if not _standing:
+            _in_force.remove(self)
+            if not _in_force:
                 _restore()
 
     def __enter__(self) -> Patch:
@@ -73,29 +74,31 @@ class Patch:
 
 
 def patch_torch() -> Patch:
-    """Put our `fully_shard`, `FSDPModule`, policies, ... in place of torch's, wherever programs find these.
+    """Puts our `fully_shard`, `FSDPModule`, policies, ... in place of torch's, wherever programs find these.
 
-    That is everywhere torch's objects have names in imported modules: in torch's own, from which later imports take
-    them, and in others that took them before. Torch's implementation works as before for those who reach it otherwise.
+    It replaces names of torch's objects in all imported modules: in torch's own, from which later imports take them,
+    and in others that have taken them before. Call it before or after such imports. Torch's implementation itself
+    stays as it is, for programs that reach it in another way.
 
-    Returns a handle: `undo()` it, or use it in a `with` statement; else it stays. Calls may nest. Called again, it also
-    reaches what has got hold of torch's objects since.
+    Returns:
+        A handle: call its `undo()`, or use it in a `with` statement; otherwise the patch stays. Calls may nest. Each
+        call also replaces the names under which modules have got torch's objects since.
     """
     patch = Patch()
-    _standing.append(patch)
+    _in_force.append(patch)
     _replace()
     return patch
 
 
-_standing: list[Patch] = []
-# Torch's objects, a few modules among them, and what comes in their place while the patch is in force.
+_in_force: list[Patch] = []
+# Pairs of an object of torch, which may be a module, and of ours that replaces it while the patch is in force.
 _pairs: list[tuple[Any, Any]] = []
-# Where it came: (names, name, torch's object, ours).
+# What was replaced: (the dict of names, the name, torch's object, ours).
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
 
 def _replace() -> None:
-    # All at once, before anything is replaced: what torch builds on its own names is complete then.
+    # All are imported before anything is replaced: what torch builds on its own names is complete then.
     for name in (_API, *_ALIASES, *_COPIED):
         import_module(name)  # under `python -m fsdp2`, this may call patch_torch
     if not _pairs:
@@ -116,7 +119,7 @@ def _put(names: dict[str, Any], key: str, ours: Any) -> None:
 
 
 def _pair_up() -> Iterator[tuple[Any, Any]]:
-    """Each of torch's objects, and what comes in its place."""
+    """Yields each of torch's objects with the one that replaces it."""
     pairs = [
         (getattr(sys.modules[module], name), ours)
         for module, names in _OURS.items()
@@ -129,12 +132,14 @@ def _pair_up() -> Iterator[tuple[Any, Any]]:
 
 
 def _copy(module: ModuleType, ours: dict[int, Any]) -> ModuleType:
+    """Returns a copy of a module, in which objects are replaced by `ours`: identity -> object."""
     copied = ModuleType(module.__name__, module.__doc__)
     vars(copied).update({key: ours.get(id(value), value) for key, value in vars(module).items()})
     return copied
 
 
 def _items(module: Any) -> list[tuple[str, Any]]:
+    """Returns the names in a module, with their values."""
     names = getattr(module, "__dict__", None)  # anything can be in sys.modules
     return list(names.items()) if isinstance(names, dict) else []
 
@@ -149,7 +154,7 @@ def _restore() -> None:
 
 
 def _restore_in_torch() -> None:
-    """In modules of torch that were imported meanwhile: torch's later code must know its own modules again."""
+    """Restores names in modules of torch that were imported meanwhile: torch's code must know its own modules again."""
     theirs = {id(ours): their for their, ours in _pairs}
     for name, module in list(sys.modules.items()):
         if name.startswith("torch."):

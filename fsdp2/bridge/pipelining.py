@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining may compute gradients of weights apart from those of inputs: it must find these."""
+"""Has torch.distributed.pipelining find the parameters whose gradients it computes apart from those of inputs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+from ..core.group import UNSHARDED, FSDPParamGroup
+from ..core.state import groups_below
 from ..dtensor.switches import is_on
-from ..core.state import states_below
 from .when_imported import when_imported
 
 
-def register_full_in_pipelines() -> None:
-    """Zero-bubble schedules look in `module.parameters()` for the leaves of the graph, between forward and backward.
+def register_unsharded_in_pipelines() -> None:
+    """Has the unsharded parameters registered while a zero-bubble schedule computes gradients of weights.
 
-    There the sharded parameters are registered, of which the graph knows nothing: gradients of weights would stay away
-    without a word. So from now on the full ones are registered meanwhile. What is assigned to them as gradients is
-    reduced like all others, in the reduce dtype: at once, or when a schedule asks for it that knows our modules, after
-    `patch_torch()`.
+    Such a schedule looks in `module.parameters()` for the leaves of the graph, between forward and backward. There the
+    sharded parameters are registered, of which the graph knows nothing: gradients of weights would be missing, without
+    an error. What the schedule assigns as gradients of the unsharded parameters is reduced like all other gradients, in
+    the reduce dtype: at once, or, after `patch_torch()`, when a schedule that knows our modules asks for it.
     """
     when_imported("torch.distributed.pipelining.stage", _adapt)
 
@@ -28,18 +29,31 @@ def _adapt(stage: ModuleType) -> None:
 
     @wraps(original)
     def backward(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        states = [] if backward_type == "full" or not is_on("pipelines") else list(states_below(self.submod))
-        for state in states:
-            state.group.faces.install()
+        groups = [] if backward_type == "full" or not is_on("pipelines") else groups_below(self.submod)
+        for group in groups:
+            _register_unsharded(group)
         try:
             return original(self, backward_type, *args, **kwargs)
         finally:
-            for state in states:
-                state.group.faces.uninstall()
-                state.group.gradients.owes |= backward_type == "weight"  # what autograd has not told of
-                state.context.synchronise_waiting([state])
-            for context in dict.fromkeys(state.context for state in states):
-                if context.finalizes_by_itself:
-                    context.finalize()
+            for group in groups:
+                _register_sharded(group)
+                group.gradients.owes |= backward_type == "weight"  # autograd does not tell us of assigned gradients
+                group.root.reduce_unsynchronized([group])
+            for root in dict.fromkeys(group.root for group in groups):
+                if root.settings.finalize_backward:
+                    root.finalize()
 
     cls.backward_maybe_with_nosync = backward
+
+
+def _register_unsharded(group: FSDPParamGroup) -> None:
+    """Registers the unsharded parameters, whether or not their data is there."""
+    if group.phase is not UNSHARDED:
+        group.registration.register_unsharded()
+
+
+def _register_sharded(group: FSDPParamGroup) -> None:
+    if group.phase is UNSHARDED:
+        group.unregister()
+    else:
+        group.registration.register_sharded()

@@ -1,76 +1,125 @@
-"""What pipelining and other clients read of a sharded module's state, under torch's private names for it."""
+"""Shows the state of sharded modules to pipelining and other clients, under torch's private names for it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ..ext.compat import ComposableState
+from torch import nn
+
+from ..core.events import Observer
+from ..core.group import FSDPParamGroup
+from ..core.state import STATE, FSDPState, require_state, state_of
+from ..ext.compat import ComposableState, register_composable
+
+# The name under which a state keeps its TorchState, so that it stays the same object: torch's table does not keep it
+# alive.
+_ATTRIBUTE = "_torch_state"
 
 
 class TorchParamGroup:
-    """A group, as its state hands it out. What is not here can't be set: nothing would follow from it."""
+    """Shows groups of one state as one of torch's. Other attributes can't be set: they would have no effect."""
 
-    __slots__ = ("_state",)
+    __slots__ = ("_groups",)
 
-    def __init__(self, state: TorchState) -> None:
-        self._state = state
+    def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
+        self._groups = groups
 
     def post_backward(self) -> None:
-        """Reduce the gradients that wait, outside a backward pass, and reshard.
+        """Reduces unsynchronized gradients, outside a backward pass, and reshards.
 
-        They are there when the last group that has some returns from this: until then one reduction is in flight.
+        `.grad` holds all of them when this returns for the last group that had some: until then one reduction is in
+        flight.
         """
-        context = self._state.context
-        context.synchronise_waiting([self._state])
-        if not any(state.group.params and state.group.gradients.owes for state in context.states):
-            context.finalize()
+        root = self._groups[0].root
+        root.reduce_unsynchronized(self._groups)
+        if not any(group.params and group.gradients.owes for group in root.groups):
+            root.finalize()
 
     @property
     def reshard_after_backward(self) -> bool:
-        return self._state.reshard_after_backward
+        """True if the unsharded parameters are freed after backward."""
+        return self._groups[0].settings.reshard_after_backward
 
 
 class TorchState(ComposableState):
-    """Base of our state. `fully_shard.state(module)` and `module._get_fsdp_state()` return one."""
+    """Shows one FSDPState, which it holds as `state`, under the names of torch's."""
 
-    context: Any
-    group: Any
-    policy: Any
-    reshard_after_forward: bool | None
-    reshard_after_backward: bool
+    def __init__(self, state: FSDPState) -> None:
+        self.state = state
 
     @property
     def _state_ctx(self) -> Any:
-        return SimpleNamespace(all_states=self.context.states)
+        return SimpleNamespace(all_states=[_torch_state(each) for each in self.state.root.states])
 
     @property
     def _comm_ctx(self) -> object:
-        """The same object for those that count as one in what bounds reductions in flight."""
-        return self.group.gradients.queue
+        """The same object for all states whose reductions in flight are bounded together."""
+        return self.state.groups[0].queue
 
     @property
     def _fsdp_param_groups(self) -> list[TorchParamGroup]:
-        return [TorchParamGroup(self)] if self.group.params else []
+        return [TorchParamGroup([group]) for group in self._groups_with_params()]
 
     @property
     def _fsdp_param_group(self) -> TorchParamGroup | None:
-        return next(iter(self._fsdp_param_groups), None)
+        """All groups as one: who asks for one group expects that a module has no more."""
+        groups = self._groups_with_params()
+        return TorchParamGroup(groups) if groups else None
+
+    def _groups_with_params(self) -> list[FSDPParamGroup]:
+        return [group for group in self.state.groups if group.params]
 
     @property
     def _mp_policy(self) -> Any:
-        return self.policy
+        return self.state.policy
 
     @property
     def _auto_reshard_after_forward(self) -> bool:
-        return self.reshard_after_forward is None
+        return self.state.groups[0].settings.reshard_after_forward is None
 
     @_auto_reshard_after_forward.setter
     def _auto_reshard_after_forward(self, auto: bool) -> None:
         if auto != self._auto_reshard_after_forward:
-            self.reshard_after_forward = None if auto else True
+            for group in self.state.groups:
+                group.set(reshard_after_forward=None if auto else True)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce what waits below this root, and have `.grad` show it."""
-        self.context.synchronise_waiting()
-        self.context.finalize()
+        """Reduces unsynchronized gradients of all groups under the root, and has `.grad` hold them."""
+        root = self.state.root
+        root.reduce_unsynchronized()
+        root.finalize()
+
+
+class RegisteredStates(Observer):
+    """Registers sharded modules with torch's other composable APIs, under a TorchState for each FSDPState."""
+
+    def attached(self, root: Any) -> None:
+        states: list[FSDPState] = root.states
+        for state in states:
+            for module in state.modules:
+                if module.__dict__.get(STATE) is state:  # not so for large submodules that became groups of their own
+                    register_composable(module, _torch_state(state), "fully_shard")
+
+
+def torch_state_of(module: nn.Module) -> TorchState | None:
+    """Returns the TorchState of a sharded module, always the same object. None: the module is not sharded."""
+    state = state_of(module)
+    return None if state is None else _torch_state(state)
+
+
+def require_torch_state(module: Any) -> TorchState:
+    """Returns the TorchState of a sharded module.
+
+    Raises:
+        RuntimeError: it is not sharded.
+    """
+    return _torch_state(require_state(module))
+
+
+def _torch_state(state: FSDPState) -> TorchState:
+    found: TorchState | None = state.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        found = state.__dict__[_ATTRIBUTE] = TorchState(state)
+    return found

@@ -1,6 +1,6 @@
-"""Do something to a module as soon as a program imports it, without importing it for that.
+"""Calls a function with a module as soon as a program has imported that, without importing it.
 
-Imports nothing of fsdp2 or torch: see bridge/startup/sitecustomize.py, which runs this file before any program.
+This file imports nothing of fsdp2 or torch: bridge/startup/sitecustomize.py runs it before any program.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from types import ModuleType
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Call `action(module)` when the module `name` has been imported; now, if that was done or has begun.
+    """Calls `action(module)` when the module `name` has been imported; at once, if it was, or if its import has begun.
 
-    Returns what cancels that.
+    Returns a function that cancels it.
     """
     if name in sys.modules:
         action(sys.modules[name])
@@ -26,7 +26,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[
 
 
 class _Finder(MetaPathFinder):
-    """In front in sys.meta_path: lets those behind find one module, and wraps its loader."""
+    """Stands first in sys.meta_path: has the finders behind it find one module, and wraps its loader."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name, self._action = name, action
@@ -44,16 +44,17 @@ class _Finder(MetaPathFinder):
         return spec
 
     def _act(self, module: ModuleType) -> None:
-        self.cancel()  # not earlier: a program may look for the spec, and import the module later, or not
+        self.cancel()  # not earlier: a program may look for the spec without importing the module
         self._action(module)
 
     def cancel(self) -> None:
+        """Removes this finder."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
 
 class _Loader(Loader):
-    """Another loader, and an action after it."""
+    """Runs another loader, and then an action."""
 
     def __init__(self, loader: Loader, action: Callable[[ModuleType], None]) -> None:
         self._loader, self._action = loader, action
@@ -62,7 +63,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # What asks for it later (pkgutil, inspect) finds the module's own loader.
+        # Functions that ask for the loader later (pkgutil, inspect) find the module's own.
         assert module.__spec__ is not None, "it is being imported"
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Collectives before which ranks tell each other what they are about to do, whatever the backend: the debug level."""
+"""The debug level: before each collective, on any backend, ranks tell each other what they are about to do."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import group_compat
-from ..core.comm import Comm, all_gather_now, make_comm
-from .headers import REDUCING, SUMMING, TABLE, Header, Label, digest_of, out_of_step, text_of, without_sizes
-from ..core.comm import Work
+from ..core.comm import Comm, Purpose, Work
+from ..ext.compat import default_store, has_backend
+from ..ext.gloo import GATHERING, REDUCING, SUMMING
+from ..ext.rank_facts import all_gather_now
+from .conversation import tell_out_of_step
+from .headers import TABLE, Header, digest_of, header_of, out_of_step, placed_header, text_of, without_sizes
+from .named_comm import comms_of
 
 _VARIABLE = "FSDP2_DEBUG"
 
 
 def level_from_environment() -> int:
-    """
+    """Returns the debug level that the environment variable FSDP2_DEBUG asks for.
+
     Raises:
-        ValueError: neither 0 nor 1, nor empty.
+        ValueError: it is neither 0 nor 1, nor empty.
     """
     value = os.environ.get(_VARIABLE) or "0"
     if value not in ("0", "1"):
@@ -31,37 +35,39 @@ def level_from_environment() -> int:
     return int(value)
 
 
-# Of process groups: whether ranks compare all that they do there; whose collectives those are.
+# Process group -> whether ranks compare all that they do there. Process group -> the purposes of collectives there.
 _levels: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
-_labels: WeakKeyDictionary[dist.ProcessGroup, WeakSet[Label]] = WeakKeyDictionary()
+_purposes: WeakKeyDictionary[dist.ProcessGroup, WeakSet[Purpose]] = WeakKeyDictionary()
 
 
-def note_level(groups: Sequence[dist.ProcessGroup], label: Label, checked: bool) -> None:
-    """Have collectives over these compared, or not, from now on: also those of no group of parameters."""
+def note_level(groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
+    """Has collectives over these process groups compared, or not, from now on: small facts between ranks, too."""
     for group in groups:
         _levels[group] = checked
-        _labels.setdefault(group, WeakSet()).add(label)
+        _purposes.setdefault(group, WeakSet()).add(purpose)
 
 
 def are_checked(group: dist.ProcessGroup) -> bool:
-    """Whether ranks compare all that they do there."""
+    """Returns True if ranks compare all that they do there."""
     return _levels.get(group, False)
 
 
 class Rollcall:
-    """Before a collective over `group`, on `device`, its ranks tell each other what they are about to do, and leave a
-    note of where they are in the store that all processes share.
+    """Has the ranks of a process group tell each other what they are about to do, and leave a note of where they are in
+    the store that all processes share.
+
+    Args:
+        aside: what they tell it by.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, cpu = group, torch.device("cpu")
-        self._device = cpu if group_compat.has_backend(group, cpu) else device
-        self.aside = make_comm(group, self._device)
+    def __init__(self, group: dist.ProcessGroup, aside: Comm, device: torch.device) -> None:
+        self._group, self.aside, self._device = group, aside, device
 
     def answer(self, header: Header) -> None:
-        """
+        """Compares `header` between ranks. Every rank must call it.
+
         Raises:
-            RuntimeError: on all ranks, if their headers differ; or one does not come in time.
+            RuntimeError: on all ranks, if their headers differ; or a rank does not come in time.
         """
         with _telling_where():
             _note(without_sizes(header.text))
@@ -70,26 +76,40 @@ class Rollcall:
     def _compare(self, header: Header) -> None:
         of_all = all_gather_now(bytes(header.data.tolist()), self.aside, self._device)
         if len({digest_of(each) for each in of_all}) > 1:
-            for label in [*_labels.get(self._group, ())]:
-                label.note_out_of_step()
+            tell_out_of_step(_purposes.get(self._group, ()))
             ranks = dist.get_process_group_ranks(self._group)
             raise RuntimeError(out_of_step({rank: text_of(each) for rank, each in zip(ranks, of_all, strict=True)}))
 
 
 class CheckedComm:
-    """A Comm whose ranks answer a rollcall before each collective: no data moves if they differ. If one fails, it says
-    what all processes have noted.
+    """A Comm whose ranks answer a rollcall before each collective: no data moves if they differ. If one fails, its error
+    says what all processes have noted.
+
+    Args:
+        unchecked: what moves the data.
+        make_comm: makes the Comm by which ranks tell each other.
+        device: where the tensors are.
     """
 
-    def __init__(self, unchecked: Comm, device: torch.device) -> None:
+    def __init__(self, unchecked: Comm, make_comm: Callable[..., Comm], device: torch.device) -> None:
         self.unchecked = self._comm = unchecked
-        self.rank, self.label = unchecked.rank, unchecked.label
-        self.direct_min_bytes, self.force_sum = unchecked.direct_min_bytes, unchecked.force_sum
-        self.sums_on_arrival = unchecked.sums_on_arrival
-        assert unchecked.group is not None, "there are other ranks"
-        self._rollcall = Rollcall(unchecked.group, device)
-        _labels.setdefault(unchecked.group, WeakSet()).add(self.label)
-        self.label.comms.update(self._rollcall.aside.label.comms)
+        self.rank, self.purpose = unchecked.rank, unchecked.purpose
+        self.direct_min_bytes, self.sums_on_arrival = unchecked.direct_min_bytes, unchecked.sums_on_arrival
+        group, cpu = unchecked.group, torch.device("cpu")
+        assert group is not None, "there are other ranks"
+        aside_device = cpu if has_backend(group, cpu) else device
+        aside = make_comm(group, aside_device, Purpose())
+        self._rollcall = Rollcall(group, aside, aside_device)
+        _purposes.setdefault(group, WeakSet()).add(self.purpose)
+        comms_of.setdefault(self.purpose, WeakSet()).update(comms_of.get(aside.purpose, ()))
+
+    @property
+    def force_sum(self) -> bool:
+        return self._comm.force_sum
+
+    @force_sum.setter
+    def force_sum(self, value: bool) -> None:
+        self._comm.force_sum = value
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -99,8 +119,12 @@ class CheckedComm:
     def size(self) -> int:
         return self._comm.size
 
+    def compare(self, kind: str, tensor: Tensor) -> None:
+        """Returns when all ranks are about to do that with a tensor of this size."""
+        self._rollcall.answer(header_of(self.purpose, kind, [tensor]))
+
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        return self._checked("gathering", inputs, lambda: self._comm.all_gather(outputs, inputs))
+        return self._checked(GATHERING, inputs, lambda: self._comm.all_gather(outputs, inputs))
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         return self._checked(REDUCING, inputs, lambda: self._comm.reduce_scatter(outputs, inputs, divisor))
@@ -109,13 +133,13 @@ class CheckedComm:
         return self._checked(SUMMING, [tensor], lambda: self._comm.all_reduce(tensor, divisor))
 
     def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work]) -> Work:
-        self._rollcall.answer(self.label.placed_header(kind, tensors))
+        self._rollcall.answer(placed_header(self.purpose, kind, tensors))
         with _telling_where():
             return _NotedWork(start())
 
 
 class _NotedWork:
-    """Says, if it fails, where all ranks have noted that they are."""
+    """A work that says, if it fails, where all ranks have noted that they are."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -134,12 +158,12 @@ def _key(rank: int) -> str:
 
 def _note(text: str) -> None:
     with suppress(RuntimeError):  # whoever held the store is gone, or it is a simulated one: there are no notes then
-        group_compat.default_store().set(_key(dist.get_rank()), f"{time.time()} {text}")
+        default_store().set(_key(dist.get_rank()), f"{time.time()} {text}")
 
 
 @contextmanager
 def _telling_where() -> Iterator[None]:
-    """Have errors say where all ranks have noted that they are."""
+    """Context: errors say where all ranks have noted that they are."""
     try:
         yield
     except RuntimeError as error:
@@ -148,7 +172,7 @@ def _telling_where() -> Iterator[None]:
 
 
 def _add_table(error: RuntimeError) -> None:
-    """Put what the store knows in place of what headers have told, if anything."""
+    """Puts what the store knows in place of what headers have told, if anything."""
     message = str(error)
     if "out of step" in message:
         return
@@ -161,7 +185,7 @@ def _add_table(error: RuntimeError) -> None:
 
 
 def _read_note(rank: int) -> str:
-    store = group_compat.default_store()
+    store = default_store()
     if not store.check([_key(rank)]):
         return "nothing yet"
     since, _, text = store.get(_key(rank)).decode().partition(" ")

@@ -27,7 +27,6 @@ from .mesh import (
     distribute,
     named_data_mesh,
     replicated_data_mesh,
-    subgroup,
 )
 from .module import FSDPModule
 from .parameter import FSDPParam, Slot, fqn
@@ -189,7 +188,7 @@ def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Argum
             if hasattr(placement, "mesh_info"):
                 mesh, placement = described_data_mesh(placement.mesh_info), placement.placement
         dim = 0 if placement is None else _dim_of(placement, parameter)
-        distribution = distribute(parameter, mesh, dim)
+        distribution = (distribute if type(parameter) is nn.Parameter else strategies().distribute)(parameter, mesh, dim)
         return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
@@ -239,16 +238,10 @@ def _make_groups(
         settings = GroupSettings(policy, reshard_after_forward=reshard, pin_memory=pin, extras=given.extras)
         groups.append(make_group(modules, params, mesh, settings))
         if is_int and choice not in (1, size) and size > 1:
-            restore_among(groups[-1], choice)
+            if strategies().restore_among is None:
+                raise NotImplementedError("reshard_after_forward: the core alone takes a bool or None")
+            strategies().restore_among(groups[-1], choice)
     return groups
-
-
-def restore_among(group: FSDPParamGroup, num_ranks: int) -> None:
-    """Has so many neighbouring ranks restore the parameters after forward. Every rank must call it."""
-    assert group.mesh.shard_group is not None, "one rank restores nothing"
-    neighbours = subgroup(group.mesh.shard_group, num_ranks)
-    comm = strategies().make_comm(neighbours, group.mesh.device, group.purpose)
-    group.use_comms(group.comms._replace(post_forward=comm))
 
 
 def storage_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:

@@ -6,7 +6,8 @@ unpacks it first, whether the module returned its tensors, kept them on `self`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -29,34 +30,47 @@ class SavedTensors:
     and refuse those that have changed meanwhile. `owners`: storage identity -> the group whose weights lie there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before_absence: Callable[[], None]) -> None:
         self.owners: dict[int, Any] = {}
+        # Called when autograd is about to save weights while the hooks are not in force.
+        self._before_absence = before_absence
         self._hooks: saved_tensors_hooks | None = None
         # Those of a sharded model inside whose forward this one is called.
         self._outer: SavedTensors | None = None
 
-    def activate(self) -> bool:
-        """Puts the hooks in force, unless other hooks are. Returns False if none may be (in `torch.func.grad`).
+    def activate(self) -> None:
+        """Puts the hooks in force, unless other hooks are, or none may be (in `torch.func.grad`).
 
         Activation checkpointing brings its own hooks and saves nothing: it runs the forward again, with the engine's
         module hooks, inside backward. Hooks on top of its own would make it save what it is there to drop.
         """
         if self._hooks is not None:
-            return True
+            return
         if compat.why_no_hooks() is not None:
-            return False
+            self._before_absence()
+            return
         active = compat.top_saved_tensor_hooks(False)
         self._outer = getattr(active[0], "__self__", None) if active else None
         if not active or isinstance(self._outer, SavedTensors):
             self._hooks = saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
-        return True
 
     def deactivate(self) -> None:
         """Puts them out of force."""
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Context: the hooks, which are on top, are not in force."""
+        self._before_absence()
+        assert self._hooks is not None, "they are in force"
+        self._hooks.__exit__()
+        try:
+            yield
+        finally:
+            self._hooks.__enter__()
 
     def are_on_top(self) -> bool:
         """Returns True if these hooks, not somebody else's on top of them, are called."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import compat, streams
 from .gather import contiguous_stride, costs_launches, split_chunks
-from .layout import BucketLayout, ParamSpec, split_pieces
+from .layout import BucketLayout, ParamSpec
 from .policy import MixedPrecisionPolicy
 
 # A group's gradients are reduced in about four buckets, so that what has arrived can be sent and freed while the rest
@@ -27,10 +27,6 @@ MIN_BUCKET_BYTES = 1024 * 1024
 # would be late with four launches instead of one, which save little memory. Among 1,024 ranks, each one's slice is
 # 16 KiB then, which takes no longer than its latency. Not measured on a GPU.
 LAUNCHES_TIMES = 16
-# The gradient of a group of one parameter, an embedding or a head for example, can't be cut into buckets. It is copied
-# and sent piece by piece, lest a copy of all of it, in the reduce dtype, be the peak of the whole step.
-MAX_PIECES = 16
-MIN_PIECE_BYTES = 1024 * 1024
 # Below this, gradients are packed by one operation on CPU though that takes more copies: an operation costs more than
 # its bytes.
 LITTLE_BYTES = 64 * 1024
@@ -190,16 +186,12 @@ def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
 
 
 class ReducePlan:
-    """Prepares what all reductions of one bucket have in common.
-
-    `pieces`, `halves`: (first, last) elements of each rank's shard, of a bucket that is one gradient and is sent piece
-    by piece: in many pieces if it is all of its group, in two halves if it is copied and shares its group with others.
-    """
+    """Prepares what all reductions of one bucket have in common."""
 
     def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:
-        self.layout, self.spec = layout, specs[layout.indices[0]]
+        self.layout = layout
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
-        self._specs, self.world_size = specs, world_size
+        self.specs, self.world_size = specs, world_size
         self.nbytes = layout.payload_nbytes * world_size  # of what is sent
         # Segments that no reduction uses: on CPU it takes as long to make their views as to fill them.
         self._spare: Segments | None = None
@@ -212,22 +204,11 @@ class ReducePlan:
         # Elements behind the last of them, of all segments; and zeros for them, which a user's hook sees.
         self._tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
         self._tails: dict[torch.dtype, list[Tensor]] = {}
-        self.pieces = self._split(MAX_PIECES) if len(specs) == 1 else []
-        self.halves = self._split(2) if layout.packed and len(layout.indices) == 1 < len(specs) else []
-
-    def _split(self, count: int) -> list[tuple[int, int]]:
-        """Cuts into at most so many pieces, if the reduction takes memory, to copy to, or to receive in."""
-        layout, world_size = self.layout, self.world_size
-        if self.spec.dim or not (layout.packed or layout.wire_dtype != layout.reduce_dtype):
-            return []
-        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, MIN_PIECE_BYTES)
-        return pieces if len(pieces) > 1 else []
-
     def take_segments(self, device: torch.device) -> Segments:
         """Returns memory to pack into. `give_back` follows when it has been read."""
         segments, self._spare = self._spare, None
         if segments is None:
-            return Segments(self.layout, self._specs, self.world_size, device)
+            return Segments(self.layout, self.specs, self.world_size, device)
         segments.storage.resize_(segments.nbytes)
         return segments
 
@@ -266,16 +247,3 @@ class ReducePlan:
             return False
         dtypes = {each.dtype for each in packed}  # those that have waited come in the reduce dtype
         return dtypes == {wire_dtype} or (len(dtypes) == 1 and self._is_little)
-
-    def pack_piece(self, gradient: Tensor, first: int, last: int, out_WP: Tensor) -> None:
-        """Copies elements `first` to `last` of each rank's shard, along dim 0, of one gradient, casting.
-
-        Padding keeps whatever it held.
-        """
-        spec = self.spec
-        flat, shard, last = gradient.reshape(-1), spec.shard_numel, min(last, spec.shard_numel)
-        whole = spec.whole_chunks * shard
-        out_WP[: spec.whole_chunks, : last - first] = flat[:whole].view(spec.whole_chunks, shard)[:, first:last]
-        rest = flat[whole:][first:last]
-        if rest.numel():
-            out_WP[spec.whole_chunks, : rest.numel()] = rest

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import compat
 from .comm import Comm, Work
-from .gather import Copies, GatherPlan, group_copies, leaf_over, own_storage_view, view_bytes
-from .layout import GatherLayout, gather_layout
+from .gather import GatherPlan, leaf_over, own_storage_view, view_bytes
+from .layout import GatherLayout
 from .streams import Transfer, Transfers
 
 
@@ -45,34 +45,24 @@ class GroupBuffers:
         rank: this rank's index in the shard group.
         device: where the unsharded parameters live and compute.
         transfers: copies the shards to `device` for each gather, if they rest on the CPU and `device` is another.
-        post_forward: some ranks of the shard group, this one included, which restore the parameters after `shrink`
-            (the secondary partition of ZeRO++ hpZ).
     """
 
     def __init__(
-        self,
-        layout: GatherLayout,
-        rank: int,
-        device: torch.device,
-        transfers: Transfers | None = None,
-        post_forward: Comm | None = None,
+        self, layout: GatherLayout, rank: int, device: torch.device, transfers: Transfers | None = None
     ) -> None:
         self.layout = layout if transfers is None else replace(layout, aliased=False)
         self._rank, self._device, self._transfers = rank, device, transfers
         self._stage: _Stage | None = None
-        self._nbytes, secondary = layout.full_nbytes, None
-        if post_forward is not None:
-            secondary = _secondary_layout(layout, post_forward)
-            self._nbytes = max(self._nbytes, secondary.full_nbytes)
+        self._nbytes = self._storage_nbytes()
         if not self.layout.aliased:
             self._unsharded = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         # Keep the storage when it is given up, so that pointers into it stay valid.
         self.keeps_storage = False
         self._is_allocated = True
         self._place_shards()
-        self._secondary = None
-        if secondary is not None and post_forward is not None:
-            self._secondary = _SecondaryShards(secondary, post_forward, self._unsharded)
+
+    def _storage_nbytes(self) -> int:
+        return self.layout.full_nbytes
 
     def renew_shards(self) -> None:
         """Puts the shards into other memory, without values: users may hold parts of the old one. If the unsharded
@@ -135,38 +125,28 @@ class GroupBuffers:
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
         """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
-        if not self._is_allocated:
-            self.storage.resize_(self._nbytes)
-            self._is_allocated = True
-        if self._secondary is not None and self._secondary.is_filled:
-            return self._secondary.start_gather()
+        self.allocate()
         start = self._plan.start
         if self._stage is not None:
             self._stage.start(partial(start, comm, more_outputs, more_inputs))
             return PendingGather(self._plan, self._stage, more_inputs)
         return PendingGather(self._plan, start(comm, more_outputs, more_inputs), more_inputs)
 
-    def shrink(self) -> None:
-        """Frees the unsharded parameters but for this rank's secondary shards, from which the next gather restores."""
-        if self._secondary is not None:
-            self._secondary.fill()
-        self._free_unsharded()
+    def allocate(self) -> None:
+        """Allocates the storage of the unsharded parameters, unless it is there."""
+        if not self._is_allocated:
+            self.storage.resize_(self._nbytes)
+            self._is_allocated = True
 
     def free(self) -> None:
-        """Frees the unsharded parameters, and what `shrink` has kept of them."""
-        if self._secondary is not None:
-            self._secondary.drop()
-        self._free_unsharded()
-
-    def hold_memory(self) -> bool:
-        """Returns True if `free` would give memory back."""
-        is_freed_later = self._is_allocated and not self.layout.aliased and not self.keeps_storage
-        return is_freed_later or (self._secondary is not None and self._secondary.is_filled)
-
-    def _free_unsharded(self) -> None:
+        """Frees the unsharded parameters."""
         if self._is_allocated and not self.layout.aliased and not self.keeps_storage:
             self._is_allocated = False
             self.storage.resize_(0)
+
+    def hold_memory(self) -> bool:
+        """Returns True if `free` would give memory back."""
+        return self._is_allocated and not self.layout.aliased and not self.keeps_storage
 
 
 class _Stage:
@@ -196,49 +176,3 @@ class _Stage:
 
     def free(self) -> None:
         self._storage.resize_(0)
-
-
-class _SecondaryShards:
-    """This rank's shards in compute dtypes, cut among the ranks of the post-forward mesh instead of all."""
-
-    def __init__(self, layout: GatherLayout, comm: Comm, unsharded: Tensor) -> None:
-        self._comm, self._nbytes = comm, layout.shard_nbytes
-        self.is_filled = False
-        self._shards = torch.empty(self._nbytes, dtype=torch.uint8, device=unsharded.device)
-        self._storage = self._shards.untyped_storage()
-        self._plan = GatherPlan(layout, comm.rank, self._shards, unsharded)
-        self._copies = group_copies(self._plan_fill(layout, comm.rank, unsharded))
-        self._storage.resize_(0)
-
-    def _plan_fill(self, layout: GatherLayout, rank: int, unsharded: Tensor) -> Copies:
-        copies = []
-        for spec, offset, full_offset in zip(layout.specs, layout.shard_offsets, layout.full_offsets, strict=True):
-            shape, (first, last) = spec.local_shape(rank), spec.rows(rank)
-            whole = view_bytes(unsharded, full_offset, spec.numel, spec.compute_dtype).view(spec.shape)
-            own = whole.narrow(spec.dim, first, last - first)
-            copies.append((view_bytes(self._shards, offset, own.numel(), spec.compute_dtype).view(shape), own))
-        return copies
-
-    def fill(self) -> None:
-        self.is_filled = True
-        self._storage.resize_(self._nbytes)
-        for copies in self._copies:
-            compat.copy_all(*copies)
-
-    def drop(self) -> None:
-        if self.is_filled:
-            self.is_filled = False
-            self._storage.resize_(0)
-
-    def start_gather(self) -> PendingGather:
-        return PendingGather(self._plan, self._plan.start(self._comm))
-
-
-def _secondary_layout(layout: GatherLayout, comm: Comm) -> GatherLayout:
-    """Returns the layout of parameters cut among fewer ranks, in compute dtypes, into the same unsharded storage.
-
-    Chunks of fewer ranks need no more padding: they fit where those of all ranks do. Packed segments lie behind them.
-    """
-    specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=comm.size) for spec in layout.specs)
-    own = gather_layout(specs, comm.size, comm.direct_min_bytes)
-    return replace(own, full_offsets=layout.full_offsets, packed_start=layout.packed_start)

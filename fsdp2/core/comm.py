@@ -2,16 +2,14 @@
 
 A `Comm` moves bytes between the ranks of one process group and returns at once; whoever needs the bytes waits on the
 `Work` that it returns. Every method is a collective: all ranks of the group must call it, in the same order, with
-tensors of the same sizes. Tensors are flat and contiguous, and must live until `wait` has returned. This file and
-backends.py are the only ones that call a collective.
+tensors of the same sizes. Tensors are flat and contiguous, and must live until `wait` has returned. This is the only
+file of the core that calls a collective.
 """
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -19,123 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Imported by name: an extension may put other functions under these names in `dist`.
-from torch.distributed import all_gather, all_reduce, all_to_all_single, broadcast, reduce_scatter
+from torch.distributed import all_reduce, all_to_all_single
 
-from . import compat, streams
-
-# ---- works
-
-
-class Work(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> object:
-        """Makes the current stream (on CPU: the caller) wait until the outputs are filled."""
-
-
-class AllWork:
-    """Several works as one. It keeps alive the works, and the tensors that are sent from and received into."""
-
-    def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor] = ()) -> None:
-        self._works = works
-        self._owned: tuple[Tensor | Work, ...] = (*tensors,)
-
-    def wait(self) -> None:
-        works, self._works = self._works, ()  # gloo hangs if a work is waited for twice
-        for work in works:
-            work.wait()
-        self._owned = (*self._owned, *works)
-
-    def __del__(self) -> None:
-        # Dropped unfinished, with a model that is deleted for example: other ranks still write to the memory, which may
-        # belong to any stream.
-        if self._works:
-            with suppress(RuntimeError):
-                AllWork.wait(self)
-            for device in {each.device for each in self._owned if isinstance(each, Tensor)}:
-                if streams.exist_on(device):
-                    torch.accelerator.current_stream(device).synchronize()
-
-
-class DividedWork(AllWork):
-    """Divides all outputs by one operation."""
-
-    def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], divisor: float) -> None:
-        super().__init__(works, outputs)
-        self._outputs, self._divisor = outputs, divisor
-
-    def wait(self) -> None:
-        super().wait()
-        outputs, self._outputs = self._outputs, ()
-        _divide(outputs, self._divisor)
-
-
-class SumWork(AllWork):
-    """Adds up what arrived, in rank order on every rank, and divides it."""
-
-    def __init__(
-        self,
-        works: Sequence[Work],
-        tensors: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor] | Tensor],
-        divisor: float,
-    ) -> None:
-        super().__init__(works, tensors)
-        self._outputs, self._parts, self._divisor = outputs, parts, divisor
-
-    def wait(self) -> None:
-        super().wait()
-        waiting, self._parts = self._parts, []
-        for output, parts in zip(self._outputs, waiting):  # noqa: B905  the second wait finds no parts
-            _sum(parts, output, self._divisor)
-        # Those in fp16 are divided as they are summed.
-        _divide([output for output in self._outputs if output.dtype != torch.float16] if waiting else [], self._divisor)
-
-
-class CopyWork(AllWork):
-    """Copies what arrived elsewhere: pairs of (target, source)."""
-
-    def __init__(
-        self, works: Sequence[Work], copies: Sequence[tuple[Tensor, Tensor]], tensors: Sequence[Tensor] = ()
-    ) -> None:
-        super().__init__(works, [*tensors, *(source for _, source in copies)])
-        self._copies = copies
-
-    def wait(self) -> None:
-        super().wait()
-        copies, self._copies = self._copies, ()
-        for target, source in copies:
-            target.copy_(source)
-
-
-def _divide(tensors: Sequence[Tensor], divisor: float) -> None:
-    if tensors and divisor != 1:
-        compat.divide_each([*tensors], divisor)
-
-
-def _sum(parts: Sequence[Tensor] | Tensor, output: Tensor, divisor: float) -> None:
-    """Writes the sum of `parts`, tensors or rows of one, to `output`. It adds up in the dtype of `output`; in fp32 if
-    that is fp16, and then divides by `divisor`.
-    """
-    if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-        total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
-        output.copy_(total.div_(divisor))
-        return
-    if isinstance(parts, Tensor) and parts.device.type != "cpu":
-        # One launch. On CPU it would first cast all parts.
-        torch.sum(parts, 0, dtype=output.dtype, out=output)
-        return
-    first, *rest = parts
-    if rest and first.dtype == output.dtype:
-        torch.add(first, rest.pop(0), out=output)
-    else:
-        output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
-    for part in rest:
-        output.add_(part)
-
+from . import compat
+from .layout import MAX_OPERATIONS
+from .streams import AllWork, CopyWork, DividedWork, SumWork, Work
 
 # ---- the interface
 
@@ -205,52 +91,40 @@ class Comm(Protocol):
         """Fills `tensor` with its sum over ranks, divided by `divisor`."""
 
 
-# ---- any process group
-
-# What groups and backends say, apart from a NotImplementedError, of a function that they lack. A connection that has
-# failed says "Operation not supported".
-_LACKS = re.compile("does(n't| not) support|(?<!operation )not (supported|implemented)|no backend type", re.IGNORECASE)
+# ---- ways to communicate
 
 
-class _FirstOffered:
-    """Calls the first of several functions, in order of their cost, that the group offers, and keeps to that one.
+def _options(kind: Any, op: Any) -> Any:
+    options = kind()
+    options.reduceOp = op
+    return options
 
-    All ranks of a group find the same, because a group offers the same functions on all ranks.
-    """
 
-    def __init__(self, *functions: Callable[[AnyComm, Tensor, Tensor], Work]) -> None:
-        self._functions = list(functions)
+_AVERAGE_SCATTER, _SUM_SCATTER, _AVERAGE_ALL, SUM_ALL = (
+    _options(kind, op)
+    for kind in (dist.ReduceScatterOptions, dist.AllreduceOptions)
+    for op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM)
+)
 
-    def __call__(self, comm: AnyComm, output: Tensor, source: Tensor) -> Work:
-        while True:
-            try:
-                return self._functions[0](comm, output, source)
-            except RuntimeError as error:  # NotImplementedError is one
-                lacks = isinstance(error, NotImplementedError) or _LACKS.search(str(error))
-                if not lacks or len(self._functions) == 1:
-                    raise
-                del self._functions[0]
+
+def backend_averages(comm: Comm, divisor: float) -> bool:
+    """Returns True if the division is left to the backend."""
+    return divisor == comm.size and not comm.force_sum
 
 
 class AnyComm:
-    """A Comm over any process group on which torch.distributed's functions work: threads as ranks, groups written in
-    Python, backends that nobody has measured.
+    """A Comm over any process group that has torch.distributed's functions of one tensor.
 
-    It uses public functions only, one launch for each tensor, and divides sums afterwards. It assumes nothing else of
-    the group. Where the group lacks a function, another one does the same at more cost.
+    It uses public functions only, one launch for each tensor, and divides sums afterwards.
     """
 
     direct_min_bytes = 512 * 1024
     force_sum = True
-    sums_on_arrival = False  # unless the dtypes differ
+    sums_on_arrival = False  # unless the dtypes differ: then it takes another collective
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         self.group, self.rank, self.purpose = group, group.rank(), purpose
         self._size = None if compat.size_may_change(group) else group.size()
-        cls = AnyComm  # its functions, not this object's methods, which would keep it alive
-        self._gather = _FirstOffered(cls._gather_into_one, cls._gather_into_list, cls._gather_by_broadcasts)
-        self._scatter = _FirstOffered(cls._scatter_one, cls._scatter_list, cls._scatter_by_all_reduce)
-        self._exchange = _FirstOffered(cls._exchange_and_sum, cls._sum_in_dtype_of_output)
 
     @property
     def size(self) -> int:
@@ -258,67 +132,142 @@ class AnyComm:
         return self._size or max(1, self.group.size())
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        works = [self._gather(self, output, own) for output, own in zip(outputs, inputs, strict=True)]
-        return AllWork(works, [*outputs, *inputs])
+        return AllWork([*map(self._gather, outputs, inputs)], [*outputs, *inputs])
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         works = []
         for output, source in zip(outputs, inputs, strict=True):
-            if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-                wide = torch.empty_like(output, dtype=torch.float32)
-                works.append(_divide_wide(self._reduce_one(wide, source), wide, output, divisor))
-            else:
-                works.append(DividedWork([self._reduce_one(output, source)], [output], divisor))
+            # The sum of many ranks' gradients could pass 65504.
+            wide = torch.empty_like(output, dtype=torch.float32) if output.dtype == torch.float16 else output
+            reduce = self._scatter if wide.dtype == source.dtype else self._exchange
+            works.append(_divide_wide(reduce(wide, source), wide, output, divisor))
         return AllWork(works, [*outputs, *inputs])
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
         wide = tensor.float() if tensor.dtype == torch.float16 else tensor
-        work = all_reduce(wide, group=self.group, async_op=True)
-        return DividedWork([work], [tensor], divisor) if wide is tensor else _divide_wide(work, wide, tensor, divisor)
+        return _divide_wide(all_reduce(wide, group=self.group, async_op=True), wide, tensor, divisor)
 
-    def _reduce_one(self, output: Tensor, source: Tensor) -> Work:
-        reduce = self._scatter if output.dtype == source.dtype else self._exchange
-        return reduce(self, output, source)
-
-    # Ways to gather: fill `output` with the sources of all ranks.
-
-    def _gather_into_one(self, output: Tensor, source: Tensor) -> Work:
+    def _gather(self, output: Tensor, source: Tensor) -> Work:
         return compat.all_gather_one(output, source, group=self.group, async_op=True)
 
-    def _gather_into_list(self, output: Tensor, source: Tensor) -> Work:
-        own = source.clone()  # it may be a part of the output
-        return AllWork([all_gather([*output.view(self.size, -1)], own, group=self.group, async_op=True)], [own])
-
-    def _gather_by_broadcasts(self, output: Tensor, source: Tensor) -> Work:
-        parts = output.view(self.size, -1)
-        if parts[self.rank].data_ptr() != source.data_ptr():
-            parts[self.rank].copy_(source)
-        return AllWork([broadcast(part, group=self.group, group_src=i, async_op=True) for i, part in enumerate(parts)])
-
-    # Ways to reduce: fill `output` with the sum of this rank's slices of all ranks' sources.
-
-    def _scatter_one(self, output: Tensor, source: Tensor) -> Work:
+    def _scatter(self, output: Tensor, source: Tensor) -> Work:
         return compat.reduce_scatter_one(output, source, group=self.group, async_op=True)
 
-    def _scatter_list(self, output: Tensor, source: Tensor) -> Work:
-        return reduce_scatter(output, [*source.view(self.size, -1)], group=self.group, async_op=True)
-
-    def _scatter_by_all_reduce(self, output: Tensor, source: Tensor) -> Work:
-        total = source.clone()
-        work = all_reduce(total, group=self.group, async_op=True)
-        return CopyWork([work], [(output, total.view(self.size, -1)[self.rank])])
-
-    # Ways to reduce into a wider dtype than the one that travels.
-
-    def _exchange_and_sum(self, output: Tensor, source: Tensor) -> Work:
+    def _exchange(self, output: Tensor, source: Tensor) -> Work:
         received = torch.empty_like(source)
         work = all_to_all_single(received, source, group=self.group, async_op=True)
         return SumWork([work], [source, received], [output], [received.view(self.size, -1)], 1)
 
-    def _sum_in_dtype_of_output(self, output: Tensor, source: Tensor) -> Work:
-        return self._scatter(self, output, source.to(output.dtype))
-
 
 def _divide_wide(work: Work, wide: Tensor, output: Tensor, divisor: float) -> Work:
-    """Divides the sum in `wide` by `divisor`, and casts the result to `output`, when the returned work is waited for."""
-    return CopyWork([DividedWork([work], [wide], divisor)], [(output, wide)])
+    """Divides the sum in `wide`, and casts it to `output` if that is another tensor, when the work is waited for."""
+    divided = DividedWork([work], [wide], divisor)
+    return divided if wide is output else CopyWork([divided], [(output, wide)])
+
+
+class CoalescedComm:
+    """Issues one coalesced launch per call: NCCL and the backends that follow its interface."""
+
+    # Not measured on several GPUs. The few operations of a call, see MAX_OPERATIONS, run side by side, so that a small
+    # one takes no longer than the packed ones, which are copied and exist twice; less than this saves nothing.
+    direct_min_bytes = 1024
+    sums_on_arrival = False  # unless the dtypes differ: then it takes another collective
+
+    def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
+        self.group, self.rank, self.size, self.purpose = group, group.rank(), group.size(), purpose
+        self._gather_one, self._scatter_one = compat.single_tensor_collectives(group)
+        self.force_sum = False
+        # At that debug level torch 2.11 wraps process groups in one that does not know coalesced collectives.
+        self._max_operations = 1 if dist.get_debug_level() == dist.DebugLevel.DETAIL else MAX_OPERATIONS
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        if len(outputs) == 1:
+            return self._gather_one(outputs[0], inputs[0])
+        if len(outputs) <= self._max_operations:
+            return self.group.allgather_into_tensor_coalesced([*outputs], [*inputs])
+        return self._in_calls(self.all_gather, outputs, inputs)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        if outputs[0].dtype != inputs[0].dtype:
+            return self._exchange(outputs, inputs, divisor)
+        averages = backend_averages(self, divisor)
+        if not averages and outputs[0].dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
+            inputs = compat.quotients([*inputs], divisor)  # in other memory: autograd may still use the gradients
+            return AllWork([self._scatter(outputs, inputs, _SUM_SCATTER)], inputs)
+        work = self._scatter(outputs, inputs, _AVERAGE_SCATTER if averages else _SUM_SCATTER)
+        return work if averages else DividedWork([work], outputs, divisor)
+
+    def _scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any) -> Work:
+        if len(outputs) == 1:
+            return self._scatter_one(outputs[0], inputs[0], options)
+        if len(outputs) <= self._max_operations:
+            return self.group.reduce_scatter_tensor_coalesced([*outputs], [*inputs], options)
+        return self._in_calls(self._scatter, outputs, inputs, options)
+
+    def _in_calls(
+        self, launch: Callable[..., Work], outputs: Sequence[Tensor], inputs: Sequence[Tensor], *options: Any
+    ) -> Work:
+        """Launches more collectives than one call may have, in calls of about equal numbers."""
+        number = -(-len(outputs) // self._max_operations)
+        works = [launch(outputs[i::number], inputs[i::number], *options) for i in range(number)]
+        return AllWork(works, [*outputs, *inputs])
+
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        """Exchanges all to all, a launch for each tensor; waiting for the work sums what arrived."""
+        received = [torch.empty_like(tensor) for tensor in inputs]
+        works = [self.group.alltoall_base(theirs, mine, [], []) for theirs, mine in zip(received, inputs, strict=True)]
+        parts = [theirs.view(self.size, -1) for theirs in received]
+        return SumWork(works, [*inputs, *received], outputs, parts, divisor)
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        if backend_averages(self, divisor):
+            return self.group.allreduce([tensor], _AVERAGE_ALL)
+        divisor = divide_before(tensor, divisor)
+        return DividedWork([self.group.allreduce([tensor], SUM_ALL)], [tensor], divisor)
+
+
+def divide_before(tensor: Tensor, divisor: float) -> float:
+    """Divides a tensor in fp16 before it is summed: the sum could pass 65504. Returns what is left to divide by."""
+    if tensor.dtype != torch.float16:
+        return divisor
+    tensor.div_(divisor)
+    return 1
+
+
+class SoloComm:
+    """One rank, which has nothing to communicate, and never calls a collective."""
+
+    group, rank, size, direct_min_bytes, force_sum, sums_on_arrival = None, 0, 1, 0, False, False
+    purpose = Purpose()
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        raise AssertionError("one rank gathers nothing")
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        raise AssertionError("one rank reduces nothing")
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        raise AssertionError("one rank reduces nothing")
+
+
+# Backends that are known to coalesce, also where a debug level wraps them. Others say so themselves.
+_COALESCING = ("nccl", "xccl", "hccl", "fake")
+
+
+def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
+    """Returns the Comm for a process group on `device`. None: one rank.
+
+    Raises:
+        NotImplementedError: gloo with tensors that are not on the CPU, which would crash the process.
+        RuntimeError: the group has no backend for `device`.
+    """
+    if group is None:
+        return SoloComm()
+    name = compat.backend_name(group, device)
+    if name == "gloo" and device.type != "cpu":
+        raise NotImplementedError(
+            f"a process group whose backend for {device.type} is gloo can't gather there. Initialise it with the "
+            "device's own backend too: init_process_group('cpu:gloo,cuda:nccl'), for example."
+        )
+    coalesces = name in _COALESCING or (name not in ("", "gloo") and compat.coalesces(group, device))
+    return CoalescedComm(group, purpose) if coalesces else AnyComm(group, purpose)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar, cast
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -211,15 +208,6 @@ all_gather_one: Callable[..., Any] = getattr(dist, "all_gather_single", None) or
 reduce_scatter_one: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh of the axes of both, which must be slices of one mesh. There is no public way to build it.
-
-    Raises:
-        RuntimeError: they are not.
-    """
-    return DeviceMesh._concatenate([first, second])
-
-
 def mesh_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
     """Returns a mesh of one axis, which joins the axes `axes` of `mesh`."""
     if mesh.ndim == 1:
@@ -270,67 +258,3 @@ def distributed_parameter(tensor: DTensor, requires_grad: bool) -> Parameter:
 def set_local(tensor: Tensor, local: Tensor) -> None:
     """Puts `local`, of equal shape and dtype, behind an existing DTensor: users and optimizers hold that object."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
-
-
-class _Returns(TorchDispatchMode):
-    """Has every operation return `value`."""
-
-    value: Tensor
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to be skipped, dynamo would be imported: seconds
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        return self.value
-
-
-def share_versions(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Has an in-place operation on either tensor of a pair, a DTensor and its local tensor, count for both.
-
-    By themselves they have two version counters. Autograd has what `detach` returns share the counter of what it
-    detaches, and a dispatch mode says what it returns. Tensors made in inference mode have no counter.
-
-    Returns the tensor of each pair from which to read the counter: the local one, which is faster.
-    """
-    counting = []
-    with torch.inference_mode(False), torch.no_grad(), no_torch_function(), _Returns() as returns:
-        for tensor, local in pairs:
-            has_counter = not tensor.is_inference()
-            counting.append(local if has_counter else tensor)
-            if has_counter and not local.is_inference():
-                returns.value = local
-                Tensor.detach(tensor)
-    return counting
-
-
-def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Returns the placement of what is cut along `dim` after another mesh axis has cut it into `split_factor` parts.
-
-    Axes to the left cut first in a plain Shard. The data-parallel axis stands left here, and must cut last.
-    """
-    return _StridedShard(dim, split_factor=split_factor)
-
-
-def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: type[DTensor]) -> DTensor:
-    """Returns this rank's part of a tensor that all ranks have, as a DTensor of `cls`, without communication."""
-    strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}
-    if not strided or not all(_cuts_last(axis, mesh, placements) for axis in strided):
-        distributed: Any = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        distributed.__class__ = cls
-        return cast(DTensor, distributed)
-    # torch would cut uneven parts otherwise.
-    local = whole
-    for axis, each in sorted(enumerate(placements), key=lambda pair: pair[0] in strided):
-        if isinstance(each, Shard | _StridedShard):
-            parts, mine = local.chunk(mesh.size(axis), each.dim), mesh.get_local_rank(axis)
-            local = parts[mine] if mine < len(parts) else local.narrow(each.dim, 0, 0)
-    spec = dtensor_spec(mesh, tuple(placements), tuple(whole.shape), whole.dtype)
-    return new_dtensor(cls, local.contiguous(), spec)
-
-
-def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """Returns True if a strided axis cuts what those to its right have cut. That of a view may not."""
-    strided = cast(_StridedShard, placements[axis])
-    later = [other for other in range(axis + 1, mesh.ndim) if placements[other] == Shard(strided.dim)]
-    return strided.split_factor == math.prod(mesh.size(other) for other in later)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .backends import make_comm
-from .comm import Comm
+from .comm import Comm, make_comm
+from .mesh import distribute
 
 
 class Observer:
@@ -66,6 +66,9 @@ class Observer:
     def unsharded(self, group: Any) -> None:
         """The group's unsharded parameters are there, or were there already, and are about to be used."""
 
+    def before_reshard(self, group: Any) -> None:
+        """A user has called `reshard`; what is raised is raised after it."""
+
     def before_free(self, group: Any) -> None:
         """The memory of the unsharded parameters is about to be freed."""
 
@@ -114,8 +117,13 @@ class Observer:
     def rebuilt(self, group: Any) -> None:
         """Shards lie in other memory now, or the sharded or unsharded parameters are other objects."""
 
-    def before_replace(self, group: Any) -> None:
-        """A user has replaced parameters of the group, or their local tensors, and the group is about to take them."""
+    def loaded(self, group: Any) -> None:
+        """`load_state_dict` has replaced parameters of the group."""
+
+    def before_replace(self, group: Any, found: Sequence[tuple[Any, nn.Parameter]]) -> None:
+        """A user has replaced parameters of the group, or their local tensors, and the group is about to take `found`:
+        (param, what is registered in its place).
+        """
 
 
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
@@ -150,6 +158,10 @@ class Strategies:
         make_comm: (process group or None, device, purpose) -> Comm.
         tensor_class: class of sharded parameters and of their gradients.
         class_attributes: called with a module's class; what they return is added to the class that it gets when sharded.
+        make_buffers: makes a group's buffers; None: GroupBuffers.
+        restore_among: (group, k) has k neighbouring ranks restore a group after forward (reshard_after_forward=k).
+        group_class: (device, FSDPParamGroup) -> class of groups on that device.
+        distribute: (parameter, mesh, dim) -> Distribution of a parameter that is a tensor subclass, a DTensor for example.
         gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
         gather_extension: (params, mesh, policy) -> what gathers these parameters, see `GatherExtension`.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
@@ -164,6 +176,10 @@ class Strategies:
     make_comm: Callable[..., Comm] = make_comm
     tensor_class: type[DTensor] = DTensor
     class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
+    make_buffers: Callable[..., Any] | None = None
+    restore_among: Callable[[Any, int], None] | None = None
+    group_class: Callable[[torch.device, Any], Any] = lambda device, usual: usual
+    distribute: Callable[..., Any] = distribute
     gathers_itself: Callable[[Tensor], bool] = lambda local: False
     gather_extension: Callable[..., Any] | None = None
     plan: tuple[Callable[[Any], None], ...] = ()

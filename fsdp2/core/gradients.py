@@ -16,10 +16,10 @@ from . import compat, reduce
 from .buckets import Bucket, ReducePlan, find_buckets, wire_dtypes
 from .compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
 from .layout import ParamSpec, bucket_layout
+from .mesh import Distribution
 from .parameter import FSDPParam
 from .policy import MixedPrecisionPolicy, ReduceWhen
 from .reduce import Pending, Reduction, Shards
-from .streams import at_home
 from .user_code import are_in_force, hidden, num_dispatch_modes, num_function_modes, run_shown
 
 _KEY = "fsdp2"
@@ -34,9 +34,10 @@ class GroupGradients:
     `taken`: indices of those that the backward pass that runs has included.
     """
 
+    plan_class = ReducePlan
+
     def __init__(self, group: Any, params: Sequence[FSDPParam], reduction: Reduction) -> None:
         self.group, self._params, self.reduction = group, params, reduction
-        self.streams = group.streams
         self.unsynchronized: dict[int, Tensor] = {}
         self.partial: dict[int, Tensor] = {}
         self.taken: set[int] = set()
@@ -100,7 +101,7 @@ class GroupGradients:
         shards, first = self.reduction.shards, indices[0]
         wire_dtype = (self._wire_dtypes_of_sums if may_be_sums else self._wire_dtypes)[first]
         layout = bucket_layout(self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, wire_dtype)
-        return ReducePlan(layout, self._specs, shards.size)
+        return self.plan_class(layout, self._specs, shards.size)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor = self.reduction.divisor  # which checks compare between ranks
@@ -252,7 +253,7 @@ class GroupGradients:
                     gradient = _without_graph(gradient)
                 if gradient.layout is not torch.strided:
                     raise NotImplementedError(f"{param.name}: sparse gradients are not supported. Use sparse=False.")
-                if param.distribution.full_mesh is not None or not param.shape:
+                if type(param.distribution) is not Distribution or not param.shape:
                     gradient = param.gathered_gradient(gradient)
                 spec = self._specs[i]
                 # To compare shapes would take twice as long.
@@ -287,19 +288,25 @@ class GroupGradients:
         queue, purpose, indices = self.group.queue, self.group.purpose, tuple(gradients)
         queue.make_room()
         plan, purpose.part = self._plan(indices, self._may_be_sums), self._names(indices)
-        carried, half = self._take_partial(gradients), None
         try:
-            if plan.halves:
-                half = reduce.start_half(gradients, plan, self.reduction)
-                if half is not None:
-                    queue.add(self, half)
-                    queue.make_room()
-            queue.add(self, reduce.start(gradients, plan, self.reduction, carried, half))
+            queue.add(self, self.start(gradients, plan, self._take_partial(gradients)))
         except RuntimeError as error:  # out of memory, for example: allocators don't know for whom
             purpose.locate(error, f"reducing the gradients{self._names(indices)}")
             raise
 
+    def start(self, gradients: dict[int, Tensor], plan: ReducePlan, carried: dict[int, Tensor]) -> Pending:
+        """Begins to reduce gradients of one bucket."""
+        return reduce.start(gradients, plan, self.reduction, carried)
+
     # ---- delivery
+
+    def start_return(self, pending: Pending) -> bool:
+        """Waits for the sums, and begins to copy them to the CPU. Returns True if gradients rest there."""
+        return pending.start_return()
+
+    def abandon(self, pending: Pending) -> None:
+        """Waits until no buffer is in use, and drops the results."""
+        pending.abandon()
 
     def receive(self, pending: Pending, of_pass: object) -> None:
         """Waits for a reduction, and accumulates its shards into the sharded parameters' `.grad`."""
@@ -358,29 +365,6 @@ class GroupGradients:
             # Computed on shards, with DTensors: not all operations leave it as the parameter is.
             param.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)  # type: ignore[assignment]
         local_of(accumulated).add_(local_of(gradient))
-
-
-class GradientsOnStreams(GroupGradients):
-    """The gradients of a group on a device with streams: reduced on the group's home stream."""
-
-    _complete = at_home(GroupGradients._complete)
-    flush = at_home(GroupGradients.flush)
-    reduce_with_zeros = at_home(GroupGradients.reduce_with_zeros)
-    end_backward = at_home(GroupGradients.end_backward)
-    resume = at_home(GroupGradients.resume)
-
-    def _hook_of(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        streams = self.streams
-
-        def arrive(gradient: Tensor) -> None:
-            streams.note()
-            bucket.arrive(gradient)
-
-        return arrive
-
-    def _lend(self, shards: Shards) -> None:
-        for flat, _ in shards.values():
-            self.streams.lend(flat)
 
 
 def _without_graph(gradient: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from . import compat
+from .events import strategies
 from .mesh import DataMesh
 from .param_group import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, Hold, ParamGroup, Phase
 from .parameter import FSDPParam
 from .policy import GroupSettings
-from .streams import at_home, exist_on
 from .user_code import is_inside, num_dispatch_modes, num_function_modes, outside
 
 __all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase", "make_group"]
@@ -56,8 +56,6 @@ class FSDPParamGroup(ParamGroup):
         """Has the unsharded parameters there, of which backward is about to read one."""
         if self.ready_in is None:
             self.before_backward()
-        elif self.streams is not None:
-            self.streams.use()
 
     def before_backward(self, recomputes: bool = False) -> None:
         """Unshards: backward has reached the group, or a weight of it is needed, or checkpointing runs its forward."""
@@ -75,8 +73,6 @@ class FSDPParamGroup(ParamGroup):
             self.unshard(for_backward=root.backward is not None)
             root.use(self)
             root.prefetcher.in_backward(self)
-        elif self.streams is not None:
-            self.streams.use()
 
     def first_gradient(self) -> None:
         """The first gradient of a bucket is complete: backward has come to the group, whatever way."""
@@ -128,7 +124,7 @@ class FSDPParamGroup(ParamGroup):
             self.hold = Hold.BACKWARD
             self.shrink()
         else:
-            self._give_up()
+            self.give_up()
 
     def release(self) -> None:
         """Reshards, unless a forward of the group runs (a backward may run inside it)."""
@@ -136,7 +132,7 @@ class FSDPParamGroup(ParamGroup):
         if self.state.running:
             self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
         else:
-            self._give_up()
+            self.give_up()
 
     def release_after_backward(self) -> None:
         """Reshards, or keeps the unsharded parameters' data for the next pass if the user wants that."""
@@ -155,7 +151,8 @@ class FSDPParamGroup(ParamGroup):
             return
         self.release()
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Reshards, whoever holds the unsharded parameters."""
         self.hold = Hold.NOTHING
         self.reshard(free=self.root.frees_memory)
 
@@ -165,39 +162,8 @@ class FSDPParamGroup(ParamGroup):
         self.release_after_backward()
 
 
-class GroupOnStreams(FSDPParamGroup):
-    """A group on a device with streams: what is done with its memory is done on its home stream."""
-
-    def start_unshard(self, for_backward: bool = False, ahead: bool = True) -> None:
-        if self.phase is SHARDED and self.streams.choose_home(ahead, self.holds_memory):
-            with self.streams.at_home(joins=False):
-                super().start_unshard(for_backward)
-        else:
-            super().start_unshard(for_backward, ahead)
-
-    def unshard(self, for_backward: bool = False, registers: bool = True) -> None:
-        super().unshard(for_backward, registers)
-        self.streams.use()
-
-    def _finish_gather(self) -> None:
-        with self.streams.at_home(joins=False):
-            super()._finish_gather()
-
-    def reshard(self, free: bool = True) -> None:
-        if self.phase is SHARDED and not self.holds_memory():
-            super().reshard(free)
-        else:
-            self._reshard_at_home(free)
-
-    _reshard_at_home = at_home(FSDPParamGroup.reshard)
-    shrink = at_home(FSDPParamGroup.shrink)
-    unshard_again = at_home(FSDPParamGroup.unshard_again)
-
-
 def make_group(
     modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
 ) -> FSDPParamGroup:
     """Returns a group of the class that its device needs."""
-    return (GroupOnStreams if exist_on(mesh.device) else FSDPParamGroup)(modules, params, mesh, settings)
-
-
+    return strategies().group_class(mesh.device, FSDPParamGroup)(modules, params, mesh, settings)

@@ -71,10 +71,11 @@ class GroupParameters:
         # Which required one before that: a backward may come to graphs of that time.
         self._trained_before: list[bool] | None = None
         self.storage_ids: frozenset[int] = frozenset()
-        # Chosen by users: from how many bytes on a parameter is gathered on its own; ranks that restore after forward.
+        # From how many bytes on a parameter is gathered on its own.
         self._direct_min_bytes = 0
         self._settings = GroupSettings()
-        self.post_forward: Comm | None = None
+        # What `make_buffers` of the strategies is given besides.
+        self.buffer_options: dict[str, Any] = {}
 
     @property
     def plain(self) -> Sequence[FSDPParam]:
@@ -144,7 +145,8 @@ class GroupParameters:
             param.local = local
 
     def _allocate(self, layout: GatherLayout) -> GroupBuffers:
-        buffers = GroupBuffers(layout, self.mesh.rank, self.mesh.device, self._transfers, self.post_forward)
+        make = strategies().make_buffers or GroupBuffers
+        buffers = make(layout, self.mesh.rank, self.mesh.device, self._transfers, **self.buffer_options)
         # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
         for i in range(len(layout.specs)):
             self.params[i].build_unsharded(buffers.unsharded_parameter(i))

@@ -328,13 +328,3 @@ def bucket_layout(
         reduce_dtype=reduce_dtype,
         storage_dtype=specs[indices[0]].storage_dtype,
     )
-
-
-def split_pieces(numel: int, world_size: int, itemsize: int, max_pieces: int, min_bytes: int) -> list[tuple[int, int]]:
-    """Cut segments of `numel` elements per rank, a multiple of 16 bytes, into pieces that are such multiples, too.
-
-    Returns first and one-past-last element of each. A piece of all ranks has at least `min_bytes`.
-    """
-    count = max(1, min(max_pieces, numel * world_size * itemsize // min_bytes))
-    size = align(-(-numel // count) * itemsize, RANK_ALIGNMENT) // itemsize
-    return [(first, min(first + size, numel)) for first in range(0, numel, size or 1)]

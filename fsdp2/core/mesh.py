@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -90,8 +90,9 @@ class DataMesh:
         """Of what is no DTensor; all such parameters share it."""
         key = (dim, is_scalar)
         if key not in self._plain:
-            gathered: tuple[Placement, ...] = (Replicate(),) * self.mesh.ndim
-            self._plain[key] = Distribution(self.mesh, _cut(self.mesh, gathered, self, *key), None, (), dim)
+            sharded = () if is_scalar else self.shard_axes
+            placements = tuple(Shard(dim) if axis in sharded else Replicate() for axis in range(self.mesh.ndim))
+            self._plain[key] = Distribution(self.mesh, placements, dim)
         return self._plain[key]
 
     @property
@@ -238,90 +239,40 @@ def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
 
 @dataclass(frozen=True)
 class Distribution:
-    """How one parameter lies.
-
-    `mesh`, `placements`: of the sharded parameter.
-    `full_mesh`, `full_placements`: of the full parameter, a DTensor under tensor parallelism; None: a plain tensor.
-    `dim`: along which the data-parallel ranks cut it.
+    """How one parameter is distributed: `mesh` and `placements` of the sharded parameter, and the `dim` along which the
+    ranks of the shard group cut it. The unsharded parameter is a plain tensor; extensions have other kinds.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    full_mesh: DeviceMesh | None
-    full_placements: tuple[Placement, ...]
     dim: int
 
     def is_of_sharded(self, tensor: DTensor) -> bool:
+        """Returns True if `tensor` is distributed like the sharded parameter."""
         return tensor.placements == self.placements and tensor.device_mesh == self.mesh
 
-    def is_of_full(self, tensor: DTensor) -> bool:
-        return tensor.placements == self.full_placements and tensor.device_mesh == self.full_mesh
+    def gathered_part(self, whole: Tensor) -> Tensor:
+        """Returns what the ranks of the shard group share of the whole parameter."""
+        return whole
+
+    def as_parameter(self, gathered: Tensor, shape: tuple[int, ...], requires_grad: bool) -> nn.Parameter:
+        """Returns an unsharded parameter over `gathered`; `shape` is that of the whole parameter."""
+        return nn.Parameter(gathered, requires_grad)
+
+    def gathered_gradient(self, gradient: Tensor) -> Tensor:
+        """Returns a gradient of the unsharded parameter as the ranks of the shard group share it."""
+        return gradient
 
 
 def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
-    """How `parameter` lies when `mesh` shards it along `dim`, or replicates it if it is a scalar.
-
-    A DTensor is cut further, on axes beside its own.
+    """Returns how a plain `parameter` is distributed when `mesh` shards it along `dim`; a scalar is replicated.
 
     Raises:
-        ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.
+        ValueError: `mesh` is a larger mesh, see DataParallelMeshDims.
     """
-    is_scalar = parameter.dim() == 0
-    beside = not isinstance(parameter, DTensor) or parameter.device_mesh != mesh.mesh
-    if beside and mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
+    if mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
         raise ValueError(f"dp_mesh_dims: expected a DTensor on {mesh.mesh}, got a {type(parameter).__name__}")
-    if not isinstance(parameter, DTensor):
-        return mesh.plain_distribution(dim, is_scalar)
-    inner, placements = parameter.device_mesh, parameter.placements
-    if not beside:
-        _check_data_axes(parameter, mesh, dim)
-        return Distribution(inner, _cut(inner, placements, mesh, dim, is_scalar), inner, placements, dim)
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"expected a DTensor that is sharded or replicated, got placements {placements}")
-    try:
-        whole = compat.concatenate_meshes(mesh.mesh, inner)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"expected a DTensor on axes of the same device mesh as {mesh.mesh}, got one on {inner}. Build one mesh of "
-            "all axes by init_device_mesh, and slice it by name."
-        ) from error
-    gathered = (Replicate(),) * mesh.mesh.ndim + placements
-    return Distribution(whole, _cut(whole, gathered, mesh, dim, is_scalar), inner, placements, dim)
-
-
-def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
-    """The data-parallel axes are among the parameter's own."""
-    placements, data_axes = parameter.placements, mesh.shard_axes + mesh.replicate_axes
-    if any(placement.is_partial() for placement in placements) or any(
-        not placements[axis].is_replicate() for axis in data_axes
-    ):
-        raise ValueError(
-            f"expected Replicate on the data-parallel axes of {mesh.mesh}, got placements {placements}. If fully_shard "
-            "has sharded it with another module, apply it to the module that both have in common first, by itself."
-        )
-    rows = compat.local_of(parameter).shape[dim] if parameter.dim() else 0
-    if len(mesh.shard_axes) > 1 and rows % mesh.size:
-        raise ValueError(
-            f"expected dim {dim}, of {rows} rows, to divide by {mesh.size}: a DTensor that several axes cut unevenly "
-            "lies otherwise than one that one axis cuts"
-        )
-
-
-def _cut(
-    whole: DeviceMesh, placements: tuple[Placement, ...], mesh: DataMesh, dim: int, is_scalar: bool
-) -> tuple[Placement, ...]:
-    """`placements` on `whole`, cut along `dim` on the data-parallel axes, which come last though they may stand left.
-
-    A plain Shard would cut before those to its right.
-    """
-    if is_scalar:
-        return placements
-    cut = list(placements)
-    for axis in mesh.shard_axes:
-        later = range(axis + 1, whole.ndim)
-        parts = math.prod(whole.size(other) for other in later if placements[other].is_shard(dim))
-        cut[axis] = compat.strided_shard(dim, parts) if parts > 1 else Shard(dim)
-    return tuple(cut)
+    return mesh.plain_distribution(dim, parameter.dim() == 0)
 
 
 # Default process group -> the mesh that default_mesh returned last. Neither is kept alive by this.
@@ -344,21 +295,3 @@ def default_mesh() -> DeviceMesh:
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
         _last_default[group] = weakref.ref(mesh)
     return mesh
-
-
-_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """A process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it, and,
-    where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL splits
-    it.
-
-    Of all of them: a second one over the same ranks.
-    """
-    of_size = _subgroups.setdefault(group, {})
-    if size not in of_size:
-        ranks = dist.get_process_group_ranks(group)
-        first = group.rank() // size * size
-        of_size[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-    return of_size[size]

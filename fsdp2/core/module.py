@@ -1,11 +1,8 @@
-"""FSDPModule: what a user may call on a sharded module. Extensions add further methods: see Strategies."""
+"""FSDPModule: what a user may call on a sharded module. Extensions add further methods, see Strategies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from .group import Hold
 from .state import groups_below, groups_of, require_state
@@ -13,23 +10,43 @@ from .user_code import hides_modes
 
 
 class FSDPModule:
-    """Base class of every module that `fully_shard` was applied to, besides the module's own class.
+    """The class that `fully_shard` and `replicate` add to the class of a module.
 
-    Setters act on this module's own groups and, with `recurse`, on those of the sharded modules inside it, too. Call
-    them on every rank alike, between steps. The default of `recurse` is torch's: False where torch has no such argument.
+    The class of a sharded module is a subclass of its own class and of FSDPModule. So `isinstance(model, FSDPModule)`
+    tells whether a module is sharded, and tells a type checker that it has the methods below.
+
+    Call each method on every rank, with the same arguments, between steps: not while a forward or backward runs. A
+    method acts on the groups of this module: the parameters that the `fully_shard` call on it manages. With
+    `recurse=True` it also acts on the groups of all sharded modules inside this one. Methods that say "on the root
+    only" act on all groups of the model. The root is the outermost sharded module.
+
+    Example:
+        ```python
+        model = fully_shard(model)
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(False)
+        ```
     """
 
     @hides_modes
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's own groups and registers the unsharded parameters, in the policy's `param_dtype`.
+        """Gathers the parameters of this module's own groups and registers the unsharded ones in its modules.
 
-        Every rank must call it. They stay until `reshard` is called, or a forward with grad, or a backward, ends that
-        reshards. Forwards without grad use them, however many; after a weight has changed they gather once more. What
-        is written to unsharded parameters is lost. A step of an optimizer gathers them anew.
+        Unsharded parameters are plain tensors in the policy's `param_dtype`. They stay until `reshard` is called, or
+        until a forward with grad or a backward that reshards has ended. Forwards without grad use them, however many
+        there are; they gather again, once, after a weight has changed. What you write to unsharded parameters is lost:
+        write inside `full_params(module, writeback=True)`. Every rank must call it.
 
         Args:
-            async_op: return at once, with a handle whose `wait` finishes the work. If a forward finishes it instead,
-                the parameters stay no longer than after a gather of its own.
+            async_op: True returns at once, with a handle. `wait` of the handle, or the next forward of this module,
+                finishes the all-gather. If a forward finishes it, the parameters stay no longer than after an
+                all-gather of its own.
+
+        Returns:
+            An UnshardHandle with `async_op=True`, else None.
+
+        Example:
+            `block.unshard(async_op=True)` begins the all-gather of a block before other work.
         """
         check_bool("async_op", async_op)
         groups = groups_of(self)
@@ -45,226 +62,213 @@ class FSDPModule:
 
     @hides_modes
     def reshard(self) -> None:
-        """Frees the unsharded parameters of this module's own groups and registers the sharded ones, with the
-        `requires_grad` that they have been given.
+        """Frees the unsharded parameters of this module's own groups and registers the sharded ones.
+
+        The sharded parameters take the `requires_grad` that the unsharded ones have been given. It does not
+        communicate.
+
+        Raises:
+            RuntimeError: an unsharded parameter was written to, or its `.data` was assigned; the change is lost.
         """
-        for group in groups_of(self):
-            group.parameters.keep_requires_grad()
-            group.hold = min(group.hold, Hold.NEXT_PASS)
-            group.release()
+        groups = groups_of(self)
+        try:
+            for group in groups:
+                for notify in group.events.before_reshard:
+                    notify(group)
+        finally:
+            for group in groups:
+                group.parameters.keep_requires_grad()
+                group.hold = min(group.hold, Hold.NEXT_PASS)
+                group.release()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Chooses whether the next backward passes reduce gradients between ranks.
+        """Chooses whether the backward passes that follow reduce gradients over the ranks.
 
-        Without, unsharded gradients accumulate on each rank in the reduce dtype, and the next backward that reduces
-        includes them.
+        While it is False, unsharded gradients accumulate on each rank, in the reduce dtype. `.grad` then holds a
+        placeholder that raises when it is used, except by `zero_grad`. The next backward that reduces includes the
+        accumulated gradients. Every rank must call it. Unsharded gradients need as much memory as all parameters in the
+        reduce dtype.
 
         Args:
-            requires_gradient_sync: False for all but the last backward of an accumulation.
-            recurse: also for sharded modules inside.
+            requires_gradient_sync: False for all backward passes of an accumulation but the last. The default is True.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+
+        Example:
+            `model.set_requires_gradient_sync(i == last)` before each backward of an accumulation.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
-        _set(self, recurse, reduce_gradients=requires_gradient_sync, all_reduce=requires_gradient_sync)
+        set_groups(self, recurse, reduce_gradients=requires_gradient_sync, all_reduce=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Chooses whether the next backward passes sum gradients between replicas, too (HSDP, `replicate`).
+        """Chooses whether the backward passes that follow sum gradients over replicas (HSDP, `replicate`).
 
-        Without, each rank accumulates its shard of its own replica's gradients. Where there are no replicas to sum
-        between (one axis that shards, one rank), gradients are complete at once.
+        While it is False, each replica reduce-scatters its own gradients, and each rank accumulates its sharded ones.
+        `.grad` then holds a placeholder that raises when it is used, except by `zero_grad`. The next backward with True
+        sums all of them. Where there are no replicas (a mesh of one axis that shards, one rank), gradients are complete
+        at once. Every rank must call it.
+
+        Args:
+            requires_all_reduce: False for all backward passes of an accumulation but the last. The default is True.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("requires_all_reduce", requires_all_reduce)
-        _set(self, recurse, all_reduce=requires_all_reduce)
+        set_groups(self, recurse, all_reduce=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Chooses whether the unsharded parameters are freed after forward (and gathered again in backward). This
-        replaces an int given to `fully_shard`. Where a rank holds whole parameters (one rank, replicas), in the dtype
-        in which they compute, modules compute with these themselves: there is nothing to free.
+        """Chooses whether forward frees the unsharded parameters, so that backward gathers them again.
+
+        It replaces what `fully_shard` was given, also an int. It has no effect where a rank holds whole parameters (one
+        rank, or replicas only) in the dtype in which they compute: modules then compute with these themselves. Every
+        rank must call it.
+
+        Args:
+            reshard_after_forward: True frees them: less memory, one more all-gather. False keeps them until backward
+                ends.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("reshard_after_forward", reshard_after_forward)
-        for group in _set(self, recurse, reshard_after_forward=reshard_after_forward):
+        for group in set_groups(self, recurse, reshard_after_forward=reshard_after_forward):
             if group.comms.post_forward is not None:
                 group.use_comms(group.comms._replace(post_forward=None))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Chooses whether the unsharded parameters are freed after backward.
+        """Chooses whether backward frees the unsharded parameters.
 
-        Without, the next forward uses them (in gradient accumulation, for example) unless a parameter has changed:
-        after a step of any torch optimizer, or an operation in place, they are gathered anew. Call `reshard` after
-        changes that no version counter shows: by a collective, or through the `.data` of a local tensor. Where a rank
-        holds whole parameters there is nothing to free, as above.
+        While it is False, the next forward uses them without an all-gather, for example in gradient accumulation,
+        unless a parameter has changed. A step of any torch optimizer and any operation in place are noticed. Call
+        `reshard` after a change that is not: by a collective of your own, or through the `.data` of a local tensor. It
+        has no effect where a rank holds whole parameters. Every rank must call it.
+
+        Args:
+            reshard_after_backward: True, the default, frees them. False keeps them.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("reshard_after_backward", reshard_after_backward)
-        _set(self, recurse, reshard_after_backward=reshard_after_backward)
+        set_groups(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """Chooses whether the unsharded parameters are gathered when backward reaches the module.
+        """Chooses whether backward gathers the parameters as soon as it reaches the module.
 
-        Without (an embedding's backward doesn't read its weight), they are gathered only if something needs them. Where
-        a rank holds whole parameters they are there in any case.
+        While it is False, they are gathered only if backward reads one of them. That saves an all-gather for a module
+        whose backward reads no weight, such as an embedding. It has no effect where a rank holds whole parameters.
+        Every rank must call it.
+
+        Args:
+            unshard_in_backward: True, the default, gathers them.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
         """
         check_bool("unshard_in_backward", unshard_in_backward)
-        _set(self, recurse, unshard_in_backward=unshard_in_backward)
+        set_groups(self, recurse, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gathers exactly the groups of `modules` ahead when this module's forward begins, instead of the recorded order.
+        """Chooses which modules are gathered ahead when the forward of this module begins.
 
-        Modules under another root stay gathered until that runs. Where ranks hold whole parameters there is nothing to
-        gather. An empty list gathers nothing ahead.
-        """
-        _set(self, False, forward_prefetch=_groups_of("modules", modules))
+        The list replaces the order that the last pass has recorded, for this module only, and stays in force.
+        All-gathers begin in the order of the list. Modules under another root stay unsharded until that root runs.
+        Where ranks hold whole parameters there is nothing to gather. Every rank must call it, with the same modules.
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gathers exactly the groups of `modules` ahead when backward reaches this module: see
-        `set_modules_to_forward_prefetch`.
-        """
-        _set(self, False, backward_prefetch=_groups_of("modules", modules))
-
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
-        """Chooses whether zeros are reduced for parameters that got no gradient on this rank: they may have one on other
-        ranks.
-
-        Gradients then are reduced when backward leaves the module, not before. A parameter that no rank uses gets a
-        gradient of zeros instead of None: on one rank, too.
-        """
-        check_bool("enable", enable)
-        for group in _set(self, recurse, reduce_unused=enable):
-            group.counting_is_enough = False
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Chooses how many reductions may be in flight while the next is packed (default 1); each holds its input.
-
-        There may be more if they are small: up to a quarter of a typical group's gradients, and for each one above 1
-        all of them. The largest number set below the root counts, from the next forward on. On one rank no reduction
-        needs time.
+        Args:
+            modules: sharded modules. An empty list gathers nothing ahead.
 
         Raises:
-            ValueError: less than 1.
+            ValueError: an element is not a sharded module.
+
+        Example:
+            `first.set_modules_to_forward_prefetch([second, third])` gathers two blocks ahead.
         """
-        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
-            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
-        _set(self, recurse, max_reductions=max_input_buffers)
+        set_groups(self, False, forward_prefetch=groups_of_all("modules", modules))
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Chooses which modules are gathered ahead when backward reaches this module.
+
+        The list replaces the reverse of the order of the forwards, for this module only, and stays in force. For
+        modules under another root, and where ranks hold whole parameters, see `set_modules_to_forward_prefetch`. Every
+        rank must call it, with the same modules.
+
+        Args:
+            modules: sharded modules, in the order in which their all-gathers begin. An empty list gathers nothing
+                ahead.
+
+        Raises:
+            ValueError: an element is not a sharded module.
+        """
+        set_groups(self, False, backward_prefetch=groups_of_all("modules", modules))
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Chooses whether a parameter without a gradient on this rank takes part in reductions, with zeros.
+
+        Use it where ranks use different parameters of one group, so that another rank may have a gradient of it.
+        Gradients are then reduced when backward leaves the module, not before. A parameter that no rank uses gets a
+        gradient of zeros instead of None, also on one rank. For whole modules that only some ranks run, use
+        `fully_shard(module, conditional=True)`. Every rank must call it.
+
+        Args:
+            enable: False is the default.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("enable", enable)
+        for group in set_groups(self, recurse, reduce_unused=enable):
+            group.counting_is_enough = False
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Divides the sum of all ranks' gradients by `factor` instead of the number of ranks.
+        """Divides the sum of all ranks' gradients by `factor`, in place of the number of ranks.
 
-        On a root, `recurse=True` reaches all groups; by default, only the root's own. All groups of a model on one mesh
-        must divide by the same number. Groups on another mesh (experts) may divide by another.
+        Call it on the root with `recurse=True`: without, it reaches the groups of this module only, not those of its
+        blocks. All groups of a model on one mesh must divide by the same number, else the next optimizer step raises a
+        RuntimeError, and `check` reports it. Groups on another mesh (experts) may divide by another number. Every rank
+        must call it.
+
+        Args:
+            factor: a positive number. 1.0 sums gradients.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
 
         Raises:
             ValueError: not a positive number.
+
+        Example:
+            `model.set_gradient_divide_factor(1.0, recurse=True)` for a loss that is divided by the tokens of all ranks.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"factor: expected a positive number, got {factor!r}")
-        _set(self, recurse, divide_factor=float(factor))
-
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None, *, recurse: bool = False) -> None:
-        """Calls `hook(reduced)` with each flat tensor of reduced shards, before it becomes gradients.
-
-        The tensor has the reduce dtype. The hook may change it in place, for a reduction over further ranks, for
-        example. On a mesh that replicates it is called after the all-reduce. On one rank it is called, too, with that
-        rank's gradients. None removes it.
-
-        Raises:
-            TypeError: `hook` is neither a function nor None.
-        """
-        if hook is not None and not callable(hook):
-            raise TypeError(f"hook: expected a function or None, got {hook!r}")
-        _set(self, recurse, reduce_hook=hook)
-
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Chooses whether the memory of the unsharded parameters is kept when they are resharded, so that pointers into
-        it stay valid: from the first gather on, and until a parameter is replaced by one of another dtype.
-
-        For CUDA graphs of a part of a module, captured while it is unsharded: replay them where it is unsharded again.
-        A graph of whole steps, collectives included, needs no setting, since its memory is its own: capture it behind
-        three eager steps and with `.grad` None, without `set_reshard_after_backward(False)`, which may leave the
-        gathers out, and leave the optimizer's `zero_grad` out of the loop that replays. Where a rank holds whole
-        parameters, in the dtype in which they compute, pointers stay valid anyway.
-        """
-        check_bool("keep", keep)
-        _set(self, recurse, keep_storage=keep)
-
-    # ---- on the root only
-
-    def set_prefetch_budget(self, nbytes: int | None) -> None:
-        """Bounds what is gathered ahead, in forward and in backward: as many of the groups that follow as have at most
-        `nbytes` of unsharded parameters together, in compute dtypes, besides the group that runs. On the root only.
-
-        Args:
-            nbytes: 0 gathers nothing ahead. None, the default: the next group whatever its size, and more only while
-                they are together no larger than a typical one.
-
-        Raises:
-            RuntimeError: not the root.
-            ValueError: less than 0.
-        """
-        if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool)):
-            raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
-        if nbytes is not None and nbytes < 0:
-            raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
-        root_of(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
-
-    def set_saved_tensor_hooks(self, enabled: bool) -> None:
-        """Chooses how backward finds out that it needs a group's unsharded parameters. On the root only.
-
-        Args:
-            enabled: True, the default: every weight that autograd has saved is watched, and gathered when backward
-                reads it, whatever way the gradient came. False: gradients must enter each sharded module through a
-                tensor that it returned, as torch's FSDP2 expects. That saves about a third of the host time; a gradient
-                that comes another way, from a tensor that a forward hook has kept for example, is refused by autograd:
-                "one of the variables needed for gradient computation has been modified by an inplace operation".
-                What a function saves of a weight's `.data` is not watched then: keep the hooks for such functions.
-
-        Raises:
-            RuntimeError: not the root, or during a forward or backward.
-        """
-        check_bool("enabled", enabled)
-        root = root_of(self, "set_saved_tensor_hooks")
-        if root.running or root.is_in_backward():
-            raise RuntimeError("saved-tensor hooks can't be switched while a forward or backward runs")
-        root.set(saved_tensor_hooks=enabled)
+        set_groups(self, recurse, divide_factor=float(factor))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Chooses whether the forwards that have run are forgotten when a backward ends (True, the default). False
-        announces further backward passes through the same forwards, and gathers ahead in those, too. It acts on all
-        modules under the root, whichever it is called on.
+        """Chooses whether a backward ends the forwards that have run, or further backward passes go through them.
+
+        With several backward passes through the same forwards (`retain_graph=True`, a loss for each output), pass False
+        before all but the last. Then the record of the forwards is kept, so that their groups are gathered ahead in
+        each of these passes. Numbers are right in any case. It may be called on any module under the root, and acts on
+        the whole model.
+
+        Args:
+            is_last_backward: True, the default: no backward comes back to the forwards that have run. False: one does.
         """
         check_bool("is_last_backward", is_last_backward)
         require_state(self).root.set(is_last_backward=is_last_backward)
 
-    def set_post_optim_event(self, event: Any) -> None:
-        """Has the next forward of the root wait for `event` (a torch.Event), once, besides what the current stream has
-        been given to do: for an optimizer that steps on a stream of its own. It may be called on any module under the
-        root. None: wait for none.
-
-        Raises:
-            TypeError: `event` has no method `wait`.
-        """
-        if event is not None and not callable(getattr(event, "wait", None)):
-            raise TypeError(f"event: expected a torch.Event or None, got {event!r}")
-        require_state(self).root.post_optim_event = event
-
     @hides_modes
     def reset_iter_state(self) -> None:
-        """Drops what an exception in forward or backward left half done: gathered parameters, gradients in flight and
-        unsynchronized ones. On the root only. After a failed backward it is done by itself, except that gradients of
-        earlier, complete passes stay.
+        """Drops what an exception in forward or backward has left half done. On the root only.
+
+        That is: unsharded parameters, gradients on their way, and unsynchronized gradients. After a failed backward
+        this happens by itself, but then the gradients of earlier, complete passes stay. Every rank must call it.
+
+        Raises:
+            RuntimeError: not the root.
         """
         root_of(self, "reset_iter_state").reset()
 
 
 class UnshardHandle:
-    """A gather in flight, started by `FSDPModule.unshard(async_op=True)`."""
+    """An all-gather in flight, started by `FSDPModule.unshard(async_op=True)`."""
 
     def __init__(self, groups: list[Any]) -> None:
         self._groups = groups
 
     @hides_modes
     def wait(self) -> None:
-        """Finishes the gather and registers the unsharded parameters. Further calls do nothing. The next forward of the
-        module waits by itself.
+        """Finishes the all-gather and registers the unsharded parameters. Further calls do nothing. The next forward of
+        the module waits by itself.
         """
         groups, self._groups = self._groups, []
         for group in groups:
@@ -276,7 +280,12 @@ class UnshardHandle:
             group.root.settle_transfers()
 
 
-def _groups_of(name: str, modules: Any) -> tuple[Any, ...]:
+def groups_of_all(name: str, modules: Any) -> tuple[Any, ...]:
+    """Returns the groups of `modules`, the value of the argument `name`.
+
+    Raises:
+        ValueError: one is not a sharded module.
+    """
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")
@@ -284,12 +293,13 @@ def _groups_of(name: str, modules: Any) -> tuple[Any, ...]:
 
 
 def chosen_groups(module: Any, recurse: bool) -> list[Any]:
-    """Returns the groups that a setter with `recurse` acts on."""
+    """Returns the groups that a method with `recurse` acts on."""
     check_bool("recurse", recurse)
     return groups_below(module) if recurse else groups_of(module)
 
 
-def _set(module: Any, recurse: bool, **changes: Any) -> list[Any]:
+def set_groups(module: Any, recurse: bool, **changes: Any) -> list[Any]:
+    """Changes settings of the groups that a method acts on, and returns these."""
     groups = chosen_groups(module, recurse)
     for group in groups:
         group.set(**changes)
@@ -297,7 +307,11 @@ def _set(module: Any, recurse: bool, **changes: Any) -> list[Any]:
 
 
 def root_of(module: Any, what: str) -> Any:
-    """Returns the Root of a module that must be the outermost sharded one; `what` is the method that asks."""
+    """Returns the Root of a module that must be the outermost sharded one; `what` is the method that asks.
+
+    Raises:
+        RuntimeError: it is not.
+    """
     state = require_state(module)
     if state.root.state is not state:
         raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")

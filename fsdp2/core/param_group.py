@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from .buffers import GroupBuffers, PendingGather
 from .comm import Comm, Purpose
 from .events import NO_EVENTS, Events, strategies
-from .gradients import GradientsOnStreams, GroupGradients
+from .gradients import GroupGradients
 from .group_parameters import GroupParameters, find_replacements
 from .layout import gather_layout
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
 from .policy import GroupSettings
 from .reduce import Reduction
-from .streams import GroupStreams, make_transfers
+from .streams import make_transfers
 
 
 class Phase(Enum):
@@ -85,6 +85,7 @@ class ParamGroup:
     # Those of the root that the group runs under, see Root.
     root: Any = None
     queue: Any = None
+    gradients_class: type[GroupGradients] = GroupGradients
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
@@ -94,14 +95,12 @@ class ParamGroup:
         self.phase, self._pending = SHARDED, None
         self.hold = Hold.NOTHING
         self.gathered_at: tuple[int, ...] | None = None
-        self.streams: Any = GroupStreams.of(mesh.device)
         self.events: Events = NO_EVENTS
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
         self.comms = self.usual_comms = self._make_comms()
-        gradients = GroupGradients if self.streams is None else GradientsOnStreams
-        self.gradients: GroupGradients = gradients(self, self.params, self._reduction())
+        self.gradients = self.gradients_class(self, self.params, self._reduction())
         self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)
         self.registration = self.parameters.registration
         self.parameters.build(settings, self.comms.gathers.direct_min_bytes)
@@ -148,7 +147,7 @@ class ParamGroup:
         self.gradients.use(self._reduction())
         sizes = [(each.gathers.direct_min_bytes, each.reduces.direct_min_bytes) for each in (before, comms)]
         if sizes[0] != sizes[1] or comms.post_forward is not before.post_forward:
-            self.parameters.post_forward = comms.post_forward
+            self.parameters.buffer_options = {"post_forward": comms.post_forward} if comms.post_forward else {}
             self._rebuild()
 
     def _make_comms(self) -> Comms:
@@ -210,17 +209,18 @@ class ParamGroup:
             self._finish_gather()
         for notify in self.events.unsharded:
             notify(self)
-        if registers and self.phase is GATHERED:
-            self.phase = UNSHARDED
-            self.registration.register_unsharded()
+        if registers:
+            self.register()
 
     def _finish_gather(self) -> None:
         pending: PendingGather = self._pending  # type: ignore[assignment]
-        self._pending, self.phase = None, SHARDED  # if it fails
+        self._pending = None
         try:
             pending.finish()
-        except RuntimeError as error:  # a peer is gone, for example
-            self._locate(error)
+        except BaseException as error:
+            self.phase = SHARDED
+            if isinstance(error, RuntimeError):  # a peer is gone, for example
+                self._locate(error)
             raise
         self.phase = GATHERED
         if self.parameters.extension is not None and self.parameters.extension.finish():
@@ -236,6 +236,12 @@ class ParamGroup:
         self.unshard(for_backward=True, registers=False)
         if was_registered:
             self.phase = UNSHARDED
+
+    def register(self) -> None:
+        """Registers the unsharded parameters, whose data is there."""
+        if self.phase is GATHERED:
+            self.phase = UNSHARDED
+            self.registration.register_unsharded()
 
     def unregister(self) -> None:
         """Registers the sharded parameters, and leaves the unsharded ones' data where it is."""
@@ -270,7 +276,7 @@ class ParamGroup:
         self.phase = SHARDED
         for notify in self.events.before_free:
             notify(self)
-        self.parameters.buffers.shrink()
+        self.parameters.buffers.shrink()  # type: ignore[attr-defined]
 
     def lend(self) -> None:
         """Notes that modules are about to get copies of the parameters."""
@@ -296,11 +302,6 @@ class ParamGroup:
             buffers.move_into_shards([param.local for param in params])
             buffers.start_gather(self.comms.gathers).finish()
             return [buffers.unsharded_parameter(i) for i in range(len(specs))]
-
-    def holds_memory(self) -> bool:
-        """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
-        buffers = self.parameters.buffers
-        return (buffers is not None and buffers.hold_memory()) or self.gradients.is_pending()
 
     def _locate(self, error: RuntimeError) -> None:
         """Says in the message which group it was: neither allocators nor process groups know."""
@@ -346,7 +347,7 @@ class ParamGroup:
             self.reshard()
             found = (strategies().find_replacements or find_replacements)(self, accept_whole, may_be_untied)
             for notify in self.events.before_replace:
-                notify(self)
+                notify(self, found)
             parameters.take(found)
         elif parameters.trainable != self.registration.trainable():
             parameters.follow_requires_grad()

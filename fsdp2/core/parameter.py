@@ -73,7 +73,7 @@ class FSDPParam:
         self.names = [name] * len(slots)
         original = slots[0].get()
         self.shape = self.gathered_shape = tuple(original.shape)
-        if isinstance(original, DTensor):
+        if isinstance(original, DTensor):  # of tensor parallelism
             self.gathered_shape = tuple(local_of(original).shape)
         # A scalar is replicated. In collectives it is a vector of as many copies as ranks, of which each holds one.
         self.is_scalar = self.shape == ()
@@ -125,12 +125,7 @@ class FSDPParam:
 
     def gathered(self, whole: Tensor) -> Tensor:
         """Returns what the ranks of the mesh share of it: less than all under tensor parallelism."""
-        kind = self.distribution
-        if kind.full_mesh is None:
-            return whole
-        if not isinstance(whole, DTensor):
-            whole = compat.cut(whole.detach(), kind.full_mesh, kind.full_placements, DTensor)
-        return local_of(whole)
+        return self.distribution.gathered_part(whole)
 
     def own_rows(self, gathered: Tensor) -> Tensor:
         """Returns this rank's rows of what the ranks of the mesh share, as a view."""
@@ -201,11 +196,8 @@ class FSDPParam:
 
     def as_unsharded(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
         """Returns a parameter, as modules compute with, whose data is `memory`, of the gathered shape."""
-        kind, value = self.distribution, memory[0] if self.is_scalar else memory
-        if kind.full_mesh is None:
-            return nn.Parameter(value, requires_grad)
-        spec = self.mesh.dtensor_spec(kind.full_mesh, kind.full_placements, self.shape, value.dtype)
-        return compat.distributed_parameter(compat.new_dtensor(DTensor, value, spec), requires_grad)
+        value = memory[0] if self.is_scalar else memory
+        return self.distribution.as_parameter(value, self.shape, requires_grad)
 
     def move_unsharded(self, memory: Tensor | None) -> None:
         """Puts the unsharded parameter over other memory. None: over none, until it is built again."""
@@ -227,18 +219,7 @@ class FSDPParam:
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """Returns a gradient of the unsharded parameter as the ranks of the mesh share it."""
-        kind = self.distribution
-        if kind.full_mesh is not None:
-            assert isinstance(gradient, DTensor), "a gradient is distributed like its parameter"
-            expected = list(kind.full_placements)
-            if kind.full_mesh == self.mesh.mesh:
-                # Modules that compute with DTensors on these axes, too, leave the sum over them to us.
-                for axis in self.mesh.shard_axes + self.mesh.replicate_axes:
-                    if gradient.placements[axis].is_partial("sum"):
-                        expected[axis] = gradient.placements[axis]
-            if gradient.placements != tuple(expected):
-                gradient = gradient.redistribute(placements=expected)
-            gradient = local_of(gradient)
+        gradient = self.distribution.gathered_gradient(gradient)
         return gradient.repeat(self.gathered_shape) if self.is_scalar else gradient
 
 

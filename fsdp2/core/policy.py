@@ -203,9 +203,11 @@ class RootSettings:
         saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
         is_last_backward: forget which forwards have run when a backward ends.
         finalize_backward: finish the reductions at the end of each backward.
+        extras: what extensions of the core have been told, by their names.
     """
 
     prefetch_budget: int | None = None
     saved_tensor_hooks: bool = True
     is_last_backward: bool = True
     finalize_backward: bool = True
+    extras: dict[str, Any] = field(default_factory=dict)

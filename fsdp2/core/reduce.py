@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +14,6 @@ from .buckets import ReducePlan
 from .comm import AllWork, Comm, Work
 from .layout import BucketLayout
 from .streams import Transfer, Transfers
-
-# So many pieces of one gradient may be in flight at a time.
-PIECES_IN_FLIGHT = 2
 
 # Parameter index -> (a flat tensor, the offset in its storage at which this rank's padded shard begins).
 Shards = dict[int, tuple[Tensor, int]]
@@ -86,24 +82,6 @@ class Whole(Pending):
 
     def finish(self) -> Shards:
         return self._shards
-
-
-class FirstHalf(Pending):
-    """The first half of one gradient. It is finished, and its memory freed, before the other half is packed; `output`
-    is complete when that one is finished, too.
-    """
-
-    num_halves = 1
-
-    def __init__(self, output: Tensor, work: Work, nbytes: int) -> None:
-        self.output, self._work, self.nbytes = output, work, nbytes
-
-    def finish(self) -> Shards:
-        self._work.wait()
-        return {}
-
-    def abandon(self) -> None:
-        self._work.wait()
 
 
 class PendingReduce(Pending):
@@ -201,46 +179,20 @@ class PendingReduce(Pending):
             give_back()
 
 
-def start_half(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction) -> FirstHalf | None:
-    """Begins to reduce the first half of a gradient that shares its group with others; `start` does the rest.
-
-    Returns None if the gradient is reduced as a whole. Every rank must call it, in the same order, with the same plan.
-    """
-    if not plan.halves or reduction.hook is not None or reduction.replicas is not None or plan.world_size == 1:
-        return None
-    gradient = gradients[plan.layout.indices[0]]
-    output = gradient.new_empty(plan.layout.shard_numel, dtype=plan.layout.reduce_dtype)
-    return FirstHalf(output, _start_piece(gradient, plan, reduction, output, *plan.halves[0]), plan.nbytes // 2)
-
-
 def start(
-    gradients: Mapping[int, Tensor],
-    plan: ReducePlan,
-    reduction: Reduction,
-    carried: Mapping[int, Tensor],
-    half: FirstHalf | None = None,
+    gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
 ) -> Pending:
     """Begins to reduce `gradients` (parameter index -> unsharded gradient), which must not be written to until `finish`.
 
-    Every rank must call it, in the same order, with the same plan. `half`: what `start_half` has begun.
+    Every rank must call it, in the same order, with the same plan.
     """
     layout, comm = plan.layout, reduction.shards
-    if half is not None:
-        rest = _start_piece(gradients[layout.indices[0]], plan, reduction, half.output, *plan.halves[1])
-        return PendingReduce(layout, reduction, rest, half.output, [], carried, plan.nbytes // 2, num_halves=1)
     if comm.size == 1:
         return _start_alone(gradients, plan, reduction, carried)
     device = gradients[layout.indices[0]].device
     # Nobody reads padding but a user's hook.
     allocate = torch.empty if reduction.hook is None else torch.zeros
     output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
-    if plan.pieces and reduction.hook is None:
-        gradient = gradients[layout.indices[0]]
-        work: Work | None = _start_in_pieces(gradient, plan, reduction, output)
-        # On streams the host has not waited for the pieces to be packed.
-        inputs = [gradient] if streams.exist_on(device) else []
-        nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
-        return PendingReduce(layout, reduction, work, output, inputs, carried, nbytes)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     give_back = None
@@ -254,30 +206,6 @@ def start(
         give_back = partial(plan.give_back, segments)
     work = comm.reduce_scatter(outputs, inputs, reduction.divisors()[0]) if outputs else None
     return PendingReduce(layout, reduction, work, output, inputs, carried, plan.nbytes, give_back=give_back)
-
-
-def _start_in_pieces(gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor) -> Work:
-    """Begins to reduce one gradient piece by piece. All but the last pieces are finished on return; where there are
-    streams, they are on a stream beside the caller's, which goes on.
-    """
-    running: deque[Work] = deque()
-    with streams.beside(output.device):
-        for first, last in plan.pieces:
-            if len(running) == PIECES_IN_FLIGHT:
-                running.popleft().wait()
-            running.append(_start_piece(gradient, plan, reduction, output, first, last))
-    return AllWork(running)
-
-
-def _start_piece(
-    gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int
-) -> Work:
-    """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""
-    segments = output.new_empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype)
-    plan.pack_piece(gradient, first, last, segments)
-    comm = reduction.shards
-    work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
-    return AllWork([work], [segments])
 
 
 def resume(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from operator import is_
+from operator import add, is_
 from typing import Any
 
 import torch
@@ -34,9 +34,10 @@ class Registration:
         self._watched: tuple[tuple[Any, ...], ...] = ((),) * 4
         # Entries (dict, key, value) that are there only while the sharded parameters are registered; for extensions.
         self.while_sharded: list[tuple[dict[Any, Any], Any, Any]] = []
+        # Version counters are read from both: an operation on a DTensor need not count for its local tensor. The last
+        # ones count replacements.
         self._sharded: list[Tensor] = []
-        # From which the counters are read; the last one counts replacements.
-        self._counting: list[Tensor] = []
+        self._locals: list[Tensor] = []
         self._replacements = torch.empty(0, device="cpu")
 
     # ---- swapping
@@ -82,9 +83,8 @@ class Registration:
             (slot.module._parameters, slot.name, param.sharded, param.local) for param in params for slot in param.slots
         ]
         self._watched = tuple(zip(*rows, strict=True)) or ((),) * 4
-        self._sharded = [param.sharded for param in params]
-        self._counting = compat.share_versions((param.sharded, param.local) for param in params)
-        self._counting.append(self._replacements)
+        self._sharded = [*(param.sharded for param in params), self._replacements]
+        self._locals = [*(param.local for param in params), self._replacements]
 
     def is_replaced(self) -> bool:
         """Returns True if a sharded parameter that should be registered is not, or has another local tensor."""
@@ -111,14 +111,14 @@ class Registration:
         optimizer; and then one that grows with replacements.
         """
         try:
-            return tuple(map(version_of, self._counting))
+            return tuple(map(add, map(version_of, self._sharded), map(version_of, self._locals)))
         except RuntimeError:  # some were made in inference mode
-            return tuple(map(version_if_counted, self._counting))
+            return tuple(map(add, map(version_if_counted, self._sharded), map(version_if_counted, self._locals)))
 
     def trainable(self) -> list[bool]:
         """Returns which of the sharded parameters require a gradient."""
         with compat.no_torch_function():
-            return list(map(requires_grad_of, self._sharded))
+            return list(map(requires_grad_of, self._sharded[:-1]))
 
 
 def version_if_counted(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from . import compat
 from .autograd import SavedTensors, at_backward_end
 from .compat import graph_task
-from .events import Events, strategies
+from .events import NO_EVENTS, Events, Observer, strategies
 from .group import FSDPParamGroup, Hold
 from .policy import RootSettings
 from .schedule import Prefetcher, ReductionQueue
@@ -75,19 +75,28 @@ class Root:
         self._transfers = {group.transfers for group in self.groups if group.transfers is not None}
         # Offloaded groups whose shards may still be copied to the device, behind a forward, and the shards' versions.
         self._unsettled: list[tuple[FSDPParamGroup, tuple[int, ...]]] = []
-        self.saved_tensors = SavedTensors()
+        self.saved_tensors = SavedTensors(self.note_unseen)
         self.queue = ReductionQueue()
+        self.events = NO_EVENTS
         self.prefetcher: Prefetcher = (strategies().make_prefetcher or _make_prefetcher)(self)
-        observers = [make(self) for make in strategies().observers]
-        self.events: Events = Events([each for each in observers if each is not None])
         for each in self.states:
             each.root = self
         for group in self.groups:
-            group.root, group.events, group.queue, group.backward_hooks = self, self.events, self.queue, []
+            group.root, group.queue, group.backward_hooks = self, self.queue, []
             group.rename(names)
             group.purpose.run_in(self)
-        for notify in self.events.attached:
-            notify(self)
+        observers = [make(self) for make in strategies().observers]
+        self.observe([each for each in observers if each is not None])
+
+    def observe(self, observers: Iterable[Observer]) -> None:
+        """Tells these observers, and no others, of events from now on; those that are new, that they are attached."""
+        before = self.events.observers
+        self.events = Events(observers)
+        for group in self.groups:
+            group.events = self.events
+        for each in self.events.observers:
+            if each not in before:
+                each.attached(self)
 
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank, and how many backward passes have ended."""
@@ -100,7 +109,11 @@ class Root:
             for group in self.groups:
                 group.versions = ()  # what earlier graphs have saved is refused
             if not self.settings.saved_tensor_hooks:
-                self._notify(self.events.saved_unseen)
+                self.note_unseen()
+
+    def note_unseen(self) -> None:
+        """Autograd may save weights from now on where no hook sees them."""
+        self._notify(self.events.saved_unseen)
 
     def share_reductions(self, other: Root) -> None:
         """Queues reductions with those of another root from now on."""
@@ -136,8 +149,8 @@ class Root:
         if len(self.running) == 1:
             # Storages are known by their addresses, which others may have taken since the last pass.
             self.saved_tensors.owners.clear()
-            if self.settings.saved_tensor_hooks and not self.saved_tensors.activate():
-                self._notify(self.events.saved_unseen)
+            if self.settings.saved_tensor_hooks:
+                self.saved_tensors.activate()
 
     def leave(self) -> None:
         """The innermost use ends, or has failed."""

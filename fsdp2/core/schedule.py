@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import takewhile
 from operator import attrgetter
 from statistics import median_low
@@ -269,22 +269,16 @@ class ReductionQueue:
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the buffers any more
                 if delivery is not None:
                     deliveries.append(delivery)
+                elif backward_pass is None or of_pass is backward_pass:
+                    gradients.abandon(pending)
                 else:
-                    with nullcontext() if gradients.streams is None else gradients.streams.at_home():
-                        if backward_pass is None or of_pass is backward_pass:
-                            pending.abandon()
-                        else:
-                            gradients.receive(pending, of_pass)
+                    gradients.receive(pending, of_pass)
         wait(deliveries)
 
     def _finish_oldest(self) -> None:
-        streams = self._running[0].gradients.streams
-        if streams is not None and streams.are_apart():
-            with streams.at_home():
-                return self._finish_oldest()
         entry = self._running.popleft()
         gradients, pending, of_pass, _ = entry
-        if gradients.reduction.transfers is None or not pending.start_return():
+        if gradients.reduction.transfers is None or not gradients.start_return(pending):
             gradients.receive(pending, of_pass)
             return
         self._returning.append(entry._replace(delivery=strategies().deliver(gradients, pending, of_pass)))

@@ -1,25 +1,26 @@
-"""Streams of an accelerator: one beside each stream that computes, the streams that use one group, and copies between
-the CPU and the device. On CPU there are none.
+"""What runs beside the host, or beside what a device computes: streams, collectives in flight, copies to and from the
+CPU.
 
 Lifetime rule: what a collective or a stream beside reads or writes stays alive until the stream that computes has
 waited for a collective that was issued later. Then that stream may free it and take the memory again, in the order of
-its own work; `record_stream` is called only for gradients that are delivered while several streams are in use. Memory
-that was allocated on a stream beside goes back to it, in order, too: what is issued there runs behind all work that the
-stream that computes was given before.
+its own work. Memory that was allocated on a stream beside goes back to it, in order, too: what is issued there runs
+behind all work that the stream that computes was given before. (ext/home_streams.py orders models that compute on
+several streams.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, wraps
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from . import compat
+
 Result = TypeVar("Result")
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exist_on(device: torch.device) -> bool:
@@ -49,125 +50,119 @@ def _stream_beside(stream: torch.Stream, device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-class GroupStreams:
-    """Orders the streams that use one group's memory. One of them is its home.
+# ---- collectives in flight
 
-    What the engine itself does with a group's memory (gather, pack, reduce, deliver, free) runs at home, behind all
-    work that the other streams were given so far. Whoever else uses the memory first waits for home. So nobody reads
-    memory before it is filled, and memory that is given back, to whichever stream's pool, is no longer in use.
 
-    While a model computes on one stream, that stream is home, and nobody waits. If a group's modules run on another
-    stream than the one that gathers ahead, home is the stream on which they ran last time.
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> object:
+        """Makes the current stream (on CPU: the caller) wait until the outputs are filled."""
+
+
+class AllWork:
+    """Several works as one. It keeps alive the works, and the tensors that are sent from and received into."""
+
+    def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor] = ()) -> None:
+        self._works = works
+        self._owned: tuple[Tensor | Work, ...] = (*tensors,)
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()  # gloo hangs if a work is waited for twice
+        for work in works:
+            work.wait()
+        self._owned = (*self._owned, *works)
+
+    def __del__(self) -> None:
+        # Dropped unfinished, with a model that is deleted for example: other ranks still write to the memory, which may
+        # belong to any stream.
+        if self._works:
+            with suppress(RuntimeError):
+                AllWork.wait(self)
+            for device in {each.device for each in self._owned if isinstance(each, Tensor)}:
+                if exist_on(device):
+                    torch.accelerator.current_stream(device).synchronize()
+
+
+class DividedWork(AllWork):
+    """Divides all outputs by one operation."""
+
+    def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], divisor: float) -> None:
+        super().__init__(works, outputs)
+        self._outputs, self._divisor = outputs, divisor
+
+    def wait(self) -> None:
+        super().wait()
+        outputs, self._outputs = self._outputs, ()
+        _divide(outputs, self._divisor)
+
+
+class SumWork(AllWork):
+    """Adds up what arrived, in rank order on every rank, and divides it."""
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor] | Tensor],
+        divisor: float,
+    ) -> None:
+        super().__init__(works, tensors)
+        self._outputs, self._parts, self._divisor = outputs, parts, divisor
+
+    def wait(self) -> None:
+        super().wait()
+        waiting, self._parts = self._parts, []
+        for output, parts in zip(self._outputs, waiting):  # noqa: B905  the second wait finds no parts
+            _sum(parts, output, self._divisor)
+        # Those in fp16 are divided as they are summed.
+        _divide([output for output in self._outputs if output.dtype != torch.float16] if waiting else [], self._divisor)
+
+
+class CopyWork(AllWork):
+    """Copies what arrived elsewhere: pairs of (target, source)."""
+
+    def __init__(
+        self, works: Sequence[Work], copies: Sequence[tuple[Tensor, Tensor]], tensors: Sequence[Tensor] = ()
+    ) -> None:
+        super().__init__(works, [*tensors, *(source for _, source in copies)])
+        self._copies = copies
+
+    def wait(self) -> None:
+        super().wait()
+        copies, self._copies = self._copies, ()
+        for target, source in copies:
+            target.copy_(source)
+
+
+def _divide(tensors: Sequence[Tensor], divisor: float) -> None:
+    if tensors and divisor != 1:
+        compat.divide_each([*tensors], divisor)
+
+
+def _sum(parts: Sequence[Tensor] | Tensor, output: Tensor, divisor: float) -> None:
+    """Writes the sum of `parts`, tensors or rows of one, to `output`. It adds up in the dtype of `output`; in fp32 if
+    that is fp16, and then divides by `divisor`.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._home: torch.Stream | None = None
-        self._others: list[torch.Stream] = []
-        # Streams that have waited for home since the last gather.
-        self._readers: list[torch.Stream] = []
-        # Streams on whose behalf work runs at home now. None: no work does.
-        self._guests: list[torch.Stream] | None = None
-        # Stream that began a gather -> the stream that first used what was gathered, the last time.
-        self._used_on: dict[torch.Stream, torch.Stream] = {}
-        self._began_on: torch.Stream | None = None
-
-    @classmethod
-    def of(cls, device: torch.device) -> GroupStreams | None:
-        """Returns None if `device` has no streams."""
-        return cls(device) if exist_on(device) else None
-
-    def choose_home(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
-        """Notes that a gather is about to begin on the current stream. Returns True if that stream is not home.
-
-        `ahead`: before the modules that need it run, perhaps on another stream. Home stays the same while the group
-        `holds_memory` there, gradients in flight for example.
-        """
-        self._readers.clear()
-        if self._guests is not None:
-            return False
-        current = torch.accelerator.current_stream(self._device)
-        wanted = self._used_on.get(current, current) if ahead else current
-        if self._home is None:
-            self._home = wanted
-        elif (wanted != self._home or self._others) and not holds_memory():
-            if wanted != self._home:
-                wanted.wait_stream(self._home)
-            self._home = wanted
-            self._others.clear()
-        self._began_on = current
-        return self.are_apart()
-
-    def use(self) -> None:
-        """Makes the current stream, which is about to read unsharded parameters, wait for home."""
-        if self._guests is not None:
-            return
-        current = torch.accelerator.current_stream(self._device)
-        if self._began_on is not None:
-            self._used_on[self._began_on] = current
-            self._began_on = None
-        if current != self._home and current not in self._readers and self._home is not None:
-            current.wait_stream(self._home)
-            self._readers.append(current)
-            self.note()
-
-    def note(self) -> None:
-        """Notes that the current stream computes a gradient, or reads parameters."""
-        stream = torch.accelerator.current_stream(self._device)
-        if stream != self._home and stream not in self._others:
-            self._others.append(stream)
-
-    def lend(self, tensor: Tensor) -> None:
-        """Records the guests' streams on `tensor`, which was made at home: its users free it on their own streams."""
-        if tensor.device == self._device:
-            for stream in self._guests or ():
-                tensor.record_stream(stream)
-
-    def are_apart(self) -> bool:
-        """Returns True if `at_home` makes a difference."""
-        return (
-            self._guests is None
-            and self._home is not None
-            and (bool(self._others) or torch.accelerator.current_stream(self._device) != self._home)
-        )
-
-    @contextmanager
-    def at_home(self, joins: bool = True) -> Iterator[None]:
-        """Context: what is issued inside runs at home, behind all work that the streams in use were given so far.
-
-        `joins`: all of them wait for it afterwards. Otherwise, a reader waits by `use`.
-        """
-        if not self.are_apart():
-            yield
-            return
-        home = self._home
-        assert home is not None, "are_apart says so"
-        users = [*dict.fromkeys([*self._others, torch.accelerator.current_stream(self._device)])]
-        users = [stream for stream in users if stream != home]
-        for stream in users:
-            home.wait_stream(stream)
-        self._guests = users
-        try:
-            with home:
-                yield
-        finally:
-            self._guests = None
-            if joins:
-                for stream in users:
-                    stream.wait_stream(home)
-
-
-def at_home(method: Method) -> Method:
-    """Decorator of a method of an object with `streams`: it runs on the group's home stream."""
-
-    @wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.streams is None or not self.streams.are_apart():
-            return method(self, *args, **kwargs)
-        with self.streams.at_home():
-            return method(self, *args, **kwargs)
-
-    return run  # type: ignore[return-value]
+    if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        output.copy_(total.div_(divisor))
+        return
+    if isinstance(parts, Tensor) and parts.device.type != "cpu":
+        # One launch. On CPU it would first cast all parts.
+        torch.sum(parts, 0, dtype=output.dtype, out=output)
+        return
+    first, *rest = parts
+    if rest and first.dtype == output.dtype:
+        torch.add(first, rest.pop(0), out=output)
+    else:
+        output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
+    for part in rest:
+        output.add_(part)
 
 
 # ---- copies between the CPU and the device

@@ -1,1 +1,1 @@
-"""What of torch is set right for sharded parameters, for the whole process, when the first module is sharded."""
+"""Fixes for DTensor operations on sharded parameters: table.py lists them, and fixes.py puts them in force."""

@@ -1,7 +1,7 @@
 """The memory of a DTensor, as safetensors, NumPy and other libraries ask for it: it has none of its own.
 
-They read the address of a tensor's storage, and what lies there. Torch says that the storage is invalid, and hands
-out an address of 0 by `__dlpack__`, where readers crash.
+They read the address of a tensor's storage, and the bytes there. Torch says that the storage is invalid, and hands out
+the address 0 by `__dlpack__`, where readers crash.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .compat import local_of
-from .sharded_dtensor import replace_attribute
-from ..ext.unsharded_versions import sharded_in
+from ..core.compat import local_of
+from ..ext.owners import sharded_in
 from .mixed_operands import describe
+from .sharded_dtensor import replace_attribute
 
-# What hands memory to other libraries.
+# Methods that hand memory to other libraries.
 _METHODS = ("tolist", "numpy", "__dlpack__", "__dlpack_device__")
 
 
 def refuse_addresses() -> None:
-    """These raise an error of a ShardedDTensor that names the parameter and says what to call instead, however the
-    library that asks was imported. Nothing else of a storage changes.
+    """Has these raise, on a ShardedDTensor, an error that names the parameter and says what to call instead, however
+    the library that asks was imported. Nothing else of a storage changes.
 
     - `data_ptr()` of its storage, typed or not: safetensors and `save_pretrained` of transformers and peft ask for it;
-    - `data_ptr()` of the tensor, unless torch asks: copying, pickling and recurrent layers tell by the address 0 that
+    - `data_ptr()` of the tensor, unless torch asks: copying, pickling and recurrent layers read from the address 0 that
       it has no memory;
-    - `tolist()`, `numpy()`, and `__dlpack__`, of which readers would crash.
+    - `tolist()`, `numpy()`, and `__dlpack__`, whose readers would crash.
     """
     replace_attribute("untyped_storage", lambda _: _untyped_storage)
     replace_attribute("data_ptr", lambda _: _data_ptr)
@@ -41,14 +41,15 @@ def refuse_addresses() -> None:
 
 
 class _StorageOfDTensor(torch.UntypedStorage):
-    """Torch's storage object of a DTensor, which only knows how large the whole is."""
+    """Torch's storage object of a DTensor, which only knows the size of the full tensor."""
 
-    # The tensor, and what is said of it when it is gone.
+    # The tensor, and how errors call it when it is gone.
     _tensor: weakref.ref[DTensor]
     _name: str
 
     def data_ptr(self) -> int:
-        """
+        """Refuses to return an address.
+
         Raises:
             RuntimeError: always.
         """
@@ -67,9 +68,10 @@ def _untyped_storage(self: DTensor) -> torch.UntypedStorage:
 
 
 def _data_ptr(self: DTensor) -> int:
-    """
+    """Returns 0 to torch.
+
     Raises:
-        RuntimeError: it is not torch that asks.
+        RuntimeError: other code asks.
     """
     if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
         return Tensor.data_ptr(self)

@@ -1,13 +1,15 @@
 """`loss.backward(inputs=...)` and `torch.autograd.grad(loss, ...)` with sharded parameters.
 
-In the graph of a forward full ones stand for them, so torch finds no path to them: the first does nothing then, without
-a word, and so does the second if it is told that some may be unused. `register_multi_grad_hook` would wait for ever.
+In the graph of a forward unsharded parameters stand for them, so torch finds no path to them: the first does nothing
+then, silently, and so does the second if it is told that some may be unused. `register_multi_grad_hook` would wait for
+ever.
 
-torch.compile traces what is here; but for that it runs outside of graphs only.
+torch.compile traces these functions; inside them the engine runs outside of graphs only.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -16,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import torch_compat
-from ..core.autograd import leaf_nodes
-from ..ext.owners import Owned, all_states, sharded_owner
+from ..ext.compat import find_accumulators_of
+from ..ext.owners import Owned, all_groups, sharded_owner
+from ..ext.unsharded_versions import UnshardedVersions
+from .differing_numbers import refuse_differing_numbers
 from .full_tensor import owner_of
-from .own_numbers import refuse_own_numbers
+from .graph import leaf_nodes
 from .switches import is_on, switched
 
 _FREED = (
@@ -30,24 +33,24 @@ _FREED = (
 
 
 def accept_sharded_inputs() -> None:
-    """From now on `backward` computes gradients of sharded parameters among its `inputs`, and `grad` refuses to; and a
-    function that waits for the gradients of several of them is called.
+    """Has `backward` compute gradients of sharded parameters among its `inputs`, and `grad` refuse to; and has
+    functions that wait for the gradients of several of them called.
     """
     backward, grad = torch.autograd.backward, torch.autograd.grad
-    torch.autograd.backward = switched("inputs", backward, _with_full_inputs(backward))
-    torch.autograd.grad = switched("inputs", grad, _without_full_inputs(grad))
-    torch_compat.find_accumulators_of(_full_of)
+    torch.autograd.backward = switched("inputs", backward, _with_unsharded_inputs(backward))
+    torch.autograd.grad = switched("inputs", grad, _without_sharded_inputs(grad))
+    find_accumulators_of(_unsharded_of)
 
 
-def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
+def _with_unsharded_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     parameters = signature(backward)
 
     def backward_of_sharded(*args: Any, **kwargs: Any) -> None:
         if kwargs.get("inputs") is not None or len(args) > len(parameters.parameters) - 1:
             bound = parameters.bind(*args, **kwargs)
-            bound.arguments["inputs"] = _add_full(_listed(bound.arguments["inputs"]))
+            bound.arguments["inputs"] = _add_unsharded(_listed(bound.arguments["inputs"]))
             args, kwargs = bound.args, bound.kwargs
-        _refuse_own_numbers(args[0] if args else kwargs.get("tensors", ()))
+        _refuse_differing_numbers(args[0] if args else kwargs.get("tensors", ()))
         try:
             return backward(*args, **kwargs)
         except BaseException as error:
@@ -57,11 +60,11 @@ def _with_full_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     return backward_of_sharded
 
 
-def _without_full_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
+def _without_sharded_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
     def grad_of_sharded(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return grad(outputs, inputs, *args, **kwargs)
-        _refuse_full(_listed(outputs), _listed(inputs))
+        _refuse_sharded(_listed(outputs), _listed(inputs))
         try:
             return grad(outputs, inputs, *args, **kwargs)
         except BaseException as error:
@@ -71,43 +74,49 @@ def _without_full_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
     return grad_of_sharded
 
 
-def _refuse_own_numbers(outputs: Any) -> None:
-    """Losses that are plain have come by `full_tensor`, which does so itself."""
+def _refuse_differing_numbers(outputs: Any) -> None:
+    """Refuses losses that are DTensors. Plain losses have come by `full_tensor`, which does so itself."""
     for output in _listed(outputs):
         if isinstance(output, DTensor) and not torch.compiler.is_compiling():
             owner = owner_of(output)
             if owner is not None:
-                refuse_own_numbers(output, owner)
+                refuse_differing_numbers(output, owner)
 
 
 def _clean_up(error: BaseException, outputs: Any) -> None:
-    """A backward has failed: drop what it left half done, now rather than when the next pass begins. Raise a better
+    """A backward has failed: drops what it left half done, now rather than when the next pass begins. Raises a better
     error, if there is one.
     """
     try:
         if isinstance(error, RuntimeError):
             _explain(error, outputs)
     finally:
-        for context in dict.fromkeys(state.context for state in all_states()):
-            if context.is_of_this_thread():
-                context.is_in_backward()
+        for root in dict.fromkeys(group.root for group in all_groups()):
+            if root.forward.thread == threading.get_ident():
+                root.is_in_backward()
 
 
 def _explain(error: RuntimeError, outputs: Any) -> None:
-    """Raise a better error, if `error` comes of gradients of shards where plain ones belong; or of full parameters that
-    were given up: nothing else frees what is used.
+    """Raises a better error, if `error` comes of gradients of shards where plain ones belong; or of unsharded
+    parameters that were freed: nothing else frees what is used.
     """
     if "mixed torch.Tensor and DTensor" in str(error):
         for owned in _owned(node.variable for node in _leaf_nodes(outputs)):
             raise RuntimeError(
-                f"{owned.param.name}: a loss brings together plain tensors and a DTensor that is computed of it "
+                f"{owned.param.name}: a loss brings together plain tensors and a DTensor that is computed from it "
                 "outside its module's forward. Write full_tensor() behind the latter (`loss + penalty.full_tensor()`), "
                 "or compute it inside `with fsdp2.full_params(model):`."
             ) from error
     if "storage of size 0" in str(error):
-        raise RuntimeError(f"backward has read a full parameter after it was freed: {_FREED}") from error
-    if "modified by an inplace operation" in str(error) and any(s.group.versions.is_expired for s in all_states()):
-        raise RuntimeError(f"{error} If it is a full parameter, it was freed: {_FREED}") from error
+        raise RuntimeError(f"backward has read an unsharded parameter after it was freed: {_FREED}") from error
+    if "modified by an inplace operation" in str(error) and any(map(_is_expired, all_groups())):
+        raise RuntimeError(f"{error} If it is an unsharded parameter, it was freed: {_FREED}") from error
+
+
+def _is_expired(group: Any) -> bool:
+    """Returns True if autograd refuses what it has saved of the group's unsharded parameters, which were freed."""
+    versions = group.root.events.of(UnshardedVersions)
+    return versions is not None and versions.of(group).is_expired
 
 
 def _listed(given: Any) -> Sequence[Any]:
@@ -116,23 +125,24 @@ def _listed(given: Any) -> Sequence[Any]:
     return tuple(given.values() if isinstance(given, Mapping) else given)
 
 
-def _add_full(inputs: Sequence[Any]) -> list[Any]:
-    return [*inputs, *(owned.param.full for owned in _owned(inputs))]
+def _add_unsharded(inputs: Sequence[Any]) -> list[Any]:
+    return [*inputs, *(owned.param.unsharded for owned in _owned(inputs))]
 
 
-def _refuse_full(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """
+def _refuse_sharded(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Refuses gradients of sharded parameters among `inputs` whose unsharded parameters have part in `outputs`.
+
     Raises:
-        NotImplementedError: the full one of a sharded parameter among `inputs` has part in `outputs`.
+        NotImplementedError: there is one.
     """
-    full = {owned.param.full: owned for owned in _owned(inputs)}
-    if not full:
+    unsharded = {owned.param.unsharded: owned for owned in _owned(inputs)}
+    if not unsharded:
         return
     for node in _leaf_nodes(outputs):
-        if node.variable in full:
+        if node.variable in unsharded:
             raise NotImplementedError(
-                f"{full[node.variable].param.name}: torch.autograd.grad has no gradients of sharded parameters, which "
-                "have to be reduced. To have them in .grad, call backward(inputs=...); or call the model and "
+                f"{unsharded[node.variable].param.name}: torch.autograd.grad has no gradients of sharded parameters, "
+                "which have to be reduced. To have them in .grad, call backward(inputs=...); or call the model and "
                 "torch.autograd.grad inside `with fsdp2.full_params(model) as full:`, and ask for those of `full`."
             )
 
@@ -141,11 +151,11 @@ def _leaf_nodes(outputs: Any) -> Iterator[Any]:
     return leaf_nodes([output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor)])
 
 
-def _full_of(tensor: Tensor) -> Tensor:
-    """What stands in the graph of a forward for `tensor`."""
+def _unsharded_of(tensor: Tensor) -> Tensor:
+    """Returns the unsharded parameter that stands in graphs for a sharded one, and any other tensor as it is."""
     if not is_on("inputs"):
         return tensor
-    return next((owned.param.full for owned in _owned([tensor])), tensor)
+    return next((owned.param.unsharded for owned in _owned([tensor])), tensor)
 
 
 def _owned(inputs: Iterable[Any]) -> Iterator[Owned]:
@@ -157,7 +167,7 @@ def _owned(inputs: Iterable[Any]) -> Iterator[Owned]:
 
 
 def _saved_leaf(tensor: Tensor) -> Tensor:
-    """Of which `tensor` is what a graph has saved: another tensor, whose gradients go to the same."""
+    """Returns the leaf that gets the gradients of `tensor`, which a graph has saved in place of the leaf."""
     with torch.enable_grad():
         view: Any = tensor.view_as(tensor)
     leaf: Tensor = view.grad_fn.next_functions[0][0].variable

@@ -1,8 +1,8 @@
-"""`p.data` of a sharded parameter, and of any DTensor: what is written to it, or assigned, is seen. So is what is
-written to the local tensor of a sharded parameter's view, such as state dicts hold.
+"""`p.data` of a sharded parameter, and of any DTensor: writes to it, and assignments of it, take effect. So do writes
+to the local tensor of a sharded parameter's view, which state dicts hold.
 
-Torch's own `.data` is that of a plain tensor. It replaces what the DTensor says of itself, and leaves the local tensor
-that all operations use; so an assignment does nothing, without a word.
+Torch's own `.data` is that of a plain tensor. It replaces the tensor's metadata, and leaves the local tensor that all
+operations use; so an assignment does nothing, silently.
 """
 
 from __future__ import annotations
@@ -10,43 +10,83 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import dtensor_compat, torch_compat
-from ..ext.owners import sharded_owner
+from ..core.compat import local_if_any, local_of, storage_id, untraced
+from ..core.events import Observer
+from ..core.group import LENT, FSDPParamGroup
+from ..core.parameter import FSDPParam
+from ..ext.compat import share_versions
+from ..ext.owners import sharded_in, sharded_owner
+from .compat import cut, set_local_and_spec
 from .sharded_dtensor import replace_attribute
-from ..ext.unsharded_versions import sharded_in, share_count
 
 _PLAIN: Any = torch.Tensor.data
 
 
 def follow_data() -> None:
-    """`.data` of a ShardedDTensor can be assigned another DTensor, and that of a sharded parameter a whole tensor,
-    of which it keeps its part, as `vector_to_parameters` does; and counts what is written to it.
+    """Has assignments to `.data` of a ShardedDTensor take effect: of another DTensor; and, if it is a sharded
+    parameter, of the full tensor, of which it keeps its shard, as in `vector_to_parameters`. Writes to `.data` count.
     """
     replace_attribute("data", lambda _: property(_get, _set))
 
 
 def count_local_writes() -> None:
-    """What is written to the local tensor of a view of a sharded parameter counts as written to that."""
+    """Has writes to the local tensor of a view of a sharded parameter count in the version of the parameter."""
     replace_attribute("to_local", _counted)
 
 
 def detach_in_inference() -> None:
-    """A view, also in inference mode, of what was made outside it: state dicts have such. Torch has an error there."""
+    """Has `detach` return a view in inference mode, also of a tensor made outside it: state dicts have such. Torch
+    raises an error there.
+    """
     replace_attribute("detach", _outside_inference)
+
+
+# Parameters of each group whose `.data` was assigned since its shards were placed in its own memory.
+_assigned: WeakKeyDictionary[FSDPParamGroup, WeakSet[FSDPParam]] = WeakKeyDictionary()
+
+
+class AssignedData(Observer):
+    """Forgets which parameters were assigned when a group places its shards anew."""
+
+    def rebuilt(self, group: FSDPParamGroup) -> None:
+        _assigned.pop(group, None)
+
+
+def _note_assigned(group: FSDPParamGroup, param: FSDPParam) -> None:
+    """The sharded parameter of `param` has other memory now. Frees the group's own once none of its shards is there."""
+    if group.phase is LENT:
+        return
+    assigned = _assigned.setdefault(group, WeakSet())
+    assigned.add(param)
+    has_memory = group.parameters.buffers is not None and not group.settings.keep_storage
+    if has_memory and len(assigned) == len(group.params):
+        group.reshard()
+        group.parameters.give_up_memory()
 
 
 def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(to_local)
     def counted(self: DTensor, **options: Any) -> Tensor:
-        share_count(self)
+        _share_version(self)
         return to_local(self, **options)
 
     return counted
+
+
+def _share_version(view: DTensor) -> None:
+    """Has operations on the local tensor of `view`, if it is a view of a sharded parameter, count in the parameter's
+    version. DTensor makes it below autograd, and so with a version counter of its own.
+    """
+    local = local_of(view)
+    param = sharded_in(local) if type(local) is Tensor else None
+    if param is not None and param.local is not local:
+        share_versions([(param.sharded, local)])
 
 
 def _outside_inference(detach: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -60,21 +100,22 @@ def _outside_inference(detach: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return detached
 
 
-@torch_compat.untraced
+@untraced
 def _get(self: DTensor) -> Tensor:
-    if sharded_in(dtensor_compat.local_of(self)) is None:
+    if sharded_in(local_of(self)) is None:
         data: Tensor = _PLAIN.__get__(self)
         return data
     return self.detach()
 
 
-@torch_compat.untraced
+@untraced
 def _set(self: DTensor, value: Tensor) -> None:
-    """
+    """Assigns `value`.
+
     Raises:
-        TypeError: it is no DTensor, and not all of a sharded parameter either.
+        TypeError: it is no DTensor, and no full tensor of a sharded parameter either.
     """
-    value = _part_of_whole(self, value)
+    value = _shard_of_full(self, value)
     if not isinstance(value, DTensor):
         advice = "Assign one that is distributed like it, or write to what is there: p.data.copy_(...)."
         if value.shape != self.shape:
@@ -86,22 +127,23 @@ def _set(self: DTensor, value: Tensor) -> None:
             f"the .data of a DTensor of global shape {tuple(self.shape)}: expected a DTensor, got "
             f"{type(value).__name__} of shape {tuple(value.shape)}, which would change nothing. {advice}"
         )
-    before, local = torch_compat.storage_id(self), dtensor_compat.local_of(value)
+    before, local = storage_id(self), local_of(value)
     _PLAIN.__set__(self, value)
-    dtensor_compat.set_local(self, local, value)
-    owner = sharded_owner(self) if torch_compat.storage_id(local) != before else None
-    if owner is not None and not (owner.state.running or owner.state.context.is_in_backward()):
-        owner.state.group.note_assigned(owner.param)
+    set_local_and_spec(self, local, value)
+    owner = sharded_owner(self) if storage_id(local) != before else None
+    if owner is not None and not (owner.group.state.running or owner.group.root.is_in_backward()):
+        _note_assigned(owner.group, owner.param)
 
 
 @torch.no_grad()
-def _part_of_whole(self: DTensor, value: Tensor) -> Tensor:
-    """What `self` keeps of `value`, if that is all of a sharded parameter, on every rank; else `value` itself."""
-    is_whole = value.shape == self.shape and (not isinstance(value, DTensor) or _is_on_each_rank(value, self))
-    if not is_whole or type(dtensor_compat.local_of(self)) is not Tensor or sharded_owner(self) is None:
+def _shard_of_full(self: DTensor, value: Tensor) -> Tensor:
+    """Returns the shard that `self` keeps of `value`, if that is the full tensor of a sharded parameter, on every rank;
+    else `value` itself.
+    """
+    is_full = value.shape == self.shape and (not isinstance(value, DTensor) or _is_on_each_rank(value, self))
+    if not is_full or type(local_of(self)) is not Tensor or sharded_owner(self) is None:
         return value
-    whole = dtensor_compat.local_if_any(value).detach()
-    return dtensor_compat.cut(whole, self.device_mesh, self.placements)
+    return cut(local_if_any(value).detach(), self.device_mesh, self.placements)
 
 
 def _is_on_each_rank(value: DTensor, like: DTensor) -> bool:

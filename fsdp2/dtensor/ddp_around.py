@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a sharded model: what a program had before, perhaps."""
+"""DistributedDataParallel around a sharded model: a program may have used it before."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from .. import torch_compat
-from ..ext.owners import owners_by_id
 from ..bridge.when_imported import when_imported
+from ..ext.compat import is_shared_with_ddp
+from ..ext.owners import owners_by_id
 from .switches import switched
 
 
 def refuse_ddp_around() -> None:
-    """From now on DDP raises an error that says what to do, where torch has one about views of DTensors."""
+    """Has DDP raise an error that says what to do, where torch has one about views of DTensors."""
     when_imported("torch.nn.parallel.distributed", _guard)
 
 
@@ -23,7 +23,7 @@ def _guard(imported: ModuleType) -> None:
     init = ddp.__init__
 
     def checked(self: nn.Module, module: Any, *args: Any, **options: Any) -> None:
-        if isinstance(module, nn.Module) and not torch_compat.is_shared_with_ddp(module):
+        if isinstance(module, nn.Module) and not is_shared_with_ddp(module):
             _check(module)
         init(self, module, *args, **options)
 
@@ -31,7 +31,8 @@ def _guard(imported: ModuleType) -> None:
 
 
 def _check(module: nn.Module) -> None:
-    """
+    """Refuses a module with sharded parameters.
+
     Raises:
         ValueError: some parameters of `module` are sharded.
     """
@@ -40,7 +41,7 @@ def _check(module: nn.Module) -> None:
     if sharded:
         name, param = next(iter(sharded.items()))
         kind, what = "DistributedDataParallel", f"DistributedDataParallel({type(module).__name__})"
-        if isinstance(module, nn.ParameterList):  # of torch's replicate, when the first forward begins
+        if isinstance(module, nn.ParameterList):  # which torch's replicate builds when the first forward begins
             kind, what, name = "replicate", "torch's replicate", param.name
         raise ValueError(
             f"{what}: fully_shard manages {name} ({len(sharded)} parameters in all), and averages their gradients. "

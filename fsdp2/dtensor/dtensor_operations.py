@@ -1,5 +1,5 @@
-"""Operations on DTensors that torch 2.11 to 2.15 carries out otherwise than on plain tensors, without a word; and some
-that optimizers need and it has no rule for.
+"""Operations that torch 2.11 to 2.15 carries out on DTensors otherwise than on plain tensors, silently; and some that
+optimizers need and it has no rule for.
 """
 
 from __future__ import annotations
@@ -13,34 +13,26 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..core.compat import dtensor_spec, local_if_any, local_of
+from ..core.user_code import map_tensors, tensors_in
 from .compat import (
     FINDS_PLACES,
     argument_names,
     cut,
     dtensor,
-    dtensor_spec,
+    full_tensor_of,
+    is_partial,
     is_strided,
-    local_if_any,
-    local_of,
-    parts_of,
+    partial_kinds,
+    reduced,
     refuse_plain_target,
     spec_of,
-    whole_of,
-    without_parts,
 )
-from .sharded_dtensor import call_unhandled, handle_operations, handler_of
-from ..core.user_code import map_tensors, tensors_in
 from .foreach_operations import specs_of
 from .partial_results import write_in_place
+from .sharded_dtensor import call_unhandled, handle_operations, handler_of
 
 _aten = torch.ops.aten
-# Steps of which torch has no rule for DTensors.
-_FUSED = (
-    _aten._fused_adagrad_.default,
-    _aten._fused_adagrad_.tensor_lr,
-    _aten._fused_sgd_.default,
-    _aten._fused_sgd_.tensor_lr,
-)
 _NEW = (_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default)
 _IN_PLACE = (
     *(_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
@@ -54,20 +46,20 @@ _COLLECTIVES = (
     *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
     *("alltoall_", "alltoall_base_", "recv_any_source_"),
 )
-# What finds places; what has no value for no elements; norms, if they are extremes.
+# Operations that find places; norms, some of which are extremes; and all that have no value for no elements.
 _PLACES = (_aten.max.dim, _aten.min.dim, _aten.argmax.default, _aten.argmin.default)
 _NORMS = (_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar)
 _EXTREMES = (
     *(_aten.max.default, _aten.amax.default, _aten.min.default, _aten.amin.default, _aten.aminmax.default),
     *(_aten._foreach_max.default, *_PLACES, *_NORMS),
 )
-# What takes no dims for all dims.
+# Operations for which the dims `()` mean all dims.
 _OVER_DIMS = (
     *(_aten.sum.dim_IntList, _aten.nansum.default, _aten.mean.dim, _aten.amax.default, _aten.amin.default),
     *(_aten.var.correction, _aten.std.correction, _aten.var_mean.correction, _aten.linalg_vector_norm.default),
     *(_aten.count_nonzero.dim_IntList,),
 )
-_NONE, _MEAN = 0, 1  # as a loss's `reduction`
+_NONE, _MEAN = 0, 1  # values of a loss's argument `reduction`
 _MEAN_LOSSES = {
     _aten.mse_loss.default: _aten.mse_loss_backward.default,
     _aten.smooth_l1_loss.default: _aten.smooth_l1_loss_backward.default,
@@ -78,66 +70,65 @@ _MEAN_LOSSES = {
 
 
 def put_by_masks() -> None:
-    """`p[mask] = number` is possible."""
+    """Makes `p[mask] = number` possible."""
     handle_operations([_aten.index_put_.default], _put)
     handle_operations([_aten.index_fill_.int_Scalar], _fill_places)
 
 
 def write_uneven_shards() -> None:
-    """What is cut along one dim by two axes of a mesh, unevenly, can be written to, and so can fewer rows than ranks;
-    `total += p.norm()` of a plain total raises an error that says what to do.
+    """Makes it possible to write to a tensor that two mesh axes cut unevenly along one dim, or that has fewer rows than
+    ranks. `total += p.norm()`, where `total` is plain, raises an error that says what to do.
     """
     handle_operations(_IN_PLACE, _write)
     handle_operations(_NEW, _new)
 
 
 def average_losses() -> None:
-    """`mse_loss` and its kin are the mean over all elements, also where ranks hold different numbers of them."""
+    """Has `mse_loss` and similar losses be the mean over all elements, also if ranks hold different numbers of them."""
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten.binary_cross_entropy_with_logits.default], _mean_loss)
 
 
 def find_extremes() -> None:
-    """Extremes, and norms that are such, of parameters of which some ranks hold nothing are those of all elements.
-    Their places are those in the whole; torch 2.11's are in a rank's part.
+    """Has extremes, and norms that are extremes, be those of all elements, also where some rank holds none. Their
+    places are those in the full tensor; torch 2.11's are places in a rank's shard.
     """
     handle_operations(_EXTREMES, _extreme)
 
 
 def reduce_over_all_dims() -> None:
-    """Reductions over the dims `()` are those over all dims, as the gradients of extremes have them."""
+    """Has reductions over the dims `()`, which occur in the gradients of extremes, reduce over all dims."""
     for op in _OVER_DIMS:
         handle_operations([op], partial(_over_all_dims, handler_of(op)))
 
 
 def select_backward() -> None:
-    """`p.select(-1, 0)` has a gradient. Torch takes a negative dim for another one."""
+    """Has `p.select(-1, 0)` get its gradient. Torch takes a negative dim for another one."""
     handle_operations([_aten.select_backward.default], _select_backward)
 
 
 def read_numbers() -> None:
-    """`item()` of what each rank holds a part of raises, for one rank alone may call it, to print it; but `if
-    p.isnan().any():`, which all ranks come to, takes all parts together. Of a sharded parameter of one element, all
-    ranks read it, as all must.
+    """Has `item()` of a Partial number raise, for one rank alone may call it, to print it. All ranks come to
+    `if p.isnan().any():`, which reduces; and all must read a sharded parameter of one element.
     """
     handle_operations([_aten._local_scalar_dense.default], _item)
 
 
 def refuse_collectives() -> None:
-    """`torch.distributed`'s collectives raise an error that says what to do."""
+    """Has the collectives of `torch.distributed` raise an error that says what to do."""
     collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
     handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
 
 
 def _over_all_dims(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls `handler` with all dims of the first argument in place of the dims `()`."""
-    place = argument_names(op).index("dim")
-    dims = args[place] if len(args) > place else kwargs.get("dim")
+    index = argument_names(op).index("dim")
+    dims = args[index] if len(args) > index else kwargs.get("dim")
     if isinstance(dims, list | tuple) and not dims:
         every = list(range(args[0].dim()))
-        if len(args) > place:
-            args = (*args[:place], every, *args[place + 1 :])
+        if len(args) > index:
+            args = (*args[:index], every, *args[index + 1 :])
         else:
             kwargs = {**kwargs, "dim": every}
     return handler(op, args, kwargs)
@@ -159,13 +150,13 @@ def _mean_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _before_mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `op` returns without the mean that it takes; None: it takes none."""
+    """Returns what `op` returns with `reduction="none"`; None if it takes no mean."""
     names = argument_names(op)
-    place = names.index("reduction")
-    rest = {**dict(zip(names[place:], args[place:], strict=False)), **kwargs}
+    index = names.index("reduction")
+    rest = {**dict(zip(names[index:], args[index:], strict=False)), **kwargs}
     if rest.get("reduction", _MEAN) != _MEAN:
         return None
-    return op(*args[:place], **{**rest, "reduction": _NONE})
+    return op(*args[:index], **{**rest, "reduction": _NONE})
 
 
 def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,20 +170,20 @@ def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _extreme_of_one(op: Any, target: Any, given: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """`given`: the target, or a list of it."""
-    if op in _NORMS and parts_of(target):  # torch would take those of the ranks' largest, without their signs
-        target = without_parts(target)
+    """Returns what `op` finds in `target`. `given`: the target, or a list of it."""
+    if op in _NORMS and partial_kinds(target):  # torch would take those of the ranks' largest, without their signs
+        target = reduced(target)
         given = [target] if isinstance(given, list) else target
     needs_all = isinstance(target, DTensor) and (_may_be_empty(target) or (op in _PLACES and not FINDS_PLACES))
     if not needs_all:
         return call_unhandled(op, (given, *rest), kwargs)
-    mesh, whole = target.device_mesh, whole_of(target)
-    found = op(whole if given is target else [whole], *rest, **kwargs)
+    mesh, full = target.device_mesh, full_tensor_of(target)
+    found = op(full if given is target else [full], *rest, **kwargs)
     return map_tensors(found, lambda each: cut(each, mesh, [Replicate()] * mesh.ndim))
 
 
 def _may_be_empty(tensor: DTensor) -> bool:
-    """Whether some rank may hold nothing of it; all ranks say the same."""
+    """Returns True if some rank may hold nothing of `tensor`; the same on all ranks."""
     ranks = [1] * tensor.dim()
     for axis, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)
@@ -202,23 +193,24 @@ def _may_be_empty(tensor: DTensor) -> bool:
 
 
 def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """
+    """Returns the number that all ranks have in common.
+
     Raises:
-        RuntimeError: the number is what all parts come to.
+        RuntimeError: the number is Partial.
     """
     (target,) = args
-    parts = [each for each in target.placements if each.is_partial()]
-    if parts and target.dtype != torch.bool:
+    partials = [each for each in target.placements if each.is_partial()]
+    if partials and target.dtype != torch.bool:
         raise RuntimeError(
-            f"item() of a DTensor of placement {parts[0]}: this rank holds a part of the number only. Call "
+            f"item() of a DTensor of placement {partials[0]}: this rank holds a part of the number only. Call "
             "full_tensor().item() instead, on every rank."
         )
     is_everywhere = all(each.is_replicate() for each in target.placements)
-    return call_unhandled(op, args, kwargs) if is_everywhere else op(whole_of(target))
+    return call_unhandled(op, args, kwargs) if is_everywhere else op(full_tensor_of(target))
 
 
 def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`target[mask] = number` is done by each rank with its own part."""
+    """Serves `target[mask] = number`: each rank writes to its own shard."""
     target, indices, value, *_ = args
     is_number = len(indices) == 1 and not isinstance(value, DTensor) and not value.dim()
     if not is_number or not (_is_mask_of(target, indices[0]) or _is_mask_of_scalar(target, indices[0])):
@@ -228,7 +220,7 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _fill_places(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`target[mask] = number` of a target without dims, in torch 2.15; there that of any other is `masked_fill_`."""
+    """Serves `target[mask] = number` of a target without dims in torch 2.15, where that of others is `masked_fill_`."""
     target, dim, places, number = args
     if not _is_mask_of_scalar(target, places):
         return write_in_place(op, args, kwargs)
@@ -237,8 +229,8 @@ def _fill_places(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Do `op` on local tensors, if all operands are distributed alike, and whole: what happens to an element happens to
-    it there. To plan that takes DTensor longer than to compute. Return whether it was done.
+    """Carries out `op` on local tensors if all operands are distributed alike, with nothing to reduce, and returns True
+    then: it acts on each element by itself. To plan that takes DTensor longer than to compute.
     """
     spec = spec_of(args[0])
     for each in args:
@@ -251,8 +243,8 @@ def _write_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is distributed in another way is brought to the target's, if torch may not: some ranks hold nothing, or two
-    axes cut the same dim.
+    """Carries out `op` in place. An operand that is distributed in another way is redistributed like the target where
+    torch might fail: some ranks hold nothing, or two axes cut the same dim.
     """
     target, *rest = args
     refuse_plain_target(op, target)
@@ -268,16 +260,18 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _local_like(target: DTensor, tensor: Any) -> Any:
-    """What this rank has of `tensor` if that is distributed as `target` is; what is no DTensor is the same on all."""
+    """Returns this rank's shard of `tensor`, distributed as `target` is; a plain value is equal on all ranks."""
     if not isinstance(tensor, DTensor):
         return tensor
     if (tensor.placements, tensor.device_mesh) == (target.placements, target.device_mesh):
         return local_of(tensor)
-    return local_of(cut(whole_of(tensor), target.device_mesh, target.placements))
+    return local_of(cut(full_tensor_of(tensor), target.device_mesh, target.placements))
 
 
 def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a tensor that two axes cut along one dim, unevenly perhaps: torch takes other ranks' numbers of rows."""
+    """Returns a new tensor like one that two axes cut along one dim, perhaps unevenly: torch takes the numbers of rows
+    of other ranks.
+    """
     like, shape, *rest = args
     if tuple(shape) != tuple(like.shape) or not is_strided(like):
         return call_unhandled(op, args, kwargs)
@@ -286,21 +280,22 @@ def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_mask_of(target: Any, mask: Any) -> bool:
-    """Whether it has a truth for each element of `target`, of which ranks hold elements, not parts of sums."""
+    """Returns True if `mask` has a bool for each element of `target`, which is not Partial."""
     if not (isinstance(target, DTensor) and isinstance(mask, DTensor)) or mask.dtype != torch.bool:
         return False
     is_like = (target.shape, target.device_mesh) == (mask.shape, mask.device_mesh)
-    return is_like and not any(each.is_partial() for each in target.placements)
+    return is_like and not is_partial(target)
 
 
 def _is_mask_of_scalar(target: Any, places: Any) -> bool:
-    """Whether all ranks have the one element of `target`. Its mask comes as places, which python has read of it."""
+    """Returns True if all ranks have the one element of `target`. Its mask comes as places, which Python has read."""
     is_one = isinstance(target, DTensor) and target.shape == (1,) and not isinstance(places, DTensor)
     return is_one and all(each.is_replicate() for each in target.placements)
 
 
 def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """
+    """Refuses a collective on a DTensor.
+
     Raises:
         NotImplementedError: always, on every rank.
     """

@@ -12,39 +12,35 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from .compat import (
-    DTensorSpec,
-    dtensor,
-    dtensor_spec,
-    local_if_any,
-    spec_of,
-)
+from ..core.compat import dtensor_spec, local_if_any
+from .compat import DTensorSpec, dtensor, spec_of
 from .sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten
-# What an element of their results is made of is not one element only.
-_OTHERS = ("_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm")
-# Of those of SGD and Adagrad torch has no rule for DTensors.
+# Operations whose results depend on more than one element of each argument.
+_NOT_ELEMENTWISE = ("_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm")
+# Torch has no rule for DTensors for those of SGD and Adagrad.
 _FUSED = ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
 
 
 def operate_on_lists() -> None:
-    """These are possible where plain tensors are among ShardedDTensors, as in an optimizer's step; and those in
-    place show in the DTensors' versions, as those on plain tensors do.
+    """Makes these possible where plain tensors are among ShardedDTensors, as in an optimizer's step. Those in place
+    count as writes in the versions of the DTensors, as they do in those of plain tensors.
     """
-    names = [name for name in dir(torch) if name.startswith("_foreach_") and name not in _OTHERS]
+    names = [name for name in dir(torch) if name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE]
     written = [*_FUSED, *(name for name in names if name.endswith("_"))]
     handle_operations(overloads(written), _in_place)
     handle_operations(overloads(name for name in names if name not in written), _out_of_place)
 
 
 def overloads(names: Iterable[str]) -> list[Any]:
+    """Returns all overloads of the ATen operations of these names."""
     packets = [getattr(_aten, name) for name in names]
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
 
 def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """On the lists in `args`, the first of which `op` writes to."""
+    """Carries out `op` on the lists in `args`; it writes to the first of them."""
     local_args = _local_arguments(args)
     if local_args is None or any(isinstance(each, DTensor) for each in kwargs.values()):
         call_unhandled(op, args, kwargs)
@@ -62,15 +58,15 @@ def _out_of_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _like(spec: DTensorSpec | None, local: Tensor) -> Tensor:
-    """`local`, distributed as `spec` says."""
+    """Returns `local`, distributed as `spec` says; a plain tensor if that is None."""
     if spec is None:
         return local
     return dtensor(local, dtensor_spec(spec.mesh, spec.placements, tuple(spec.shape), local.dtype))
 
 
 def _local_arguments(args: tuple[Any, ...]) -> list[Any] | None:
-    """The same for local tensors, if all that happens to an element happens to it there, too: where tensors that meet
-    are distributed alike. To plan that takes DTensor longer than to compute.
+    """Returns the arguments with local tensors, or None if the operation can't be done on them: tensors that meet are
+    distributed in different ways. To plan that takes DTensor longer than to compute.
     """
     found, specs = [], specs_of(args[0])
     if any(spec is not None and any(each.is_partial() for each in spec.placements) for spec in set(specs)):
@@ -87,12 +83,12 @@ def _local_arguments(args: tuple[Any, ...]) -> list[Any] | None:
 
 
 def _are_numbers(tensors: Sequence[Tensor]) -> bool:
-    """Such as the steps that an optimizer counts, one for each parameter."""
+    """Returns True for plain tensors without dims, such as the step counts of an optimizer, one for each parameter."""
     return all(type(each) is Tensor and each.dim() == 0 for each in tensors)
 
 
 def specs_of(tensors: Sequence[Tensor]) -> list[DTensorSpec | None]:
-    """None in place of those that are plain."""
+    """Returns the specs of DTensors, and None in place of those of plain tensors."""
     try:
         return list(map(spec_of, tensors))
     except AttributeError:

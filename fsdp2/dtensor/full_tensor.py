@@ -1,7 +1,7 @@
-"""`weight.full_tensor()` of a sharded parameter in a loss: the gradient is that of the ranks' mean loss, as everywhere.
+"""`weight.full_tensor()` of a sharded parameter in a loss: has it get the gradient of the ranks' mean loss.
 
-Torch takes what ranks compute of a whole tensor for the same on all of them. Each then keeps its part of its own
-gradient, though their losses differ. In code that torch.compile has traced it still does.
+Torch assumes that all ranks compute the same of a full tensor. Each then keeps its shard of its own gradient, though
+their losses differ. In code that torch.compile has traced it still does.
 """
 
 from __future__ import annotations
@@ -14,48 +14,51 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.autograd import leaf_nodes
-from ..checks.headers import Label
+from ..core.comm import Purpose
 from ..core.user_code import hides_modes
-from ..ext.owners import Owned, all_states, sharded_owner
+from ..ext.owners import Owned, sharded_owner
+from ..ext.rank_facts import all_reduce_over
+from .compat import meshes_in_use
+from .differing_numbers import refuse_differing_numbers
+from .graph import leaf_nodes
 from .sharded_dtensor import as_sharded, replace_attribute
-from ..checks.small_collectives import all_reduce_over
-from .own_numbers import refuse_own_numbers
 
 
 def average_in_full_tensor() -> None:
-    """Gradients through `full_tensor` of a ShardedDTensor are averaged over the ranks that share the parameter, whether
-    it is one that fully_shard has sharded, or is computed of such only.
+    """Has gradients through `full_tensor` of a ShardedDTensor averaged over the ranks that share the parameter, whether
+    it is a sharded parameter or computed from such only.
     """
     replace_attribute("full_tensor", _averaging)
 
 
-def _averaging(plainly: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(plainly)
+def _averaging(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
     def full_tensor(self: DTensor, **options: Any) -> Tensor:
-        whole = plainly(self, **options)
-        if whole.requires_grad and options.get("grad_placements") is None:
+        full = original(self, **options)
+        if full.requires_grad and options.get("grad_placements") is None:
             owner = owner_of(self)
             if owner is not None:
-                refuse_own_numbers(self, owner)
+                refuse_differing_numbers(self, owner)
                 _distribute_gradients_of(self)
-                whole.register_hook(_Average(owner))
-        return whole
+                full.register_hook(_Average(owner))
+        return full
 
     return full_tensor
 
 
 def owner_of(tensor: DTensor) -> Owned | None:
-    """Whose sharded parameter it is, or one of those of one mesh that it is computed of; None: neither, or not only of
-    such. (Full ones, which tensor parallelism has made DTensors, have their gradients reduced anyway.)
+    """Returns the owner of a sharded parameter, or of one of those, all on one mesh, that `tensor` is computed from.
+
+    It returns None for tensors that depend on anything else. (Unsharded parameters, which are DTensors under tensor
+    parallelism, have their gradients reduced anyway.)
     """
-    if not any(tensor.device_mesh in state.group.adopted.meshes for state in all_states()):
+    if tensor.device_mesh not in meshes_in_use:
         return None  # an activation, say, behind which there may be a large graph
     if tensor.grad_fn is None:
         return sharded_owner(tensor)
     nodes = list(leaf_nodes([tensor.grad_fn]))
     first, *others = [sharded_owner(node.variable) for node in nodes] or [None]
-    if first is None or any(each is None or each.state.group.mesh != first.state.group.mesh for each in others):
+    if first is None or any(each is None or each.group.mesh != first.group.mesh for each in others):
         return None
     return first
 
@@ -66,8 +69,10 @@ def _distribute_gradients_of(tensor: DTensor) -> None:
 
 
 class _DistributedLike:
-    """Hook on the end of a graph: an operation may leave the gradient of a sharded parameter unsummed, say; or as one
-    number in all places, of which torch 2.11 makes a replicated copy. It is None where no element has one.
+    """Hook on the end of a graph: gives gradients the placements of the sharded parameter `leaf`, and memory.
+
+    An operation may leave them Partial, say; or as one number in all places, of which torch 2.11 makes a replicated
+    copy. A gradient is None where no element has one.
     """
 
     def __init__(self, leaf: Any) -> None:
@@ -81,7 +86,7 @@ class _DistributedLike:
 
 
 class _Average:
-    """Hook on a whole tensor: its gradient, averaged over the ranks that share `owner`, all of which must call it.
+    """Hook on a full tensor: averages its gradient over the ranks that share `owner`, all of which must call it.
 
     Raises:
         RuntimeError: with `create_graph`.
@@ -92,15 +97,15 @@ class _Average:
 
     @hides_modes
     def __call__(self, gradient: Tensor) -> Tensor:
-        group, name = self._owner.state.group, self._owner.param.name
+        group, name = self._owner.group, self._owner.param.name
         if gradient.requires_grad:
             raise RuntimeError(
                 f"{name}: the gradient of its full_tensor() has no graph, with create_graph=True. Use `with "
                 "fsdp2.full_params(...)` there, in place of full_tensor()."
             )
-        self._owner.state.context.enter_backward()  # in `.grad` a stand-in may be, for gradients that wait
+        group.root.enter_backward()  # `.grad` may hold what stands for unsynchronized gradients
         total = gradient.detach().clone(memory_format=torch.contiguous_format)
-        label = Label(f"the gradient of {name}.full_tensor()")
-        all_reduce_over(total, group.mesh.axis_groups, largest=False, label=label)
+        purpose = Purpose(f"the gradient of {name}.full_tensor()")
+        all_reduce_over(total, group.mesh.axis_groups, largest=False, purpose=purpose)
         shards, replicas = group.gradients.reduction.divisors()
         return total.div_(shards * replicas)

@@ -10,38 +10,34 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .compat import (
-    cut,
-    follow_local,
-    local_of,
-    set_local,
-)
+from ..core.compat import local_of
+from ..ext.owners import sharded_in
+from ..ext.rank_facts import all_reduce_over
+from .compat import cut, follow_local, is_partial, name_of, set_local_and_spec
 from .sharded_dtensor import call_unhandled, handle_operations, handler_of
-from ..checks.small_collectives import all_reduce_over
-from ..ext.unsharded_versions import sharded_in
 
 _aten = torch.ops.aten
-_TURNS = {_aten.t_.default: _aten.t.default, _aten.transpose_.default: _aten.transpose.int}
+_TRANSPOSES = {_aten.t_.default: _aten.t.default, _aten.transpose_.default: _aten.transpose.int}
 
 
 def initialise_like_plain_tensors() -> None:
-    """Every function of `torch.nn.init` gives a sharded parameter the values of a plain one, on a mesh of
-    CPUs from the same seed (see draws.py).
+    """Has every function of `torch.nn.init` give a sharded parameter the values of a plain one; the random ones do so
+    on a mesh of CPUs, from the same seed (see random_ops.py).
 
-    - `eye_` writes this rank's part. Torch writes the whole to each part.
+    - `eye_` writes this rank's shard. Torch writes the full identity to each shard.
     - `q.t_()`, as in `orthogonal_`, works on every DTensor but a sharded parameter. Torch has no rule for it.
-    - `p[places, 3] = number`, as in `sparse_`, is exact where all ranks have the same places, and raises on all ranks
-      where they differ. Torch refuses plain places.
+    - `p[places, 3] = number`, as in `sparse_`, is exact if all ranks have the same places, and else raises on all of
+      them. Torch refuses plain places.
     """
     handle_operations([_aten.eye.m_out], _eye)
-    handle_operations(_TURNS, _turn_in_place)
+    handle_operations(_TRANSPOSES, _transpose_in_place)
     put, fill = _aten.index_put_.default, _aten.index_fill_.int_Scalar
     handle_operations([put], partial(_put, handler_of(put)))
     handle_operations([fill], partial(_fill, handler_of(fill)))
 
 
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`nn.init.eye_`: each rank takes its part. Torch would have the whole in each."""
+    """Serves `nn.init.eye_`: each rank writes its shard."""
     out = kwargs["out"]
     if tuple(args) != tuple(out.shape):
         return call_unhandled(op, args, kwargs)
@@ -49,27 +45,28 @@ def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _turn_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """
+def _transpose_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Transposes a DTensor in place.
+
     Raises:
-        NotImplementedError: it would turn a sharded parameter, whose shape the module's other ranks go by.
+        NotImplementedError: it is a sharded parameter, whose shape the group relies on.
     """
     target = args[0]
     param = sharded_in(local_of(target))
     if param is not None:
         raise NotImplementedError(
-            f"{param.name}: {op._schema.name.removeprefix('aten::')} of a sharded parameter, which can't change its "
+            f"{param.name}: {name_of(op)} of a sharded parameter, which can't change its "
             "shape. Transpose it before fully_shard, or write p.t(), which is a new tensor."
         )
-    turned = _TURNS[op](*args, **kwargs)
-    set_local(target, local_of(turned), turned)
+    transposed = _TRANSPOSES[op](*args, **kwargs)
+    set_local_and_spec(target, local_of(transposed), transposed)
     return follow_local(op, args, kwargs)
 
 
 def _put(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, indices, value, *rest = args
     is_number = isinstance(target, DTensor) and not isinstance(value, DTensor) and not value.dim()
-    has_elements = is_number and not any(each.is_partial() for each in target.placements)
+    has_elements = is_number and not is_partial(target)
     if not has_elements or any(rest) or any(kwargs.values()) or not _are_plain_places(indices):
         return handler(op, args, kwargs)
     op(local_of(target), [_mask_at(target, indices)], value)
@@ -77,7 +74,7 @@ def _put(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _fill(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same operation in torch 2.15, on a view along the other dims."""
+    """Carries out the same assignment in torch 2.15, on a view along the other dims."""
     target, dim, places, number = args
     placements = target.placements if isinstance(target, DTensor) else ()
     is_cut = any(each.is_shard() for each in placements) and not any(each.is_partial() for each in placements)
@@ -94,7 +91,8 @@ def _are_plain_places(indices: Sequence[Any]) -> bool:
 
 
 def _mask_at(target: DTensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """Where this rank's part of `target` has the elements at `indices` of the whole. Every rank must call it.
+    """Returns where this rank's shard of `target` has the elements at `indices` of the full tensor. Every rank must
+    call it.
 
     Raises:
         RuntimeError: `indices` differ between ranks; on all of them.

@@ -1,6 +1,6 @@
-"""What `to_local()` of a part of a DTensor returns (see parts.py): plain values, which know what they were copied from.
+"""What `to_local()` of a copied view of a DTensor returns (see copied_views.py): a plain copy that knows its view.
 
-As with `to_local()` of the whole, what is written to them is written to what the part is of.
+As with `to_local()` of any DTensor, what is written to it is written to the DTensor that the view is of.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ from ..core.user_code import map_tensors, tensors_in
 
 
 class Original(Protocol):
-    """What a local copy is of."""
+    """The view that a local copy was taken of."""
 
     def refuse_outdated(self, copied: Tensor) -> None:
-        """Raise if the original has other values by now than when `copied` was taken of it."""
+        """Raises an error if the view has other values by now than when `copied` was taken of it."""
 
     def write_own(self) -> None:
-        """The memory of its local copies was written to: follow that."""
+        """The memory of a local copy was written to: writes the same to the DTensor that the view is of."""
 
 
 class LocalCopy(Tensor):
-    """`plain`, this rank's copy of a part, or a view of it: what is written to it is written to what the part is of."""
+    """This rank's copy of a view, or a view of that copy. `plain`: the same memory as a plain tensor."""
 
     plain: Tensor
-    part: Original
+    original: Original
 
     @classmethod
-    def of(cls, part: Original, plain: Tensor) -> LocalCopy:
+    def of(cls, original: Original, plain: Tensor) -> LocalCopy:
+        """Returns `plain`, which lies in the memory of a copy of `original`, as a LocalCopy."""
         copied = plain.as_subclass(cls)
-        copied.plain, copied.part = plain, part
+        copied.plain, copied.original = plain, original
         return copied
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         copies = [each for each in tensors_in(args, kwargs) if isinstance(each, LocalCopy)]
         for each in copies:
-            each.part.refuse_outdated(each.plain)
+            each.original.refuse_outdated(each.plain)
         before = [version_of(each.plain) for each in copies]
-        result = func(*map_tensors(args, _behind), **map_tensors(kwargs or {}, _behind))
+        result = func(*map_tensors(args, _plain_of), **map_tensors(kwargs or {}, _plain_of))
         for each, version in zip(copies, before, strict=True):
             if version_of(each.plain) != version:
-                each.part.write_own()
+                each.original.write_own()
         return map_tensors(result, partial(_as_copy, copies))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -54,21 +55,23 @@ class LocalCopy(Tensor):
         return self.plain.__reduce_ex__(protocol)
 
 
-def _behind(tensor: Tensor) -> Tensor:
+def _plain_of(tensor: Tensor) -> Tensor:
     return tensor.plain if isinstance(tensor, LocalCopy) else tensor
 
 
 def _as_copy(copies: list[LocalCopy], result: Tensor) -> Tensor:
-    """What is in the memory of one of `copies` is one, too."""
+    """Returns `result` as a LocalCopy if it lies in the memory of one of `copies`, and else `result` itself."""
     for each in copies:
-        if type(result) is Tensor and memory_of(result) == memory_of(each.plain):
-            return LocalCopy.of(each.part, result)
+        if type(result) is Tensor and address_of(result) == address_of(each.plain):
+            return LocalCopy.of(each.original, result)
     return result
 
 
-def memory_of(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
+    """Returns the address of the storage of a plain tensor."""
     return tensor.untyped_storage().data_ptr()
 
 
 def version_of(tensor: Tensor) -> int:
+    """Returns the version of a tensor; 0 for one that was made in inference mode and has none."""
     return 0 if tensor.is_inference() else tensor._version

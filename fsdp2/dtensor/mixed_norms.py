@@ -1,4 +1,4 @@
-"""torch's own norm of gradients that lie on several meshes: an error that says which function can."""
+"""torch's own norm of gradients that lie on several meshes: an error says which function can compute it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import torch_compat
+from ..ext.compat import wrap_total_norm
 from .sharded_dtensor import ShardedDTensor
 from .switches import switched
 
 
 def refuse_mixed_norms() -> None:
-    """From now on. Torch can't stack norms of several meshes, or plain ones beside distributed ones."""
-    torch_compat.wrap_total_norm(_refusing)
+    """Has it raise. Torch can't stack norms on several meshes, or plain ones beside distributed ones."""
+    wrap_total_norm(_refusing)
 
 
 def _refusing(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:

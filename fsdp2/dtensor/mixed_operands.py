@@ -1,8 +1,8 @@
 """Operations that DTensor refuses: with plain tensors (`torch.gather(p, 0, rows)`), and those that it has no rule for.
 
 Torch says neither which parameter it is nor what to do. It refuses plain tensors in C++, before any Python of its own
-runs: so handlers of operations say it; and, of the arithmetic that tensor parallelism runs many times in each step,
-which a handler would slow down, the operators of Python.
+runs. So handlers of operations say it; and the operators of Python do for the arithmetic that tensor parallelism runs
+many times in each step, which a handler would slow down.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import dtensor_compat
-from .compat import local_of
-from ..ext.owners import all_states
-from .sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
+from ..core.compat import local_of
 from ..core.user_code import tensors_in
-from ..ext.unsharded_versions import sharded_in
+from ..ext.owners import all_groups, sharded_in
+from .compat import DISPATCHES_TO_SUBCLASSES, name_of
 from .foreach_operations import overloads
 from .full_tensor import owner_of
+from .sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "pow")
 _OPERATIONS = (
@@ -45,28 +44,28 @@ _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
 
 def explain_mixed_operands() -> None:
-    """From now on the errors of these begin with the parameter's name, if an operand is one, or its gradient, and with
-    what to do. So do those of operations that DTensor has no rule for.
+    """Has the errors of these begin with the parameter's name, if an operand is a parameter or its gradient, and say
+    what to do. The same holds for operations that DTensor has no rule for.
     """
     for each in _OPERATORS:
         name, reflected = f"__{each}__", f"__r{each}__"
         replace_attribute(name, partial(_explained_operator, name))
         replace_attribute(reflected, partial(_reflected, name))
-    if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
+    if not DISPATCHES_TO_SUBCLASSES:
         for op in overloads(_OPERATIONS):
             handle_operations([op], partial(_explained, handler_of(op)))
     explain_errors(_explain)
 
 
 def _reflected(name: str, reflected: Callable[..., Any]) -> Callable[..., Any]:
-    """With what Python would call next, of the plain tensor at the left. Its error is explained, too, unless the
-    DTensor is a user's own.
+    """Returns a reflected operator that also calls what Python would call next, of the plain tensor at the left. Its
+    error is explained, too, unless the DTensor is a user's own.
     """
-    of_left, plainly = getattr(Tensor, name), _explained_operator(name, reflected)
+    of_left, explained = getattr(Tensor, name), _explained_operator(name, reflected)
 
-    @wraps(plainly)
+    @wraps(explained)
     def operate(self: DTensor, other: Any) -> Any:
-        result = plainly(self, other)
+        result = explained(self, other)
         if result is not NotImplemented or type(other) is not Tensor:
             return result
         try:
@@ -79,11 +78,11 @@ def _reflected(name: str, reflected: Callable[..., Any]) -> Callable[..., Any]:
     return operate
 
 
-def _explained_operator(name: str, plainly: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(plainly)
+def _explained_operator(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
     def operate(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         try:
-            return plainly(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         except RuntimeError as error:
             _explain_mixed(error, name, (self, *args))
             raise
@@ -95,14 +94,14 @@ def _explained(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwar
     try:
         return handler(op, args, kwargs)
     except RuntimeError as error:
-        _explain_mixed(error, op._schema.name.removeprefix("aten::"), tensors_in(args, kwargs))
+        _explain_mixed(error, name_of(op), tensors_in(args, kwargs))
         raise
 
 
 def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text:
-        _explain_mixed(error, op._schema.name.removeprefix("aten::"), tensors_in(args, kwargs))
+        _explain_mixed(error, name_of(op), tensors_in(args, kwargs))
     elif "Torch says" not in text and any(each in text for each in _LACKS):
         _explain_lack(error, op, args, kwargs)
 
@@ -119,8 +118,7 @@ def _explain_mixed(error: Exception, name: str, operands: Iterable[Any]) -> None
 
 
 def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """DTensor can't do `op`."""
-    name, operand = op._schema.name.removeprefix("aten::"), describe(tensors_in(args, kwargs))
+    name, operand = name_of(op), describe(tensors_in(args, kwargs))
     error.args = (
         f"{operand}: DTensor can't do {name} on it, of which each rank holds a part. On every rank, read the whole by "
         "full_tensor(), or compute inside `with fsdp2.full_params(module):`. Torch says: "
@@ -129,15 +127,15 @@ def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def describe(operands: Iterable[Any]) -> str:
-    """Says which the first DTensor is: a parameter, or part of one, or computed of one; or its gradient. Communicates
-    nothing.
+    """Returns, for errors, the name of the parameter that the first DTensor is, is a view or gradient of, or is
+    computed from; else its shape. It communicates nothing.
     """
     first = next(each for each in operands if isinstance(each, DTensor))
-    while (base := vars(first).get("_base_of")) is not None:
+    while (base := vars(first).get("_base_tensor")) is not None:
         first = base
     param, owner = sharded_in(local_of(first)), owner_of(first)
     if param is not None or owner is not None:
         return (param or owner.param).name  # type: ignore[union-attr]
-    params = (param for state in all_states() for param in state.group.params)
+    params = (param for group in all_groups() for param in group.params)
     names = (f"the gradient of {param.name}" for param in params if param.sharded.grad is first)
     return next(names, f"{_UNKNOWN} of global shape {tuple(first.shape)}")

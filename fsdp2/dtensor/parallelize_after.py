@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model that is sharded already: the other way round it works."""
+"""Tensor parallelism applied to a model that is sharded already; the other order works."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_module
 
-from ..ext.owners import sharded_owner
 from ..bridge.when_imported import when_imported
+from ..ext.owners import sharded_owner
 from .switches import switched
 
 
 def refuse_parallelize_after() -> None:
-    """From now on parallelize_module, and distribute_module, say what to do where torch speaks of device meshes."""
+    """Has parallelize_module and distribute_module say what to do, where torch speaks of device meshes."""
     _check_in(distribute_module.__globals__)
     when_imported("torch.distributed.tensor.parallel.style", lambda style: _check_in(vars(style)))
 

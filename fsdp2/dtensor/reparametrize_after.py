@@ -1,6 +1,6 @@
-"""Pruning a parameter, or giving it a parametrization or taking that away, in a module that is sharded already.
+"""Pruning or parametrizing a parameter of a module that is sharded already, or taking a parametrization away.
 
-Both put other parameters in its place. Torch says that it can't flatten what is sharded, or that a class has no such
+Each puts other parameters in its place. Torch says that it can't flatten sharded tensors, or that a class has no such
 attribute; or nothing, until the next forward misses the parameter.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from ..ext.owners import owners_by_id, sharded_owner
 from ..bridge.when_imported import when_imported
+from ..ext.owners import owners_by_id, sharded_owner
 from .switches import is_on
 
 
 def refuse_reparametrization_after() -> None:
-    """From now on torch.nn.utils' prune and parametrize say what to do."""
+    """Has torch.nn.utils' prune and parametrize say what to do."""
     when_imported("torch.nn.utils.prune", _check_pruning)
     when_imported("torch.nn.utils.parametrize", _check_parametrizations)
 
@@ -42,12 +42,13 @@ def _check_pruning(prune: ModuleType) -> None:
     prune.global_unstructured = global_unstructured  # type: ignore[attr-defined]
 
 
-def _refuse_pruning(places: Iterable[tuple[nn.Module, str]]) -> None:
-    """
+def _refuse_pruning(slots: Iterable[tuple[nn.Module, str]]) -> None:
+    """Refuses to prune sharded parameters. An unsharded one may be pruned, if that is made permanent.
+
     Raises:
-        RuntimeError: a sharded parameter stands in one of them. A full one may be pruned, if that is made permanent.
+        RuntimeError: a sharded parameter is registered in one of `slots`.
     """
-    for module, name in places if is_on("reparametrize-after") else ():
+    for module, name in slots if is_on("reparametrize-after") else ():
         param = module._parameters.get(name)
         owner = None if param is None else sharded_owner(param)
         if owner is not None:
@@ -72,9 +73,10 @@ def _checked(change: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 def _refuse_change(what: str, module: nn.Module, name: str) -> None:
-    """
+    """Refuses to change a parameter that fully_shard manages.
+
     Raises:
-        RuntimeError: fully_shard manages the parameter, or those that it is computed of.
+        RuntimeError: it is one, or is computed from one.
     """
     if not is_on("reparametrize-after"):
         return

@@ -1,4 +1,4 @@
-"""Which fixes of `table.py` are in force: what has replaced a function of torch asks before it does anything else."""
+"""Which fixes are in force: a function that has replaced one of torch's asks before it does anything else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 VARIABLE = "FSDP2_DTENSOR_FIXES"
 
-# Names of those that are not.
+# Names of the fixes that are switched off.
 _off: set[str] = set()
 
 
@@ -18,18 +18,18 @@ def is_on(name: str) -> bool:
     return name not in _off
 
 
-def switched(name: str, plainly: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function in place of torch's `plainly`: `fixed` while the fix of that name is in force."""
+def switched(name: str, original: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls `fixed` while the fix of that name is in force, and else torch's `original`."""
 
-    @wraps(plainly)
+    @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (plainly if name in _off else fixed)(*args, **kwargs)
+        return (original if name in _off else fixed)(*args, **kwargs)
 
     return call
 
 
 def switch(names: Collection[str], on: bool) -> None:
-    """Puts these in force, or not."""
+    """Switches the fixes of these names on or off."""
     if on:
         _off.difference_update(names)
     else:
@@ -37,10 +37,10 @@ def switch(names: Collection[str], on: bool) -> None:
 
 
 def read_environment(known: Collection[str]) -> None:
-    """Leaves out those that the environment variable FSDP2_DTENSOR_FIXES names: `off`, or `-views,-random`.
+    """Switches off the fixes that the environment variable FSDP2_DTENSOR_FIXES names: `off`, or `-views,-random`.
 
     Raises:
-        ValueError: it names one that is not in `known`.
+        ValueError: it names a fix that is not in `known`.
     """
     text = os.environ.get(VARIABLE, "").strip()
     if text in ("", "on"):

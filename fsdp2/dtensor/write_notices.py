@@ -1,7 +1,7 @@
-"""Who is about to write to a sharded parameter, where its class tells: see sharded_dtensor.py.
+"""Calls functions before the next write to a sharded parameter, as far as its class can tell: see sharded_dtensor.py.
 
-A DTensor is written to by operations on it, which its class sees before they run, or by its local tensor, once somebody
-has got that: then nothing tells.
+A DTensor is written to by operations on it, which its class sees before they run, or through its local tensor, once a
+user has got that: then nothing tells.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from weakref import WeakMethod
 
 
 class WriteNotices:
-    """What is to be done before the next write.
+    """Holds what is to be called before the next write.
 
-    `are_told`: writes are noticed before they are made: the class of sharded parameters tells, and no local tensor has
-    been handed out while `are_awaited`.
+    `are_told`: True if writes are noticed before they happen: the class of sharded parameters tells, and no local
+        tensor has been handed out since `are_awaited` was set.
+    `are_awaited`: True once `before_next_write` has been called.
     """
 
     def __init__(self) -> None:
@@ -25,8 +26,8 @@ class WriteNotices:
         self._thread = threading.local()
 
     def before_next_write(self, action: Callable[[], object]) -> None:
-        """Has `action`, a method of an object that is alive then, run once before the next write; now, if nothing would
-        tell.
+        """Has `action`, a bound method, called once before the next write, if its object is alive then. Calls it now if
+        nothing would tell of that write.
         """
         self.are_awaited = True
         if self.are_told:
@@ -36,7 +37,7 @@ class WriteNotices:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """On this thread, writes inside are not told of: who makes them knows that nobody minds."""
+        """Context: writes on this thread call nothing. It is for callers whose writes disturb nothing."""
         self._thread.is_quiet = True
         try:
             yield
@@ -44,14 +45,14 @@ class WriteNotices:
             self._thread.is_quiet = False
 
     def tell(self) -> None:
-        """A sharded parameter is about to be written to."""
+        """A sharded parameter is about to be written to: calls what waits for that."""
         while self._actions and not getattr(self._thread, "is_quiet", False):
             action = self._actions.pop()()
             if action is not None:
                 action()
 
     def note_handed_out(self) -> None:
-        """The local tensor of a sharded parameter is handed out: who has it may write at any time from now on."""
+        """The local tensor of a sharded parameter is handed out: its holder may write to it at any time."""
         if self.are_awaited:
             self.are_told = False
             self.tell()

@@ -1,27 +1,51 @@
-"""A user's own collectives in place of the usual ones, and what else a user chooses of how to communicate."""
+"""How the groups of a model communicate: named collectives, a user's own ones, the debug level."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks.rollcall import CheckedComm
-from ..core.comm import Comm, backend_averages, make_comm
-from ..core.mesh import subgroup
-from ..core.comm import CopyWork, DividedWork, Work
+from ..checks.named_comm import NamedPairwiseComm
+from ..checks.rollcall import CheckedComm, are_checked, level_from_environment, note_level
+from ..core import comm as core_comm
+from ..core.comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Work, backend_averages
+from ..core.compat import backend_name
+from ..core.events import Observer
+from .any_group import FallbackComm
+from .post_forward import subgroup
+
+_EXTRA = "collectives"
+
+
+def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
+    """Returns the Comm for a process group, as `core.comm.make_comm` does: over gloo one whose collectives carry
+    their names, and at the debug level one whose ranks compare what they do.
+    """
+    comm = make_unchecked(group, device, purpose)
+    if group is not None and comm.size > 1 and are_checked(group):
+        return CheckedComm(comm, make_unchecked, device)
+    return comm
+
+
+def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
+    """Returns the same without the debug level."""
+    if group is not None and device.type == "cpu" and backend_name(group, device) == "gloo":
+        return NamedPairwiseComm(group, purpose)
+    comm = core_comm.make_comm(group, device, purpose)
+    return FallbackComm(group, purpose) if group is not None and type(comm) is AnyComm else comm
 
 
 class CustomComm:
     """Replaces the all-gather or the reduce-scatter of another Comm by a user's own, which gets one flat payload.
 
-    The user's object has `allocate(size, *, dtype, device)` for the tensors it is called with; ours are copied from
-    and to these, since it may need memory of a special kind.
+    The user's object has `allocate(size, *, dtype, device)` for the tensors it is called with; the group's tensors are
+    copied from and to these, since the user's may need memory of a special kind.
     """
 
     direct_min_bytes = sys.maxsize  # nothing on its own
@@ -30,7 +54,7 @@ class CustomComm:
         self._comm, self._gather, self._scatter = inner, all_gather, reduce_scatter
         self.rank, self.size, self.force_sum = inner.rank, inner.size, inner.force_sum
         self.sums_on_arrival = inner.sums_on_arrival and reduce_scatter is None
-        self.label = inner.label
+        self.purpose = inner.purpose
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -81,12 +105,12 @@ class CustomComm:
 
 @dataclass(frozen=True)
 class CommChoice:
-    """What a user has chosen in place of the usual Comm of a group of parameters.
+    """What a user has chosen for the collectives of a group, in place of the usual ones.
 
     Args:
         all_gather, reduce_scatter: the user's own, as `CustomComm` calls them.
         separate: reduce on a process group of its own.
-        force_sum: sum and divide afterwards, even where the backend can average.
+        force_sum: sum and divide afterwards, even if the backend can average.
         checked: have ranks compare what they are about to do, before each collective.
     """
 
@@ -96,19 +120,55 @@ class CommChoice:
     force_sum: bool = False
     checked: bool = False
 
-    def build(self, plain: Comm, device: torch.device) -> tuple[Comm, Comm]:
-        """The Comm that gathers and the one that reduces. Every rank of `plain` must call it."""
-        gathers, reduces = plain, plain
-        if self.separate and plain.group is not None and plain.size > 1:
-            reduces = make_comm(subgroup(plain.group, plain.size), device, plain.label)
-        if self.all_gather is not None:
-            gathers = CustomComm(plain, self.all_gather, None)
-        if self.reduce_scatter is not None:
-            reduces = CustomComm(reduces, None, self.reduce_scatter)
-        return self.complete(gathers, device), self.complete(reduces, device)
 
-    def complete(self, comm: Comm, device: torch.device) -> Comm:
-        """`comm` as chosen: checked, or no longer; summing only, or no longer."""
-        plain = comm.unchecked if isinstance(comm, CheckedComm) else comm
-        plain.force_sum = self.force_sum
-        return CheckedComm(plain, device) if self.checked and plain.size > 1 else plain
+def choice_of(group: Any) -> CommChoice:
+    """Returns what a user has chosen for the collectives of a group."""
+    choice: CommChoice = group.settings.extras.get(_EXTRA, CommChoice())
+    return choice
+
+
+def choose(group: Any, **changes: Any) -> None:
+    """Changes how a group communicates (see `CommChoice`). Every rank must call it, between steps."""
+    choice = replace(choice_of(group), **changes)
+    group.set(extras={**group.settings.extras, _EXTRA: choice})
+    if "checked" in changes:
+        note_level(group.mesh.axis_groups, group.purpose, choice.checked)
+    follow(group)
+
+
+def follow(group: Any) -> None:
+    """Has a group communicate as chosen. Every rank must call it."""
+    choice, device, usual = choice_of(group), group.mesh.device, _unchecked(group.usual_comms.gathers)
+    gathers, reduces = usual, usual
+    if choice.separate and usual.group is not None and usual.size > 1:
+        reduces = make_unchecked(subgroup(usual.group, usual.size), device, group.purpose)
+    if choice.all_gather is not None:
+        gathers = CustomComm(usual, choice.all_gather, None)
+    if choice.reduce_scatter is not None:
+        reduces = CustomComm(reduces, None, choice.reduce_scatter)
+    now = group.comms
+    chosen = [_complete(each, choice, device) for each in (gathers, reduces, now.replicas, now.post_forward)]
+    group.use_comms(type(now)(*chosen))
+
+
+def _unchecked(comm: Any) -> Any:
+    return comm.unchecked if isinstance(comm, CheckedComm) else comm
+
+
+def _complete(comm: Any, choice: CommChoice, device: torch.device) -> Any:
+    """Returns `comm` as chosen: checked, or no longer; summing only, or no longer."""
+    if comm is None:
+        return None
+    plain = _unchecked(comm)
+    plain.force_sum = choice.force_sum
+    return CheckedComm(plain, make_unchecked, device) if choice.checked and plain.size > 1 else plain
+
+
+class DebugLevelFromEnvironment(Observer):
+    """Puts groups at the debug level that FSDP2_DEBUG asks for, when they are first attached."""
+
+    def attached(self, root: Any) -> None:
+        if level_from_environment():
+            for group in root.groups:
+                if _EXTRA not in group.settings.extras:
+                    choose(group, checked=True)

@@ -5,14 +5,15 @@ Those that the core uses stand in core/compat.py, those of DTensor in dtensor/co
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,14 @@ from torch.autograd import Variable, graph
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..bridge.when_imported import when_imported
+from ..core import compat
 from ..core.compat import inner_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -123,7 +127,7 @@ def keep_out_of_graphs() -> None:
 
 def _skip_ours(dynamo: Any) -> None:
     rules = dynamo.trace_rules
-    rules.SKIP_DIRS.extend(str(path) for path in Path(__file__).parent.rglob("*.py") if path.stem not in _TRACED)
+    rules.SKIP_DIRS.extend(str(path) for path in Path(__file__).parents[1].rglob("*.py") if path.stem not in _TRACED)
     rules.add(__name__)  # takes 10 ms, to compile a pattern of all
 
 
@@ -173,20 +177,6 @@ def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
     return module._forward_pre_hooks
 
 
-def composable_states() -> list[Any]:
-    """The states that torch's table has, of all modules that are alive: a parameter doesn't say who manages it.
-
-    The table's own methods raise where another thread adds to it meanwhile.
-    """
-    states: dict[Any, Any] = vars(_module_state_mapping)["data"]
-    return [state for reference in list(states.values()) if (state := reference()) is not None]
-
-
-# (tensors, counts): set their version counters, whatever they were. The public context manager around it can only
-# restore them.
-set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
-
-
 def size_at_first(group: dist.ProcessGroup) -> int:
     """The number of ranks that torch was told of when `group` was made, whatever it says now."""
     return dist.ProcessGroup.size(group)
@@ -203,3 +193,76 @@ def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 # What the processes share from `init_process_group` on, whoever gave it. torch has no public way to it.
 default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh of the axes of both, which must be slices of one mesh. There is no public way to build it.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    return DeviceMesh._concatenate([first, second])
+
+
+class _Returns(TorchDispatchMode):
+    """Has every operation return `value`."""
+
+    value: Tensor
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be skipped, dynamo would be imported: seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        return self.value
+
+
+def share_versions(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Has an in-place operation on either tensor of a pair, a DTensor and its local tensor, count for both.
+
+    By themselves they have two version counters. Autograd has what `detach` returns share the counter of what it
+    detaches, and a dispatch mode says what it returns. Tensors made in inference mode have no counter.
+
+    Returns the tensor of each pair from which to read the counter: the local one, which is faster.
+    """
+    counting = []
+    with torch.inference_mode(False), torch.no_grad(), compat.no_torch_function(), _Returns() as returns:
+        for tensor, local in pairs:
+            has_counter = not tensor.is_inference()
+            counting.append(local if has_counter else tensor)
+            if has_counter and not local.is_inference():
+                returns.value = local
+                Tensor.detach(tensor)
+    return counting
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Returns the placement of what is cut along `dim` after another mesh axis has cut it into `split_factor` parts.
+
+    Axes to the left cut first in a plain Shard. The data-parallel axis stands left here, and must cut last.
+    """
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: type[DTensor]) -> DTensor:
+    """Returns this rank's part of a tensor that all ranks have, as a DTensor of `cls`, without communication."""
+    strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}
+    if not strided or not all(_cuts_last(axis, mesh, placements) for axis in strided):
+        distributed: Any = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        distributed.__class__ = cls
+        return cast(DTensor, distributed)
+    # torch would cut uneven parts otherwise.
+    local = whole
+    for axis, each in sorted(enumerate(placements), key=lambda pair: pair[0] in strided):
+        if isinstance(each, Shard | _StridedShard):
+            parts, mine = local.chunk(mesh.size(axis), each.dim), mesh.get_local_rank(axis)
+            local = parts[mine] if mine < len(parts) else local.narrow(each.dim, 0, 0)
+    spec = compat.dtensor_spec(mesh, tuple(placements), tuple(whole.shape), whole.dtype)
+    return compat.new_dtensor(cls, local.contiguous(), spec)
+
+
+def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Returns True if a strided axis cuts what those to its right have cut. That of a view may not."""
+    strided = cast(_StridedShard, placements[axis])
+    later = [other for other in range(axis + 1, mesh.ndim) if placements[other] == Shard(strided.dim)]
+    return strided.split_factor == math.prod(mesh.size(other) for other in later)

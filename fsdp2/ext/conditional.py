@@ -1,68 +1,139 @@
-"""What ranks do next, where they do not all run the same modules.
+"""Conditional modules: modules that some ranks may leave out of a forward.
 
-A group below a *conditional* module may run on some ranks only, but its gathers and reductions take all of them. So
-before anything is communicated the ranks meet, in one all-reduce of three numbers, each with what it is about to do.
-While any of them asks for a conditional group, all do that: those that do not run it serve, with their shards and with
-gradients of zeros. When none does, all are at the same place, and go on. Nothing is remembered from one meeting to the
-next: whatever modules run where, in forward, backward or recomputation, the ranks communicate in one order.
+A group below a conditional module may run on some ranks only, but its gathers and reductions take all of them. So
+before anything is communicated the ranks reach *consensus*, in one all-reduce of three numbers, each with what it is
+about to do. While any of them asks for a conditional group, all do that: those that do not run it join, with their
+shards and with gradients of zeros. When none does, all are at the same place, and go on. Nothing is remembered from one
+consensus to the next: whatever modules run where, in forward, backward or recomputation, ranks communicate in one order.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from . import group_compat
-from ..core.comm import all_reduce_now
-from ..core.mesh import DataMesh
+from ..core.compat import backend_name
+from ..core.events import Observer
+from ..core.group import SHARDED, FSDPParamGroup
+from ..core.policy import ReduceWhen
+from ..core.schedule import Cursor, Prefetcher
+from ..core.user_code import map_tensors, tensors_in
+from .compat import alias, has_backend
+from .rank_facts import all_reduce_now
+from .user_collectives import watch_collectives
 
-# What is about to be communicated: at a meeting, `kind + _KINDS * index of the group`.
+_EXTRA = "conditional"
+# Marks a node of the graph that is the output of a module.
+_OUTPUT = "_fsdp2_output"
+
+# What is about to be communicated: `kind + _KINDS * group index`.
 GATHER, REDUCE = range(2)
 _KINDS = 2
 _VERBS = ("gathering", "reducing the gradients of")
-# Not a group's: the ends of a forward of the outermost module, and of a backward; what users communicate.
+# What is no group's: the ends of a forward of the outermost module, and of a backward; what users communicate.
 _FORWARD_END, _BACKWARD_END, _COLLECTIVE = -1, -2, -3
 _OTHERS = {
     _FORWARD_END: "at the end of a forward",
     _BACKWARD_END: "at the end of a backward",
     _COLLECTIVE: "at a collective of your own",
 }
-# Of a rank that asks for nothing that others may lack. Larger than any event of a group: the smallest wins.
+# The request of a rank that asks for nothing that others may lack. Larger than any event of a group: the least wins.
 _COMMON = 1 << 40
 
 
-class Server(Protocol):
-    """One group at run time: see FSDPState."""
-
-    modules: list[nn.Module]
-    group: Any
-    conditional: bool
-    gate: Any
-
-    def serve(self) -> None:
-        """Take part in a gather that other ranks need."""
+def is_conditional(state: Any) -> bool:
+    """Returns True if ranks may leave the modules of `state` out."""
+    return bool(state.groups[0].settings.extras.get(_EXTRA))
 
 
-class Agreement:
-    """The meetings of all groups under one root, over the ranks of its mesh."""
+def find_gates(states: Sequence[Any]) -> dict[FSDPParamGroup, Any]:
+    """Returns, for each group that is conditional or lies inside a conditional module, the innermost such state."""
+    gates = {}
+    for gate in (state for state in states if is_conditional(state)):  # outer ones come first
+        inside = {module for outer in gate.modules for module in outer.modules()}
+        for state in states:
+            if inside.issuperset(state.modules):
+                gates.update(dict.fromkeys(state.groups, gate))
+    return gates
 
-    def __init__(self, servers: Sequence[Server], mesh: DataMesh, note_out_of_step: Callable[[], None]) -> None:
+
+class Consensus(Observer):
+    """Keeps the ranks of one root in one order, if some of them may leave modules out.
+
+    `gates`: group -> the innermost conditional state that it lies in.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root, mesh = root, root.group.mesh
         self.ranks = mesh.ranks
-        self._note_out_of_step = note_out_of_step
-        self._servers, self._meeting_groups, self._is_serving = servers, mesh.axis_groups, False
+        self.gates = find_gates(root.states)
+        self._indices = {group: i for i, group in enumerate(root.groups)}
+        self._process_groups, self._is_joining = mesh.axis_groups, False
         cpu = torch.device("cpu")
         # The host reads the result: not from an accelerator, behind all that this computes, if there is another way.
-        has_cpu = all(group_compat.has_backend(group, cpu) for group in self._meeting_groups)
+        has_cpu = all(has_backend(group, cpu) for group in self._process_groups)
         self._device = cpu if has_cpu else mesh.device
-        # Whether to say, at the first meeting, what meetings cost here.
+        # Whether to say, the first time, what a consensus costs here.
         self._warns = mesh.is_first and self._device.type not in ("cpu", "meta")
 
-    def meet(self, event: int, is_conditional: bool) -> None:
-        """`event` comes next here. Return when all ranks are to do that; serve what others need before.
+    # ---- events
+
+    def attached(self, root: Any) -> None:
+        for group in root.groups:
+            when = ReduceWhen.ASKED if group in self.gates else ReduceWhen.GROUP
+            group.set(reduce_when=when)
+        watch_collectives(self, root)
+
+    def pass_began(self, root: Any) -> None:
+        if is_conditional(root.state):
+            raise RuntimeError(
+                f"{root.group}: conditional=True needs a module around it that all ranks run, at which they agree. "
+                "Apply fully_shard to that, too."
+            )
+
+    def before_gather(self, group: FSDPParamGroup) -> None:
+        if group.params and group.comms.gathers.size > 1:
+            self._reach(GATHER + _KINDS * self._indices[group], group in self.gates)
+
+    def gradients_due(self, group: FSDPParamGroup) -> None:
+        self._reach(REDUCE + _KINDS * self._indices[group], group in self.gates)
+        if group in self.gates:
+            group.gradients.reduce_with_zeros()
+
+    def forward_returns(self, state: Any, inputs: Any, output: Any) -> Any:
+        """Returns `output` with views in place of tensors that are an input's, or another module's, output: their
+        gradients tell when backward begins with the module, as on ranks where it has not left out what is conditional.
+        """
+        nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+
+        def view(tensor: Tensor) -> Tensor:
+            node = tensor.grad_fn
+            return alias(tensor) if node is not None and (node in nodes or _OUTPUT in node.metadata) else tensor
+
+        output = map_tensors(output, view, everywhere=True)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.metadata[_OUTPUT] = True
+        if len(self._root.running) == 1 and state.groups[0] not in self.gates:
+            self._reach(_FORWARD_END, False)  # others may still run what this rank does not
+        return output
+
+    def gradients_computed(self, root: Any) -> None:
+        self._reach(_BACKWARD_END, False)
+
+    def before_collective(self) -> None:
+        """A user is about to communicate over all ranks. Others may still run what this rank does not."""
+        self._reach(_COLLECTIVE, False)
+
+    # ---- consensus
+
+    def _reach(self, event: int, is_conditional: bool) -> None:
+        """Returns when all ranks are to do `event`; joins what others need before.
 
         Raises:
             RuntimeError: other ranks are somewhere else, for something that is not conditional; on all ranks.
@@ -70,10 +141,10 @@ class Agreement:
         if self._warns:
             self._warn()
         request = event if is_conditional else _COMMON
-        while not self._is_serving:
+        while not self._is_joining:
             chosen, first, last = self._exchange(request, event)
             if chosen == _COMMON and first != last:
-                self._note_out_of_step()
+                self._root.note_out_of_step()
                 raise RuntimeError(
                     f"ranks are out of step: this one is {self._describe(event)}, one is {self._describe(first)}, one "
                     f"is {self._describe(last)}. Give whatever runs on some ranks only to fully_shard by itself, with "
@@ -81,87 +152,94 @@ class Agreement:
                 )
             if chosen == request:
                 return
-            self._serve(chosen)
-
-    def meet_at_forward_end(self) -> None:
-        """A forward of the outermost module ends. Others may still run what this rank does not."""
-        self.meet(_FORWARD_END, is_conditional=False)
-
-    def meet_at_backward_end(self) -> None:
-        """The same of a backward, or of what is done between backward passes in place of one."""
-        self.meet(_BACKWARD_END, is_conditional=False)
-
-    def meet_at_collective(self) -> None:
-        """A user communicates, what takes all ranks. Others may still run what this rank does not."""
-        self.meet(_COLLECTIVE, is_conditional=False)
+            self._join(chosen)
 
     def _exchange(self, request: int, event: int) -> tuple[int, int, int]:
-        """The least request of all ranks, and the least and the largest event."""
+        """Returns the least request of all ranks, and the least and the largest event."""
         largest = torch.tensor([-request, -event, event], device=self._device)
         try:
-            for group in self._meeting_groups:
+            for group in self._process_groups:
                 all_reduce_now(largest, group, largest=True)
-        except RuntimeError as error:  # a peer is gone, say
+        except RuntimeError as error:  # a peer is gone, for example
             error.args = (f"{error} (while this rank is {self._describe(event)})",)
             raise
         chosen, first, last = largest.tolist()
         return -chosen, -first, last
 
+    def _join(self, event: int) -> None:
+        """Joins an all-gather or a reduction that only other ranks use."""
+        index, kind = divmod(event, _KINDS)
+        group, self._is_joining = self._root.groups[index], True
+        try:
+            if kind == REDUCE:
+                group.gradients.reduce_with_zeros()
+            elif group.phase is not SHARDED:
+                group.unshard_again()
+            else:
+                group.unshard(registers=False)
+                group.give_up()
+        finally:
+            self._is_joining = False
+
+    def _describe(self, event: int) -> str:
+        index, kind = divmod(event, _KINDS)
+        return _OTHERS.get(event) or f"{_VERBS[kind]} {self._root.groups[index]}"
+
     def _warn(self) -> None:
         self._warns, kind = False, self._device.type
-        name = group_compat.backend_name(self._meeting_groups[0], self._device) or "its backend"
+        name = backend_name(self._process_groups[0], self._device) or "its backend"
         warnings.warn(
-            "conditional=True: ranks meet before each gather and each group's reduction, and the process group has a "
+            "conditional=True: ranks agree before each gather and each group's reduction, and the process group has a "
             f"backend for {kind} only: each time the host waits until the device has done all that it was given. "
             f'Initialise it with a backend for the CPU, too: init_process_group("cpu:gloo,{kind}:{name}").',
             stacklevel=2,
         )
 
-    def _serve(self, event: int) -> None:
-        index, kind = divmod(event, _KINDS)
-        server, self._is_serving = self._servers[index], True
-        try:
-            server.serve() if kind == GATHER else server.group.gradients.serve()
-        finally:
-            self._is_serving = False
 
-    def _describe(self, event: int) -> str:
-        index, kind = divmod(event, _KINDS)
-        return _OTHERS.get(event) or f"{_VERBS[kind]} {self._servers[index]}"
-
-
-class Turn:
-    """One group's part in an agreement. `is_conditional`: it may run on some ranks only."""
-
-    def __init__(self, agreement: Agreement, index: int, is_conditional: bool) -> None:
-        self._agreement, self._first, self.is_conditional = agreement, _KINDS * index, is_conditional
-
-    def gather(self) -> None:
-        """Return when all ranks are to gather the group."""
-        self._agreement.meet(self._first + GATHER, self.is_conditional)
-
-    def reduce(self) -> None:
-        """Return when all ranks are to reduce its gradients."""
-        self._agreement.meet(self._first + REDUCE, self.is_conditional)
-
-
-def make_agreement(servers: Sequence[Server], mesh: DataMesh, note_out_of_step: Callable[[], None]) -> Agreement | None:
-    """How ranks stay in one order, if some of them may leave modules out. Each group gets its turn."""
-    if not mesh.axis_groups:
+def make_consensus(root: Any) -> Consensus | None:
+    """Returns an observer for roots with conditional modules on more than one rank."""
+    if not root.group.mesh.axis_groups or not any(map(is_conditional, root.states)):
         return None
-    _find_gates(servers)
-    if all(server.gate is None for server in servers):
-        return None
-    agreement = Agreement(servers, mesh, note_out_of_step)
-    for i, server in enumerate(servers):
-        server.group.turn = server.group.gradients.turn = Turn(agreement, i, server.gate is not None)
-    return agreement
+    return Consensus(root)
 
 
-def _find_gates(servers: Sequence[Server]) -> None:
-    """Tell each the innermost conditional one that it is, or lies in."""
-    for gate in (server for server in servers if server.conditional):  # outer ones come first
-        inside = {module for outer in gate.modules for module in outer.modules()}
-        for server in servers:
-            if inside.issuperset(server.modules):
-                server.gate = gate
+# ---- gathers ahead
+
+
+class GatedCursor(Cursor[Any]):
+    """Walks along the recorded order inside each conditional module, and outside of all, separately.
+
+    What lies in a conditional module is gathered ahead inside that module only: ranks that run it, and ranks that don't,
+    must expect the same of what they all run.
+    """
+
+    def __init__(self, recorded: Sequence[Any]) -> None:
+        self._all = recorded
+        self._cursors: dict[Any, Cursor[Any]] = {}
+        self._gates = find_gates(recorded[0].root.states) if recorded else {}
+        super().__init__([group for group in recorded if group not in self._gates])
+        self._now: Cursor[Any] | None = None
+
+    def visit(self, item: Any) -> bool:
+        gate = self._gates.get(item)
+        if gate is None:
+            self._now = None
+            return super().visit(item)
+        if gate not in self._cursors:
+            self._cursors[gate] = Cursor([group for group in self._all if self._gates.get(group) is gate])
+        self._now = self._cursors[gate]
+        return self._now.visit(item)
+
+    @property
+    def num_left(self) -> int:
+        return super().num_left if self._now is None else len(self._all) + 1  # no group inside is needed at once
+
+    def ahead(self) -> Iterator[Any]:
+        """Yields what follows, up to where a conditional module begins, which may be left out this time."""
+        expected = super().ahead() if self._now is None else self._now.ahead()
+        yield from takewhile(lambda group: not is_conditional(group.state), expected)
+
+
+def make_prefetcher(root: Any) -> Prefetcher:
+    """Returns the Prefetcher of a root."""
+    return Prefetcher(root.groups, GatedCursor if any(map(is_conditional, root.states)) else Cursor)

@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from . import hooks
 from ..checks import entry_points
+from ..core.compat import untraced
 from ..core.state import STATE, require_state, state_of
-from .compat import untraced
+from .transforms import run_forward
 
 _DEFERRED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have `module.method_name(...)` gather the parameters like `module(...)` does: `generate`, `encode`, ...
+    """Has `module.method_name(...)` gather the parameters like `module(...)` does: `generate`, `encode`, ...
 
     Nothing happens if fully_shard was not applied to `module`.
 
@@ -58,14 +58,14 @@ def _run_function(module: nn.Module, function: Callable[..., Any], *args: Any, *
 @untraced
 def _run(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
-        return hooks.run_forward(require_state(module), module, function, args, kwargs)
+        return run_forward(require_state(module), module, function, args, kwargs)
     except RuntimeError as error:
         entry_points.explain_dtypes(error, module, args, kwargs)
         raise
 
 
 class Forward:
-    """The attribute `forward` of a sharded class: `module.forward(x)` gathers like `module(x)` does.
+    """Is the attribute `forward` of a sharded class: `module.forward(x)` gathers like `module(x)` does.
 
     While a call of the module runs, the attribute is what its own class, or the user on the instance, has written, so
     that a call costs one look-up more than a plain one's. It is a data descriptor, because what stands in the
@@ -103,7 +103,7 @@ class Forward:
 
 
 def _run_unless_running(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` by itself, if a call of `module` has gathered its parameters already."""
+    """Calls `forward` by itself, if a call of `module` has gathered its parameters already."""
     state = module.__dict__.get(STATE)  # none, while a copy of the module is being made
     if state is None or state.running:
         return forward(*args, **kwargs)

@@ -1,48 +1,43 @@
-"""The class that a module gets when it is sharded."""
+"""What the class of a sharded module overrides, and the hooks for its state dicts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from . import hooks, torch_compat, units
-from .forward_method import Forward
 from ..checks import entry_points
-from ..checks.empty_memory import mark
-from ..module import FSDPModule
-from .once import once
-from ..core.state import STATE, buffers_on_meta, hide_full, modules_below, show_full, states_below, states_of
+from ..checks.empty_memory import note_emptied_buffers, note_emptied_parameters
+from ..core.compat import untraced
+from ..core.events import Observer
+from ..core.group import UNSHARDED, FSDPParamGroup
+from ..core.state import STATE, groups_below, groups_of, modules_below
+from ..core.user_code import hides_modes
+from .copying import copying_methods
+from .forward_method import Forward
+from .transforms import run_forward
 
 Methods = dict[str, Callable[..., Any]]
 
 
-@once
-def sharded_class(cls: Any) -> Any:
-    """The class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
-
-    FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have
-    layouts of their own); what overrides nn.Module therefore stands in the new class itself.
-    """
-    body = {
-        **entry_points.explained_methods(cls),
+def class_attributes(cls: Any) -> dict[str, Any]:
+    """Returns what the class of a sharded module of class `cls` has besides its own."""
+    return {
         "__call__": _call_of(cls),
         "forward": Forward(cls),
         **_changing_methods(cls),
-        **_copying_methods(cls),
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
+        **copying_methods(cls),
     }
-    return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)
 
 
 def _call_of(cls: Any) -> Callable[..., Any]:
-    @torch_compat.untraced
+    @untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            return hooks.run_forward(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
+            return run_forward(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
         except RuntimeError as error:
             entry_points.explain(error, self, "forward")
             entry_points.explain_dtypes(error, self, args, kwargs)
@@ -52,92 +47,107 @@ def _call_of(cls: Any) -> Callable[..., Any]:
 
 
 def _changing_methods(cls: Any) -> Methods:
-    """Those that change a module's parameters, or give them other memory."""
+    """Returns the methods that change a module's parameters, or give them other memory."""
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
-        groups = [state.group for state in states_of(self)]
+        groups = groups_of(self)
         for group in groups:
             group.reshard()
         empty = [[param for param in group.params if param.local.is_meta] for group in groups]
         cls._apply(self, fn, recurse)
         for group, params in zip(groups, empty, strict=True):
             group.adopt_replacements(may_be_untied=True)
-            group.versions.note_unwritten(params)
+            note_emptied_parameters(group, params)
         return self
 
     def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
-        states = states_below(self) if recurse else states_of(self)
-        params = [param for state in states for param in state.group.params if param.local.is_meta]
+        groups = groups_below(self) if recurse else groups_of(self)
+        params = [param for group in groups for param in group.params if param.local.is_meta]
         buffers = buffers_on_meta(modules_below(self) if recurse else [self])
         cls.to_empty(self, device=device, recurse=recurse)
-        for param in params:
-            mark(param.local)
-        self.__dict__[STATE].group.empty_buffers.note(module._buffers[name] for module, name in buffers)
+        note_emptied_buffers(self, params, [module._buffers[name] for module, name in buffers])
         return self
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         # It is the sharded parameters that have gradients, also between unshard() and reshard(), and in a forward.
-        hidden = hide_full(self.__dict__[STATE].context.states)
+        hidden = _unregister(self.__dict__[STATE].root.groups)
         try:
             cls.zero_grad(self, set_to_none)
         finally:
-            show_full(hidden)
+            _register_again(hidden)
 
     return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
 
 
+def buffers_on_meta(modules: Any) -> list[tuple[nn.Module, str]]:
+    """Returns where those of `modules` have buffers with elements, and no memory for them."""
+    return [
+        (module, name)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and buffer.numel()
+    ]
+
+
 def _refuse_shared_memory(self: nn.Module) -> nn.Module:
-    """`share_memory` of a sharded module: it would end the process."""
+    """Refuses `share_memory` of a sharded module: it would end the process."""
     raise NotImplementedError(
         f"{type(self).__name__}.share_memory: sharded parameters can't be moved to shared memory. Each rank is a "
         "process with shards of its own; share what full_params lends, or buffers."
     )
 
 
-def _copying_methods(cls: Any) -> Methods:
-    """Those that make other modules of one."""
+# ---- state dicts
 
-    def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
-        # nn.Sequential[...] and the like build a new module of type(self): that one is not sharded.
-        plain: nn.Module = cls(*args, **kwargs)
-        return plain
-
-    def reduce(self: nn.Module, protocol: int) -> Any:
-        # For deepcopy and pickle, which can't find this class by name.
-        hooks.before_copy(self)
-        if cls.__reduce__ is not object.__reduce__:
-            # It builds another module of its own class, as that of torch.compile(module) does: take its state alone.
-            get_state = getattr(cls, "__getstate__", vars)  # which `object` has since Python 3.11
-            return _new_sharded, (cls,), get_state(self)
-        _, _, *rest = cls.__reduce_ex__(self, protocol)
-        return _new_sharded, (cls,), *rest
-
-    def setstate(self: nn.Module, state: Any) -> None:
-        cls.__setstate__(self, state)
-        copied = hooks.after_copy(self)
-        if copied is not None:
-            units.attach(copied)
-
-    def shallow_copy(self: nn.Module) -> Any:
-        raise NotImplementedError(
-            f"copy.copy({cls.__name__}): two modules can't gather the parameters that they would share. Use "
-            "copy.deepcopy."
-        )
-
-    def deepcopy(self: nn.Module, memo: Any) -> Any:
-        raise NotImplementedError(
-            f"{cls.__name__} has a __deepcopy__ of its own, which knows nothing of shards. Copy the model before "
-            "fully_shard, or build a second one and load this one's state dict."
-        )
-
-    methods: Methods = {"__new__": new, "__reduce_ex__": reduce, "__setstate__": setstate, "__copy__": shallow_copy}
-    if hasattr(cls, "__deepcopy__"):
-        methods["__deepcopy__"] = deepcopy
-    return methods
+# Sharded module -> groups whose unsharded parameters a state dict that is being made has unregistered.
+_unregistered: WeakKeyDictionary[nn.Module, list[FSDPParamGroup]] = WeakKeyDictionary()
 
 
-def _new_sharded(cls: Any) -> Any:
-    """A module to be filled by `__setstate__`."""
-    sharded = sharded_class(cls)
-    return object.__new__(sharded)
+class StateDictHooks(Observer):
+    """Has state dicts hold sharded parameters, also between unshard() and reshard(), and adopts what is loaded."""
+
+    def attached(self, root: Any) -> None:
+        for module in dict.fromkeys(module for state in root.states for module in state.modules if STATE in vars(module)):
+            if _before_state_dict not in module._state_dict_pre_hooks.values():
+                module.register_state_dict_pre_hook(_before_state_dict)
+                module.register_state_dict_post_hook(_after_state_dict)
+                module.register_load_state_dict_pre_hook(_before_load)
+                module.register_load_state_dict_post_hook(_after_load)
+
+
+@hides_modes
+def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    """Registers the sharded parameters. It does no more: this rank may be alone in asking."""
+    _unregistered[module] = _unregister([group for group in groups_of(module) if not group.state.running])
+
+
+def _after_state_dict(module: nn.Module, *_: Any) -> None:
+    _register_again(_unregistered.pop(module, []))
+
+
+def _unregister(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:
+    """Registers the sharded parameters of those groups whose unsharded ones are registered; returns these groups."""
+    chosen = [group for group in groups if group.phase is UNSHARDED]
+    for group in chosen:
+        group.unregister()
+    return chosen
+
+
+def _register_again(groups: list[FSDPParamGroup]) -> None:
+    for group in groups:
+        group.register()
+
+
+@hides_modes
+def _before_load(module: nn.Module, *_: Any) -> None:
+    for group in groups_of(module):
+        group.release()
+
+
+@hides_modes
+def _after_load(module: nn.Module, _: Any) -> None:
+    for group in groups_of(module):
+        if group.adopt_replacements(accept_whole=True, may_be_untied=True):
+            for notify in group.events.loaded:
+                notify(group)

@@ -1,9 +1,9 @@
-"""An optimizer that steps in backward, on some of its parameters at a time, and what a group knows of that."""
+"""The optimizer in backward: it steps on a few parameters at a time, as soon as their gradients are reduced."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Lock
@@ -13,16 +13,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import streams
-from ..core.parameter import FSDPParam
 from ..checks.unsynchronized import SteppedGrad, put_stand_in, take_stand_in
+from ..core import streams
+from ..core.events import Observer
+from ..core.gradients import GroupGradients
+from ..core.group import FSDPParamGroup
+from ..core.parameter import FSDPParam
+from ..core.reduce import Pending
 from ..dtensor.write_notices import notices
+
+_EXTRA = "optimizer_in_backward"
 
 
 class Stepper:
     """Steps `optimizer` on parameters as they get their gradients, and clears these.
 
-    What torch's optimizers keep, they keep per parameter, and so it is as after one step on all of them.
+    What torch's optimizers keep, they keep per parameter, and so the state is as after one step on all of them.
 
     Args:
         sharded: the parameters whose gradients will come.
@@ -48,15 +54,15 @@ class Stepper:
                     "step other parameters by one of their own, after backward."
                 )
         self._optimizer = optimizer
-        # One step after the other, beside the thread that computes. A new thread's device is the first: what it waits
-        # for, or frees, there would take memory of every rank.
+        # One step after the other, beside the thread that computes. A new thread's device is the first one: what it
+        # waits for, or frees, there would take memory of every rank.
         on_device = partial(torch.accelerator.set_device_index, device) if streams.exist_on(device) else None
         self._thread = ThreadPoolExecutor(1, "fsdp2-step", on_device)
         # After an error another thread may step with what an earlier pass has left.
         self._stepping = Lock()
 
     def step(self, parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
-        """Step those of `parameters` that the optimizer has, and return them, without their gradients."""
+        """Steps those of `parameters` that the optimizer has, and returns them, without their gradients."""
         with self._stepping:
             return self._step(parameters)
 
@@ -81,40 +87,66 @@ class Stepper:
         return stepped
 
     def run_beside(self, task: Callable[..., None], *args: Any) -> Future[None]:
-        """Run `task` on a thread of its own, after the tasks before it."""
+        """Runs `task` on a thread of its own, after the tasks before it."""
         return self._thread.submit(task, *args)
 
 
-class GroupSteps:
-    """The steps in backward on the parameters of one group, if the user wants that (`stepper`).
+def stepper_of(group: FSDPParamGroup) -> Stepper | None:
+    """Returns what steps on the parameters of a group in backward, if anything does."""
+    return group.settings.extras.get(_EXTRA)
 
-    `under_way`: those that may not have ended, on the stepper's thread.
-    """
+
+def use_in_backward(root: Any, optimizer: Optimizer | None) -> None:
+    """Has backward passes of a root step `optimizer`. None: no more."""
+    for group in root.groups:
+        group.adopt_replacements()
+    params = [param.sharded for group in root.groups for param in group.params]
+    stepper = None if optimizer is None else Stepper(optimizer, params, root.group.mesh.device)
+    root.finalize()  # what is in flight belongs to the one before
+    for group in root.groups:
+        group.set(extras={**group.settings.extras, _EXTRA: stepper})
+    others = [each for each in root.events.observers if not isinstance(each, OptimizerInBackward)]
+    root.observe([*others, *([] if stepper is None else [OptimizerInBackward()])])
+
+
+def make_observer(root: Any) -> OptimizerInBackward | None:
+    """Returns an observer for roots some of whose groups are stepped on in backward."""
+    return OptimizerInBackward() if any(map(stepper_of, root.groups)) else None
+
+
+class OptimizerInBackward(Observer):
+    """Steps on the parameters of groups as soon as their gradients are delivered."""
 
     def __init__(self) -> None:
-        self.stepper: Stepper | None = None
-        self.under_way: list[Future[None]] = []
-        # Of which backward pass the last gradient was that a parameter was stepped with.
+        # Steps that may not have ended, on the stepper's thread.
+        self._running: dict[FSDPParamGroup, list[Future[None]]] = {}
+        # The backward pass of the last gradient that a parameter was stepped with.
         self._last: dict[FSDPParam, object] = {}
 
-    def start(self, task: Callable[..., None], *args: Any) -> Future[None] | None:
-        """Run `task`, which ends in a step, beside this thread; None: it doesn't."""
-        if self.stepper is None:
+    def shards_needed(self, group: FSDPParamGroup) -> None:
+        running = self._running.get(group)
+        if running:
+            wait(running)  # whoever finishes the reductions gets the errors
+            running.clear()
+
+    def deliver(self, gradients: GroupGradients, pending: Pending, of_pass: object) -> Future[None] | None:
+        """Delivers offloaded gradients, and steps, on the stepper's thread. Returns None if nothing steps."""
+        group = gradients.group
+        stepper = stepper_of(group)
+        if stepper is None:
             return None
-        self.under_way.append(self.stepper.run_beside(task, *args))
-        return self.under_way[-1]
+        step = stepper.run_beside(gradients.receive, pending, of_pass)
+        self._running.setdefault(group, []).append(step)
+        return step
 
-    def wait(self) -> None:
-        """Until no shard is being stepped on. Whoever finishes the reductions gets the errors."""
-        wait(self.under_way)
-        self.under_way.clear()
-
-    def step(self, params: Iterable[FSDPParam], of_pass: object) -> None:
+    def gradients_delivered(self, group: FSDPParamGroup, params: Sequence[FSDPParam], of_pass: object) -> None:
         """
         Raises:
             RuntimeError: one was stepped on before in this backward pass.
         """
-        assert self.stepper is not None, "somebody wants that"
+        stepper = stepper_of(group)
+        if stepper is None:
+            return
         found = {param.sharded: param for param in params}
         again = [param.name for param in found.values() if self._last.get(param) is of_pass]
         if again:
@@ -122,16 +154,21 @@ class GroupSteps:
                 f"{', '.join(again)}: got a second gradient in one backward pass, after the optimizer had stepped with "
                 "the first. Checkpoint with use_reentrant=False, or step after backward."
             )
-        self._last.update((found[parameter], of_pass) for parameter in self.stepper.step(found))
+        self._last.update((found[parameter], of_pass) for parameter in stepper.step(found))
 
-    def mark(self, of_pass: object) -> None:
-        """The pass is over: put stand-ins into `.grad` of the parameters that were stepped on."""
-        for param, last in self._last.items():
-            if last is of_pass:
-                put_stand_in(param, SteppedGrad)
+    def finalized(self, root: Any) -> None:
+        for group in root.groups:
+            for param in group.params:
+                if param in self._last and self._last[param] is group.gradients.backward_pass:
+                    put_stand_in(param, SteppedGrad)
 
-    def unmark(self) -> None:
-        """Another pass begins."""
+    def backward_began(self, root: Any) -> None:
         for param in self._last:
             if isinstance(param.sharded.grad, SteppedGrad):
                 take_stand_in(param)
+
+
+def deliver(gradients: GroupGradients, pending: Pending, of_pass: object) -> Future[None] | None:
+    """Returns a future if another thread delivers gradients: the strategy for the core."""
+    observer = gradients.group.root.events.of(OptimizerInBackward)
+    return None if observer is None else observer.deliver(gradients, pending, of_pass)

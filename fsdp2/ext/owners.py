@@ -12,6 +12,7 @@ from ..core.compat import storage_id
 from ..core.events import Observer
 from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
+from .compat import share_versions
 
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
 SHARDED_AS = "_fsdp2_sharded_as"
@@ -89,7 +90,9 @@ _lying_in: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictio
 
 
 class ShardPlaces(Observer):
-    """Remembers in which storages shards lie."""
+    """Remembers in which storages shards lie, and has operations on a sharded parameter and on its local tensor count
+    together.
+    """
 
     def attached(self, root: Any) -> None:
         for group in root.groups:
@@ -98,6 +101,7 @@ class ShardPlaces(Observer):
     def rebuilt(self, group: Any) -> None:
         for param in group.params:
             _lying_in[storage_id(param.local)] = param
+        share_versions((param.sharded, param.local) for param in group.params)
 
 
 def sharded_in(local: Tensor) -> FSDPParam | None:

@@ -1,24 +1,66 @@
-"""What users put in a parameter's place, by assignment or by loading: looked up in its slots, and refused where it
-can't become the sharded face.
+"""What users put in a parameter's place, by assignment or by loading: found in its slots, and refused if it can't become
+the sharded parameter.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import torch_compat
-from ..dtensor.compat import local_of
 from ..checks.checksum import are_alike
+from ..core.compat import local_of
+from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
+from .compat import is_wrapped
+from .tensor_parallel import TensorParallel
+
+# Group -> tied parameters of which several objects were registered when that was last looked at.
+_untied: WeakKeyDictionary[FSDPParamGroup, Sequence[FSDPParam]] = WeakKeyDictionary()
 
 
-def find_replacement(param: FSDPParam, accept_whole: bool, may_be_untied: bool) -> nn.Parameter:
-    """What is registered now: users may replace the sharded face by assignment or loading.
+def find_replacements(
+    group: FSDPParamGroup, accept_whole: bool, may_be_untied: bool
+) -> list[tuple[FSDPParam, nn.Parameter]]:
+    """Returns (param, what is registered in its place now): the strategy for the core.
+
+    `accept_whole`: also plain tensors of whole parameters. `may_be_untied`: tied parameters that have been replaced
+    under some of their names are left as they are, to be looked at next time.
+
+    Raises:
+        ValueError: one can't take its parameter's place, or that of several; nothing is changed then.
+        NotImplementedError: one is computed from others, and gradients are to flow to these.
+    """
+    before = _untied.get(group, ())
+    untied = [param for param in group.params if may_be_untied and _is_untied(param, accept_whole or param in before)]
+    found = [
+        (param, param.sharded if param in untied else _find_replacement(param, accept_whole, may_be_untied))
+        for param in group.params
+    ]
+    owners: dict[nn.Parameter, FSDPParam] = {}
+    for param, parameter in found:
+        other = owners.setdefault(parameter, param)
+        if other is not param:
+            raise ValueError(
+                f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
+                "Tie parameters before fully_shard."
+            )
+    _untied[group] = untied
+    if accept_whole:
+        with torch.no_grad():
+            for param in untied:
+                _cut_whole(param)
+    return [(param, parameter) for param, parameter in found if param not in untied]
+
+
+def _find_replacement(param: FSDPParam, accept_whole: bool, may_be_untied: bool) -> nn.Parameter:
+    """Returns what is registered in place of `param` now.
 
     `accept_whole`: also a plain tensor of the whole parameter, to be sharded. `may_be_untied`: a tied parameter may be
-    several objects (loading with assign=True, and `to_empty`, make one for each name), of which the first counts.
+    several objects (loading with assign=True, and `to_empty`, make one for each name), of which the first one counts.
 
     Raises:
         ValueError: it is gone, has another shape or distribution, or stands in some of several slots only.
@@ -45,13 +87,13 @@ def find_replacement(param: FSDPParam, accept_whole: bool, may_be_untied: bool) 
 
 
 def _registered(param: FSDPParam) -> list[nn.Parameter | None]:
-    """What stands in each slot now."""
+    """Returns what is registered in each slot now."""
     return [slot.module._parameters.get(slot.name) for slot in param.slots]
 
 
-def is_untied(param: FSDPParam, accept_whole: bool) -> bool:
-    """Whether a tied parameter has been replaced under some of its names only, or by tensors of different values: who
-    loads a model may tie it again afterwards.
+def _is_untied(param: FSDPParam, accept_whole: bool) -> bool:
+    """Returns True if a tied parameter has been replaced under some of its names only, or by tensors of different
+    values: a user who loads a model may tie it again afterwards.
     """
     found = [each for each in _registered(param) if each is not None]
     if len(found) < len(param.slots):
@@ -61,9 +103,9 @@ def is_untied(param: FSDPParam, accept_whole: bool) -> bool:
     return accept_whole and not all(are_alike(found[0], each) for each in found)
 
 
-def cut_whole(param: FSDPParam) -> None:
-    """Put this rank's rows in the place of whole tensors that were loaded under some names of `param`: they must be
-    sharded before an optimizer is built. Grad is off.
+def _cut_whole(param: FSDPParam) -> None:
+    """Puts this rank's rows in the place of whole tensors that were loaded under some names of `param`: they must be
+    sharded before an optimizer is built. Grad must be off.
     """
     cut: dict[nn.Parameter, nn.Parameter] = {}
     for slot, found in zip(param.slots, _registered(param), strict=True):
@@ -74,7 +116,7 @@ def cut_whole(param: FSDPParam) -> None:
 
 
 def _find(param: FSDPParam, may_be_untied: bool) -> nn.Parameter:
-    """What is registered now, in all slots alike."""
+    """Returns what is registered now, in all slots alike."""
     found = _registered(param)
     kept = [name for name, each in zip(param.names, found, strict=True) if each is param.sharded]
     first = found[0]
@@ -102,7 +144,7 @@ def _assignment(target: str, source: str) -> str:
 
 
 def _refuse_computed(param: FSDPParam, found: nn.Parameter) -> None:
-    if (found.grad_fn is not None and torch.is_grad_enabled()) or torch_compat.is_wrapped(found):
+    if (found.grad_fn is not None and torch.is_grad_enabled()) or is_wrapped(found):
         raise NotImplementedError(
             f"{param.name}: expected a parameter, got a tensor that is computed from others, to which gradients would "
             "not flow. Detach it, or call a copy of the module that is not sharded; for torch.func.grad by parameters "
@@ -111,9 +153,10 @@ def _refuse_computed(param: FSDPParam, found: nn.Parameter) -> None:
 
 
 def _check_distribution(param: FSDPParam, found: DTensor, accept_whole: bool) -> None:
-    """Whether `found` lies like the sharded face or, with `accept_whole`, like the parameter of tensor parallelism."""
+    """Refuses what lies neither like the sharded parameter nor, with `accept_whole`, like that of tensor parallelism."""
     kind = param.distribution
-    if not kind.is_of_sharded(found) and not (accept_whole and kind.is_of_full(found)):
+    is_whole = accept_whole and isinstance(kind, TensorParallel) and kind.is_of_full(found)
+    if not kind.is_of_sharded(found) and not is_whole:
         raise ValueError(
             f"{param.name}: expected a DTensor with placements {kind.placements} on {kind.mesh}, got "
             f"{found.placements} on {found.device_mesh}. Distribute it like the parameter it replaces."

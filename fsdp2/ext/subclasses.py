@@ -4,12 +4,12 @@ Such a local tensor (a tensor subclass, or a tensor with two methods set on the 
 
 - `fsdp_pre_all_gather(mesh)`, or `(mesh, outer_size, outer_stride, module, mp_policy)`, which returns the tensors to
   gather, of equal sizes on all ranks, and any metadata;
-- `fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, *, out=None)`, which makes the full parameter of what
-  was gathered: (the tensor, a tuple of tensors to free with it); with `out`, the tensor of the first time, it refills
-  that and returns None.
+- `fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, *, out=None)`, which makes the unsharded parameter of
+  what was gathered: (the tensor, a tuple of tensors to free with it); with `out`, the tensor of the first time, it
+  refills that and returns None.
 
 `mesh` is the one axis over which the parameter is sharded; an output is the ranks' inputs, one behind the other in dim
-0. It is the same tensor in each gather, so the full parameter may be a view of it.
+0. It is the same tensor in each gather, so the unsharded parameter may be a view of it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,31 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import dtensor_compat, torch_compat
-from ..core.comm import Comm, all_gather_now
-from ..core.mesh import DataMesh
+from ..core import compat
+from ..core.comm import Comm
+from ..core.compat import inner_tensors, local_if_any, storage_id
+from ..core.events import Observer
 from ..core.gather import leaf_over
+from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
 from ..core.policy import MixedPrecisionPolicy
+from .rank_facts import all_gather_now
+
+METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
-class AllGatherExtension:
+def missing_methods(local: Tensor) -> list[str]:
+    """Returns which of these methods `local` lacks."""
+    return [name for name in METHODS if not hasattr(local, name)]
+
+
+def gathers_itself(local: Tensor) -> bool:
+    """Returns True if `local` says itself how it is gathered."""
+    is_plain = type(local) is Tensor and not vars(local)  # users also set the methods on one tensor
+    return not is_plain and not missing_methods(local)
+
+
+class _OneParameter:
     """Gathers one parameter by its own methods."""
 
     def __init__(self, param: FSDPParam, mesh: DataMesh, policy: MixedPrecisionPolicy) -> None:
@@ -45,17 +61,17 @@ class AllGatherExtension:
 
     def _choose_pre_arguments(self) -> tuple[Any, ...]:
         param = self._param
-        mesh = torch_compat.mesh_over(self._mesh.mesh, self._mesh.shard_axes)
+        mesh = compat.mesh_over(self._mesh.mesh, self._mesh.shard_axes)
         arguments = (mesh, torch.Size(param.shape), param.sharded.stride(), param.slots[0].module, self._policy)
         return arguments[: count_pre_arguments(param.name, param.local)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the last gather has delivered."""
+        """The bytes that the last gather has delivered."""
         return sum(output.nbytes for output in self._filled)
 
     def start(self, device: torch.device, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Allocate, and return what to gather into what, as bytes: nothing, if there is but one rank."""
+        """Allocates, and returns what to gather into what, as bytes: nothing, if there is but one rank."""
         local: Any = self._param.local
         if local.device != device:
             local = local.to(device, non_blocking=True)
@@ -69,7 +85,8 @@ class AllGatherExtension:
         inputs = [each.contiguous().view(-1).view(torch.uint8) for each in tensors]
         if world_size > 1:
             return self._filled, inputs
-        torch_compat.copy_all(self._filled, inputs)
+        if inputs:
+            compat.copy_all(self._filled, inputs)
         return [], []
 
     def _allocate(self, outputs: list[Tensor]) -> None:
@@ -81,14 +98,14 @@ class AllGatherExtension:
     def _own(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._storages[torch_compat.storage_id(tensor)] = (storage, storage.nbytes())
+            self._storages[storage_id(tensor)] = (storage, storage.nbytes())
 
     def finish(self) -> bool:
-        """Make the full parameter of what was gathered. Return whether it is another object than before."""
+        """Makes the unsharded parameter of what was gathered. Returns True if it is another object than before."""
         param: Any = self._param
         arguments = (tuple(self._outputs), self._metadata, param.compute_dtype(self._policy))
         if self._is_built:
-            param.local.fsdp_post_all_gather(*arguments, out=dtensor_compat.local_if_any(param.full))
+            param.local.fsdp_post_all_gather(*arguments, out=local_if_any(param.unsharded))
             return False
         value, inner = param.local.fsdp_post_all_gather(*arguments)
         if tuple(value.shape) != param.gathered_shape:
@@ -97,56 +114,53 @@ class AllGatherExtension:
                 f"{tuple(value.shape)}"
             )
         self._own(inner)
-        param.build_full(value)
+        param.build_unsharded(value)
         self._is_built = True
         return True
 
     def storage_ids(self) -> list[int]:
-        """Of all memory that the full parameter consists of."""
-        parts = torch_compat.inner_tensors(self._param.full)
-        return [*self._storages, *(torch_compat.storage_id(part) for part in parts)]
+        """Returns the identities of all memory that the unsharded parameter consists of."""
+        return [*self._storages, *(storage_id(part) for part in inner_tensors(self._param.unsharded))]
 
     def free(self) -> None:
-        """Give up what was gathered, and what was made of it."""
+        """Frees what was gathered, and what was made of it."""
         for storage, _ in self._storages.values():
             storage.resize_(0)
 
 
-class GroupExtensions:
-    """The extended ones among one group's parameters (`params`), which are gathered together with the others."""
+class SubclassGather:
+    """Gathers the parameters of one group that say themselves how, together with the others: a GatherExtension."""
 
-    def __init__(self, params: Sequence[FSDPParam], mesh: DataMesh, policy: MixedPrecisionPolicy) -> None:
-        self._params, self._mesh = params, mesh
-        self.members = [AllGatherExtension(param, mesh, policy) for param in params]
+    def __init__(self, params: Sequence[FSDPParam], parameters: Any, policy: MixedPrecisionPolicy) -> None:
+        self._params, self._mesh = params, parameters.mesh
+        self.members = [_OneParameter(param, self._mesh, policy) for param in params]
+        if parameters.buffer_options:
+            refuse_secondary_shards(params[-1].name)
         # Whether all ranks are known to gather the same.
-        self._agreed = mesh.size == 1
+        self._is_compared = self._mesh.size == 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the last gather has delivered."""
         return sum(member.nbytes for member in self.members)
 
     def start(self, comm: Comm) -> tuple[list[Tensor], list[Tensor]]:
-        """What to gather into what. Every rank of `comm` must call it."""
         device, outputs, inputs = self._mesh.device, [], []
         with torch.inference_mode(False), torch.no_grad():
             for member in self.members:
                 more_outputs, more_inputs = member.start(device, self._mesh.size)
                 outputs += more_outputs
                 inputs += more_inputs
-        if not self._agreed:
-            _check_agreement([param.name for param in self._params], inputs, comm, device)
-            self._agreed = True
+        if not self._is_compared:
+            _compare_sizes([param.name for param in self._params], inputs, comm, device)
+            self._is_compared = True
         return outputs, inputs
 
     def finish(self) -> bool:
-        """Make the full parameters of what was gathered. Return whether any is another object than before."""
         with torch.inference_mode(False), torch.no_grad():
             built = [member.finish() for member in self.members]
         return any(built)
 
     def storage_ids(self) -> set[int]:
-        """Of all memory that the full parameters consist of."""
         return {each for member in self.members for each in member.storage_ids()}
 
     def free(self) -> None:
@@ -154,7 +168,30 @@ class GroupExtensions:
             member.free()
 
 
-def refuse_part(name: str) -> NoReturn:
+class MethodsSetLater(Observer):
+    """Notices methods that a user sets on a shard after `fully_shard`: once, before the first pass."""
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+
+    def rebuilt(self, group: Any) -> None:
+        self._seen.discard(group)
+
+    def pass_began(self, root: Any) -> None:
+        if len(self._seen) < len(root.groups):
+            for group in root.groups:
+                self._look(group)
+
+    def _look(self, group: Any) -> None:
+        specs = group.parameters.specs
+        self._seen.add(group)
+        if specs and [gathers_itself(param.local) for param in group.params] != [spec.extended for spec in specs]:
+            group.parameters.take([])
+            self._seen.add(group)
+
+
+def refuse_secondary_shards(name: str) -> NoReturn:
+    """Raises NotImplementedError for an int for reshard_after_forward."""
     raise NotImplementedError(
         f"{name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool or None for "
         "reshard_after_forward."
@@ -162,10 +199,10 @@ def refuse_part(name: str) -> NoReturn:
 
 
 def count_pre_arguments(name: str, local: Any) -> int:
-    """How many arguments the `fsdp_pre_all_gather` of `local` takes.
+    """Returns how many arguments the `fsdp_pre_all_gather` of `local` takes.
 
     Raises:
-        ValueError: neither of the two numbers it may.
+        ValueError: neither 1 nor 5.
     """
     signature = inspect.signature(local.fsdp_pre_all_gather)
     if len(signature.parameters) not in (1, 5):
@@ -176,8 +213,8 @@ def count_pre_arguments(name: str, local: Any) -> int:
     return len(signature.parameters)
 
 
-def _check_agreement(names: Sequence[str], inputs: Sequence[Tensor], comm: Comm, device: torch.device) -> None:
-    """Raise ValueError on every rank if ranks are about to gather tensors of different sizes. All must call it."""
+def _compare_sizes(names: Sequence[str], inputs: Sequence[Tensor], comm: Comm, device: torch.device) -> None:
+    """Raises ValueError on every rank if ranks are about to gather tensors of different sizes. All must call it."""
     sizes = [each.numel() for each in inputs]
     digest = hashlib.sha256(repr(sizes).encode()).digest()[:16]
     if len(set(all_gather_now(digest, comm, device))) > 1:

@@ -1,76 +1,92 @@
-"""Forwards inside transforms of torch.func: `grad(lambda x: model(x).sum())(x)`, `vmap(jacrev(model))(x)`, `jvp`, ...;
-and what runs outside of all that a user has put in force around it: transforms and modes.
+"""Forwards inside transforms of torch.func: `grad(lambda x: model(x).sum())(x)`, `vmap(jacrev(model))(x)`, `jvp`, ...
 
-What gathers, frees and watches runs outside the transforms, which would wrap its tensors; the user's forward inside.
+The engine runs outside the transforms, which would wrap its tensors; the user's forward runs inside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import graph
 from torch.autograd.forward_ad import unpack_dual
 
-from . import torch_compat
-from ..core.user_code import are_in_force, hidden
-from ..core.user_code import tensors_in
-
-Forward = Callable[..., Any]
-
-
-def outside_transforms() -> AbstractContextManager[list[Any]]:
-    """Inside it no transform runs; it gives the list of those that will again."""
-    if not torch_compat.runs_transform():
-        return nullcontext([])
-    clear, _ = torch_compat.transform_stacks()
-    context: AbstractContextManager[list[Any]] = clear()
-    return context
+from ..core import hooks
+from ..core.autograd import SavedTensors
+from ..core.compat import runs_transform, top_saved_tensor_hooks, untraced
+from ..core.state import FSDPState
+from ..core.user_code import cast_floating, hidden, outside_transforms, tensors_in
+from . import compat
+from .once import once
 
 
-def is_inside() -> bool:
-    """Returns True if transforms of torch.func run, or modes of the user's are in force."""
-    return torch_compat.runs_transform() or are_in_force()
+@untraced
+def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns what `core.hooks.run_forward` returns, also inside transforms of torch.func."""
+    if runs_transform():
+        return _run_transformed(state, module, forward, args, kwargs)
+    return hooks.run_forward(state, module, forward, args, kwargs)
 
 
-@contextmanager
-def outside() -> Iterator[None]:
-    """Context: no transform of torch.func runs, and the user's modes are out of force."""
-    with hidden(), outside_transforms():
-        yield
+@untraced
+def _run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a forward inside transforms: inputs and outputs are converted, and the user's forward runs, inside them.
 
-
-def run_outside(
-    run: Callable[[Forward], Any], forward: Forward, give: Callable[[Any], Any], hint: Callable[[list[Tensor]], Any]
-) -> Any:
-    """`run(forward)` outside the transforms, but `give(forward(...))` inside; and `hint` of tensors that have the nodes
-    of the outputs' graphs, where the outputs themselves don't.
-
-    What `run` does with the inputs and outputs of `forward` must leave them the objects that they are: an operation on
-    what a transform has wrapped would have no gradient, without a word.
+    What the engine does with the inputs and outputs must leave them the objects that they are: an operation on what a
+    transform has wrapped would silently have no gradient.
     """
-    _, restore = torch_compat.transform_stacks()
+    with hidden():
+        args, kwargs = hooks.inputs_on_device(state, args, kwargs)
+        if state.input_dtype is not None:
+            args, kwargs = cast_floating((args, kwargs), state.input_dtype)
+    _, restore = compat.transform_stacks()
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         with restore(stack):
             output = forward(*args, **kwargs)
             with hidden():
-                output = give(output)
+                output_dtype = state.policy.output_dtype
+                output = output if output_dtype is None else cast_floating(output, output_dtype)
                 outputs = tensors_in(output)
                 tangents = [unpack_dual(tensor).tangent for tensor in outputs]  # of jvp; None elsewhere
         outputs += [tangent for tangent in tangents if tangent is not None]
-        hint([each for tensor in outputs for each in _levels(tensor)])
+        hooks.hook_outputs(state, [each for tensor in outputs for each in _levels(tensor)])
         return output
 
     with outside_transforms() as stack:
-        return run(inside)
+        return hooks.run_forward(state, module, inside, args, kwargs)
 
 
 def _levels(tensor: Tensor) -> list[Tensor]:
-    """What `tensor` is in one transform after the other, from the second to the outermost."""
+    """Returns what `tensor` is in one transform after the other, from the second to the outermost."""
     found = []
-    while torch_compat.is_wrapped(tensor):
-        tensor = torch_compat.unwrapped(tensor)
+    while compat.is_wrapped(tensor):
+        tensor = compat.unwrapped(tensor)
         found.append(tensor)
     return found
+
+
+_DISABLE = graph.disable_saved_tensors_hooks
+
+
+@once
+def withdraw_where_disabled() -> None:
+    """Has the engine's saved-tensor hooks withdraw where somebody disables all, as `torch.func.grad` does: torch would
+    raise.
+    """
+    graph.disable_saved_tensors_hooks = _disable
+
+
+@contextmanager
+def _disable(error_message: str) -> Iterator[None]:
+    active = top_saved_tensor_hooks(False)
+    hooks_of_ours = getattr(active[0], "__self__", None) if active else None
+    if isinstance(hooks_of_ours, SavedTensors):
+        with hooks_of_ours.suspended(), _disable(error_message):
+            yield
+    else:
+        with _DISABLE(error_message):
+            yield
+

@@ -1,5 +1,4 @@
-"""Units: large modules among those that one `fully_shard` call manages (an embedding, a head), with groups of their
-own, gathered when the module runs and freed behind it.
+"""Large submodules of a root (an embedding, a head) as groups of their own: gathered when they run, freed behind that.
 
 The standard recipe shards each block and then the model. What is left for that last call would be one group otherwise:
 gathered before anything computes, there until the end of backward, and reduced when the last gradient of all is there.
@@ -7,93 +6,129 @@ gathered before anything computes, there until the end of backward, and reduced 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import partial
 from statistics import median_low
 from typing import Any
 
 from torch import nn
 
-from . import hooks, torch_compat
+from ..core.api import Plan
+from ..core.compat import untraced
+from ..core.events import Observer
+from ..core.group import UNSHARDED, FSDPParamGroup
+from ..core.hooks import run_forward
+from ..core.user_code import hides_modes
 from .once import once
-from ..core.parameter import Slot
-from ..core.state import FSDPState
 
 # Below, a collective of its own costs more than it saves, absolutely and beside the groups of the modules inside: the
-# projections of a block whose experts are sharded are no units, though they may be larger than another model's head.
-MIN_UNIT_BYTES = 4 * 1024 * 1024
+# projections of a block whose experts are sharded get no group, though they may be larger than another model's head.
+MIN_BYTES = 4 * 1024 * 1024
 MIN_SHARE_OF_A_GROUP = 0.5
 
-_UNIT = "_fsdp2_unit"
+_STATE = "_fsdp2_submodule_state"
 
 
-def find_units(
-    roots: Sequence[nn.Module], inside: Sequence[FSDPState], slots: Mapping[str, Sequence[Slot]]
-) -> dict[str, nn.Module]:
-    """FQN of a parameter -> the unit that it belongs to.
-
-    `inside`: the states of what is sharded in `roots`; `slots`: FQN -> the places of one parameter.
-    """
-    groups = dict.fromkeys(state.group for state in inside)
+def plan_units(plan: Plan) -> None:
+    """Finds the large submodules of a call, and plans a state for each."""
+    groups = [group for state in plan.inside for group in state.groups]
     if not groups:
-        return {}  # not the last call of many
-    typical = median_low(_nbytes(param.sharded for param in group.params) for group in groups)
-    min_nbytes = max(MIN_UNIT_BYTES, MIN_SHARE_OF_A_GROUP * typical)
+        return  # not the last call of many
+    typical = median_low([_nbytes(param.sharded for param in group.params) for group in groups])
+    min_nbytes = max(MIN_BYTES, MIN_SHARE_OF_A_GROUP * typical)
     names: dict[nn.Module, list[str]] = {}
     tied: set[nn.Module] = set()
-    for name, places in slots.items():
-        names.setdefault(places[0].module, []).append(name)
-        if len({slot.module for slot in places}) > 1:
-            tied.update(slot.module for slot in places)
-    return {
-        name: module
-        for module, own in names.items()
-        if module not in tied and module not in roots and _may_be_unit(module)
-        if _nbytes(slots[name][0].get() for name in own) >= min_nbytes
-        for name in own
-    }
+    for name, parameter in plan.parameters.items():
+        names.setdefault(parameter.slots[0].module, []).append(name)
+        if len({slot.module for slot in parameter.slots}) > 1:
+            tied.update(slot.module for slot in parameter.slots)
+    for module, own in names.items():
+        if module in tied or module in plan.roots or not _may_have_own_group(module):
+            continue
+        if _nbytes(plan.parameters[name].slots[0].get() for name in own) >= min_nbytes:
+            plan.units[module] = own
 
 
-def _may_be_unit(module: nn.Module) -> bool:
+def _may_have_own_group(module: nn.Module) -> bool:
     cls = type(module)
     is_usual = cls.__call__ is nn.Module.__call__ and cls.__getattr__ is nn.Module.__getattr__
     return is_usual and next(module.children(), None) is None
 
 
 def _nbytes(params: Iterable[nn.Parameter]) -> int:
-    """Of the whole parameters, as they are stored."""
+    """Returns the bytes of whole parameters, as they are stored."""
     return sum(param.nbytes for param in params)
 
 
-def attach(outer: FSDPState) -> None:
-    """Have the units of `outer` run as such. Their modules stay what they are to `isinstance`, and by name."""
-    for unit in outer.units:
-        (module,) = unit.modules
-        module.__dict__[_UNIT] = unit
-        module.__class__ = _unit_class(type(module))
+class LargeSubmodules(Observer):
+    """Runs the large submodules of a root by themselves.
+
+    Outer modules also read a submodule's parameters without calling it (a head's weight, for a fused loss): then they
+    get the unsharded ones, which stay for backward, as an outer module's own do. `read`: groups that were read so in
+    the pass that runs.
+    """
+
+    def __init__(self) -> None:
+        self.read: set[FSDPParamGroup] = set()
+
+    def attached(self, root: Any) -> None:
+        for state in root.states:
+            for part in state.parts:
+                (module,) = part.modules
+                if _STATE not in module.__dict__:
+                    module.__dict__[_STATE] = part
+                    module.__class__ = _own_class(type(module))
+                    if isinstance(module, nn.Embedding):  # its backward reads no weight
+                        for group in part.groups:
+                            group.set(unshard_in_backward=False)
+
+    def settled(self, state: Any, backward_follows: bool, failed: bool) -> None:
+        if not self.read:
+            return
+        for group in [group for part in state.parts for group in part.groups if group in self.read]:
+            self.read.discard(group)
+            group.settle(backward_follows, failed, keeps=True)
+
+    def pass_failed(self, root: Any) -> None:
+        self.read.clear()
+
+
+def is_read_outside(group: FSDPParamGroup) -> bool:
+    """Returns True if the outer module has read parameters of a large submodule without calling it, in this pass."""
+    observer = group.root.events.of(LargeSubmodules)
+    return observer is not None and group in observer.read
+
+
+@hides_modes
+def _read_parameters(state: Any) -> None:
+    """Registers the unsharded parameters of a large submodule, one of which somebody reads, if the outer module runs."""
+    root = state.root
+    in_backward = root.backward is not None
+    is_used = in_backward or any(state in other.parts for other in root.running)
+    for group in state.groups:
+        if group.phase is not UNSHARDED and is_used:
+            group.use_in_forward(in_backward)
+            if not in_backward:
+                root.events.of(LargeSubmodules).read.add(group)
 
 
 @once
-def _unit_class(cls: Any) -> Any:
-    """The class of a unit of `cls`.
+def _own_class(cls: Any) -> Any:
+    """Returns the class of a large submodule of class `cls`: to `isinstance`, and by name, it is what it was."""
 
-    Outer modules also read a unit's parameters without calling it (a head's weight, for a fused loss): then they get
-    the full ones, which stay for backward, as an outer module's own do.
-    """
-
-    @torch_compat.untraced
+    @untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return hooks.run_forward(self.__dict__[_UNIT], self, partial(cls.__call__, self), args, kwargs)
+        return run_forward(self.__dict__[_STATE], self, partial(cls.__call__, self), args, kwargs)
 
     def look_up(self: nn.Module, name: str) -> Any:
         if name in self.__dict__["_parameters"]:
-            hooks.read_parameters(self.__dict__[_UNIT])
+            _read_parameters(self.__dict__[_STATE])
         return cls.__getattr__(self, name)
 
     def reduce(self: nn.Module, protocol: int) -> Any:
-        # A copy of this module alone is no unit; that of the outer module attaches it again.
+        # A copy of this module alone has no group; that of the outer module gives it one again.
         _, _, state, *rest = cls.__reduce_ex__(self, protocol)
-        return object.__new__, (cls,), {name: value for name, value in state.items() if name != _UNIT}, *rest
+        return object.__new__, (cls,), {name: value for name, value in state.items() if name != _STATE}, *rest
 
     body = {
         "__call__": call,

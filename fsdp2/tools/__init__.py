@@ -1,1 +1,1 @@
-"""What is called beside training: whole parameters, audits, comparisons, clipping."""
+"""Functions that a user calls beside training: unsharded parameters, audits, comparisons, clipping, padding reports."""

@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm over all ranks, whichever meshes the parameters lie on."""
+"""Clips gradients by their norm over all ranks, also if parameters lie on different meshes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import torch_compat
-from ..checks.headers import Label
-from ..checks.small_collectives import all_reduce_over
+from ..core.comm import Purpose
+from ..ext.compat import norm_each, scale_each
+from ..ext.rank_facts import all_reduce_over
 
 
 @torch.no_grad()
@@ -25,35 +25,35 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale gradients in place so that their norm, as if all were one vector, is at most `max_norm`; return the norm.
+    """Scales gradients in place so that their norm, as if all were one vector, is at most `max_norm`; returns the norm.
 
-    As `torch.nn.utils.clip_grad_norm_`, but parameters may lie on different meshes in one call: plain tensors and
-    DTensors, sharded or replicated on any axes. Every rank must call it, with the same parameters in the same order;
-    a gradient may be None, on all ranks or on some.
+    It does what `torch.nn.utils.clip_grad_norm_` does, but parameters may lie on different meshes in one call: plain
+    tensors and DTensors, sharded or replicated on any axes. Every rank must call it, with the same parameters in the
+    same order; a gradient may be None, on all ranks or on some.
 
-    What is sharded adds up over ranks, what is replicated counts once. So does a plain tensor, whose gradient must
+    Sharded gradients add up over ranks, replicated ones count once. Plain tensors count once, too; their gradients must
     therefore be the same on every rank. Parameters of which this rank's meshes know nothing (those of other pipeline
     stages) are not part of the norm.
 
     The norm is computed in fp32, or fp64 if a parameter is fp64. It takes one all-reduce of a few numbers per axis that
     shards any of the parameters (an axis is a set of ranks, however many meshes it is part of): one for FSDP and HSDP,
-    two for FSDP with tensor parallelism. A gradient placed otherwise than its parameter (a partial sum, say) is brought
-    to the parameter's placements first, for the norm only, which takes further collectives.
+    two for FSDP with tensor parallelism. A gradient whose placements are not those of its parameter (a partial sum, for
+    example) is redistributed to these first, for the norm only, which takes further collectives.
 
     Args:
-        parameters: with gradients or without; one given twice counts once.
-        max_norm: at least 0.
-        norm_type: of the p-norm, above 0; `inf` for the largest absolute value.
+        parameters: parameters with gradients or without; one that is given twice counts once.
+        max_norm: the largest norm that gradients may have afterwards, at least 0.
+        norm_type: the order of the p-norm, above 0; `inf` for the largest absolute value.
         error_if_nonfinite: raise if the norm is infinite or NaN, on every rank and before anything is scaled.
         foreach: False handles the gradients one by one; otherwise they are handled together, in fewer launches.
 
     Returns:
-        The norm before clipping: a plain tensor without dims, of equal value on every rank, on the device of the first
+        The norm before clipping: a plain scalar tensor, of equal value on every rank, on the device of the first
         gradient.
 
     Raises:
         TypeError, ValueError: a wrong argument, or a gradient that is sparse or not of a floating dtype.
-        RuntimeError: the norm isn't finite and `error_if_nonfinite`; or a gradient isn't synchronised yet.
+        RuntimeError: the norm is not finite and `error_if_nonfinite`; or a gradient is unsynchronized.
     """
     order, limit = _number("norm_type", norm_type), _number("max_norm", max_norm)
     if not order > 0:
@@ -76,12 +76,12 @@ def clip_grad_norm_(
     return total
 
 
-# ---- what is given ---------------------------------------------------------------------------------------------------
+# ---- the parameters
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Ranks among which parameters are cut; the same ones in however many meshes."""
+    """Names the ranks among which parameters are sharded: axes of several meshes with the same ranks are equal."""
 
     ranks: tuple[int, ...]
     device_type: str
@@ -90,11 +90,11 @@ class _Axis:
 
 @dataclass(frozen=True)
 class _Member:
-    """One parameter, and what of its gradient lies here.
+    """Holds one parameter, and this rank's part of its gradient.
 
-    `own`: local part of the gradient itself.
-    `counted`: the same, placed as the parameter is.
-    `axes`: which cut the parameter.
+    `own`: the local tensor of the gradient itself.
+    `counted`: the local tensor of the gradient, redistributed to the placements of the parameter.
+    `axes`: those that shard the parameter.
     """
 
     parameter: Tensor
@@ -104,7 +104,7 @@ class _Member:
 
 
 def _number(name: str, value: Any) -> float:
-    """torch takes whatever `float` takes: 'inf', and tensors of one element."""
+    """Returns a number; like torch, it takes whatever `float` takes: 'inf', and tensors of one element."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -112,7 +112,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _members(parameters: Any) -> list[_Member]:
-    """Those of which this rank holds a part. Nothing is communicated before all have been checked."""
+    """Returns the parameters of which this rank holds a part. All are checked before anything is communicated."""
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     if not isinstance(parameters, Iterable):
@@ -127,15 +127,15 @@ def _members(parameters: Any) -> list[_Member]:
 
 def _check(i: int, parameter: Any) -> None:
     if not isinstance(parameter, Tensor):
-        raise TypeError(f"parameters: expected tensors, got a {type(parameter).__name__} at place {i}")
+        raise TypeError(f"parameters: expected tensors, got a {type(parameter).__name__} at index {i}")
     grad = parameter.grad
     if grad is None:
         return
     if not grad.is_floating_point():
-        raise TypeError(f"parameters: expected gradients of floating dtypes, got {grad.dtype} at place {i}")
-    local = grad.to_local() if isinstance(grad, DTensor) else grad  # refuses by itself if it isn't synchronised
+        raise TypeError(f"parameters: expected gradients of floating dtypes, got {grad.dtype} at index {i}")
+    local = grad.to_local() if isinstance(grad, DTensor) else grad  # an unsynchronized one raises
     if local.layout != torch.strided:
-        raise TypeError(f"parameters: expected dense gradients, got {local.layout} at place {i}")
+        raise TypeError(f"parameters: expected dense gradients, got {local.layout} at index {i}")
 
 
 def _is_here(parameter: Tensor) -> bool:
@@ -154,7 +154,7 @@ def _member(parameter: Tensor, known: dict[Any, tuple[_Axis, ...]]) -> _Member:
         return _Member(parameter, None, None, axes)
     assert isinstance(grad, DTensor), "a DTensor's gradient is one, too"
     own = grad.to_local()
-    # Full sums: to scale the parts of one is right, to take their norm is not.
+    # Partial sums can be scaled, but their norm is not that of the sum.
     counted = own if grad.placements == placements else grad.redistribute(mesh, placements).to_local()
     return _Member(parameter, own, counted, axes)
 
@@ -169,14 +169,16 @@ def _sharding_axes(parameter: DTensor) -> tuple[_Axis, ...]:
     return tuple(_Axis(tuple(dist.get_process_group_ranks(group)), mesh.device_type, group) for group in groups)
 
 
-# ---- the norm --------------------------------------------------------------------------------------------------------
+# ---- the norm
 #
-# On its way a norm is two numbers: the sum of powers (of order inf: the largest value) without NaN, and how many NaN
-# there are. A maximum between ranks may lose a NaN, on some of them only.
+# Between ranks a norm is two numbers: the sum of powers (for the order inf: the largest value) without NaN, and how
+# many NaN there are. A maximum between ranks may lose a NaN, on some of them only.
 
 
 def _total_norm(members: list[_Member], order: float, one_by_one: bool) -> Tensor:
-    """Over all members and ranks. Which collectives that takes follows from the parameters, not the gradients."""
+    """Returns the norm over all members and ranks. The parameters alone decide which collectives it takes: ranks may
+    have different gradients.
+    """
     dtype = torch.float64 if any(m.parameter.dtype == torch.float64 for m in members) else torch.float32
     device = next((m.own.device for m in members if m.own is not None), torch.device("cpu"))
     partial: dict[tuple[_Axis, ...], Tensor] = {}
@@ -184,10 +186,11 @@ def _total_norm(members: list[_Member], order: float, one_by_one: bool) -> Tenso
         gradients = [m.counted for m in members if m.axes == axes and m.counted is not None]
         norms = [_norms(alike, order, one_by_one).to(device, dtype) for alike in _alike(gradients)]
         partial[axes] = _powers(torch.cat([torch.zeros(1, dtype=dtype, device=device), *norms]), order)
+    purpose = Purpose("norms in clip_grad_norm_")
     for axis in dict.fromkeys(axis for axes in partial for axis in axes):
         cut = [axes for axes in partial if axis in axes]
         together = torch.stack([partial[axes] for axes in cut]).to(axis.device_type)
-        all_reduce_over(together, [axis.group], largest=math.isinf(order), label=Label("norms in clip_grad_norm_"))
+        all_reduce_over(together, [axis.group], largest=math.isinf(order), purpose=purpose)
         partial.update(zip(cut, together.to(device), strict=True))
     everything = torch.stack([torch.zeros(2, dtype=dtype, device=device), *partial.values()])
     value, num_nan = everything.amax(0) if math.isinf(order) else everything.sum(0)
@@ -195,7 +198,9 @@ def _total_norm(members: list[_Member], order: float, one_by_one: bool) -> Tenso
 
 
 def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Those of one device and dtype, which one launch can handle. Empty ones have no largest value, and add nothing."""
+    """Returns the gradients by device and dtype: one launch can handle those that have both in common. Empty ones,
+    which have no largest value and add nothing, are left out.
+    """
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
@@ -204,21 +209,22 @@ def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _norms(gradients: list[Tensor], order: float, one_by_one: bool) -> Tensor:
-    """Of each, in at least fp32."""
+    """Returns the norm of each gradient, in at least fp32."""
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if one_by_one:
         return torch.stack([torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients])
-    return torch.stack(torch_compat.norm_each(gradients, order, dtype))
+    return torch.stack(norm_each(gradients, order, dtype))
 
 
 def _powers(norms: Tensor, order: float) -> Tensor:
+    """Returns the two numbers that ranks exchange."""
     is_nan = norms.isnan()
     known = norms.masked_fill(is_nan, 0)
     return torch.stack([known.amax() if math.isinf(order) else known.pow(order).sum(), is_nan.sum().to(norms.dtype)])
 
 
 def _scale(gradients: list[Tensor], limit: float, total: Tensor, one_by_one: bool) -> None:
-    """Without a look at the norm, which would wait for the device: gradients of less are multiplied by 1."""
+    """Scales gradients without reading the norm, for which the host would wait: a factor of 1 changes nothing."""
     factor = (limit / (total + 1e-6)).clamp(max=1.0)
     for alike in _alike(gradients):
         here = factor.to(alike[0].device)
@@ -226,4 +232,4 @@ def _scale(gradients: list[Tensor], limit: float, total: Tensor, one_by_one: boo
             for gradient in alike:
                 gradient.mul_(here)
         else:
-            torch_compat.scale_each(alike, here)
+            scale_each(alike, here)

@@ -1,4 +1,4 @@
-"""The sharded model beside a plain one: where do their numbers part?"""
+"""Compares a sharded model with a plain one, and says where their numbers differ first."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import dtensor_compat
 from ..checks.checksum import checksum, read
-from ..checks.small_collectives import gather_objects
-from ..core.state import data_mesh_of
+from ..checks.questions import widest_mesh
+from ..checks.unsynchronized import UnsynchronizedGrad
+from ..core.compat import local_of
+from ..core.events import strategies
 from ..core.user_code import tensors_in
-from ..checks.unsynchronized import UnsyncedGrad
-from .audit import Held, sharded_states, tensors_of
+from ..ext.rank_facts import gather_objects
+from .audit import Held, sharded_groups, tensors_of
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
 from .side_by_side import Sides, mean_loss, named_tensors, restored, ties
 
@@ -31,46 +32,46 @@ def compare(
     *,
     rtol: float | None = None,
 ) -> Comparison:
-    """Find the first weight, output and gradient in which `model` differs from `reference`. Every rank of the model's
+    """Finds the first weight, output and gradient in which `model` differs from `reference`. Every rank of the model's
     mesh must call it, between steps.
 
-    Both run forward and backward once: the reference on the whole batch, the model on this rank's rows. Compared are,
-    in this order, weights and buffers; the full weights that modules compute with; what sharded modules return; the
-    loss; and gradients, from the last to the first. What differs is tried against the usual causes, for which the
-    reference may run once or twice more. Gradients, buffers and random states are as before, afterwards. Hooks on
-    parameters run: have none that step an optimizer.
+    Both run forward and backward once: the reference on the whole batch, the model on this rank's rows. It compares, in
+    this order, weights and buffers; the unsharded weights that modules compute with; what sharded modules return; the
+    loss; and gradients, from the last to the first. A difference is compared with what the usual causes would give, for
+    which the reference may run once or twice more. Gradients, buffers and random states are restored afterwards. Hooks
+    on parameters run: remove those that step an optimizer.
 
     Args:
         reference: a plain module of the same FQNs, mode and weights, on every rank.
-        model: sharded.
-        batch: what both are called with, a tensor or a tuple of arguments, the same on every rank. Tensors are cut into
-            equal parts along dim 0, one for each rank.
+        model: the sharded model.
+        batch: a tensor or a tuple of arguments for both models, the same on every rank. Tensors are cut into equal
+            chunks along dim 0, one for each rank.
         loss_fn: `loss_fn(module, *batch)` calls the module and returns its loss, a mean over rows. None: the mean of
             the scalars that the module returns; if there are none, the mean square of each tensor, summed.
-        rtol: how large an error may be beside the largest magnitude in its tensor. None: the square root of the
-            precision of `Comparison.dtype`, half of its digits. Weights must be equal.
+        rtol: the largest error that is allowed, divided by the largest magnitude in its tensor. None: the square root
+            of the precision of `Comparison.dtype`, half of its digits. Weights must be equal.
 
     Returns:
-        The same on every rank, but for `num_compared`.
+        The same on every rank, except for `num_compared`.
 
     Raises:
         TypeError, ValueError: a wrong argument; other names or modes in the two models; a reference or a batch that
-            isn't the same on every rank. On all ranks, if on one.
-        RuntimeError: gradients wait to be synchronised.
+            is not the same on every rank. If one rank raises, all do.
+        RuntimeError: there are unsynchronized gradients.
     """
-    states = sharded_states(model)
-    mesh = data_mesh_of(states)
+    groups = sharded_groups(model)
+    mesh = widest_mesh(groups)
     share: Callable[[Any], list[Any]] = partial(gather_objects, groups=mesh.axis_groups, device=mesh.device)
     batch = batch if isinstance(batch, tuple) else (batch,)
-    tensors = list(tensors_of(model, states))
+    tensors = list(tensors_of(model, groups))
     problem = _problem(reference, model, tensors, batch, mesh.num_ranks)
     whole = [] if problem else [*named_tensors(reference).values(), *tensors_in(batch)]
     answers = share((dist.get_rank(), problem, read([checksum(tensor) for tensor in whole])))
     for error in [problem for _, problem, _ in answers if problem] or _unequal(answers):
         raise error
     ranks = [rank for rank, _, _ in answers]
-    sides = Sides(reference, model, states, tensors, batch, loss_fn or mean_loss, ranks, rtol)
-    with restored(reference, tensors, states):
+    sides = Sides(reference, model, groups, tensors, batch, loss_fn or mean_loss, ranks, rtol)
+    with restored(reference, tensors, groups):
         found = _Found(sides)
         shown = share((_compare_weights(found), float(sides.ours.loss)))
         _compare_gathered(found, {name for names, _ in shown for name in names})
@@ -84,7 +85,7 @@ def compare(
 
 
 def _problem(reference: Any, model: nn.Module, tensors: Sequence[Held], batch: Any, num_ranks: int) -> Exception | None:
-    """What makes a comparison impossible, on this rank."""
+    """Returns what makes a comparison impossible, as far as this rank knows."""
     if not isinstance(reference, nn.Module):
         return TypeError(f"reference: expected an nn.Module, got a {type(reference).__name__}")
     ours, theirs = (named_tensors(each, duplicates=True) for each in (model, reference))
@@ -101,12 +102,15 @@ def _problem(reference: Any, model: nn.Module, tensors: Sequence[Held], batch: A
     if len(rows) != 1 or not min(rows) or min(rows) % num_ranks:
         return ValueError(f"batch: expected tensors of equally many rows, a multiple of {num_ranks} ranks, got {rows}")
     for held in tensors:
-        if isinstance(held.tensor.grad, UnsyncedGrad):
-            return RuntimeError(f"{held.name}: gradients wait to be synchronised. End the accumulation, or zero_grad.")
+        if isinstance(held.tensor.grad, UnsynchronizedGrad):
+            return RuntimeError(
+                f"{held.name}: its gradient is unsynchronized. End the accumulation, or call zero_grad."
+            )
     return None
 
 
 def _unequal(answers: Sequence[tuple[int, Any, list[int]]]) -> list[Exception]:
+    """Returns an error for each rank whose reference or batch differs from those of the first rank."""
     return [
         ValueError(
             f"reference, batch: expected the same on every rank, but ranks {answers[0][0]} and {rank} have different "
@@ -121,7 +125,7 @@ def _unequal(answers: Sequence[tuple[int, Any, list[int]]]) -> list[Exception]:
 
 
 class _Found:
-    """The first difference of each phase on this rank, with its place in the order of comparison."""
+    """Holds the first difference of each phase on this rank, with its index in the order of comparison."""
 
     def __init__(self, sides: Sides) -> None:
         self.sides = sides
@@ -129,7 +133,7 @@ class _Found:
         self.counts: dict[str, int] = {}
 
     def is_open(self, phase: str) -> bool:
-        """Whether nothing has differed in `phase`; counts one more that is compared."""
+        """Returns True if nothing has differed in `phase` yet. Counts one more tensor that is compared."""
         self.counts[phase] = self.counts.get(phase, 0) + 1
         return all(each.phase != phase for _, each in self.firsts)
 
@@ -147,10 +151,10 @@ _NOTHING = Distance(math.inf, 0, math.nan, math.nan)
 
 
 def _compare_weights(found: _Found) -> set[str]:
-    """Names of all that differ on this rank."""
+    """Compares shards; returns the names of all that differ on this rank."""
     sides, names = found.sides, set()
     for held in sides.tensors:
-        if held.param is not None and held.param.is_extended:
+        if held.param is not None and strategies().gathers_itself(held.param.local):
             continue
         is_open, whole = found.is_open("weights"), sides.whole_tensors[held.name]
         own, part = _local(held.tensor), _part(held, whole)
@@ -169,14 +173,14 @@ def _explain_rounding(got: Tensor, expected: Tensor) -> list[str]:
 
 
 def _compare_gathered(found: _Found, known: set[str]) -> None:
-    """`known`: what differs already between shards, on whichever rank."""
+    """Compares unsharded weights. `known`: names of those whose shards differ already, on any rank."""
     for held, distance in found.sides.gathered:
         if held.name not in known and found.is_open("gathered weights"):
             found.add("gathered weights", _group_of(found.sides, held), held.name, distance, ["stale"])
 
 
 def _group_of(sides: Sides, held: Held) -> str:
-    return sides.groups[held.param] if held.param else "none"
+    return sides.group_names[held.param] if held.param else "none"
 
 
 def _compare_outputs(found: _Found) -> None:
@@ -210,14 +214,14 @@ def _compare_loss(found: _Found, mean: float) -> None:
 
 
 def _compare_gradients(found: _Found) -> None:
-    """A gradient that is zero but for rounding errors is as exact as the others are."""
+    """Compares gradients. One that would be zero without rounding errors may be as inexact as the others are."""
     sides, gradients = found.sides, found.sides.whole.gradients
     largest = max((magnitude(gradient) for gradient in gradients.values() if gradient is not None), default=0.0)
     slack = min(sides.rtol, 4 * torch.finfo(sides.dtype).eps) * largest
     ours, theirs = ties(sides.model), ties(sides.reference)
     helds = [held for held in sides.tensors if held.kind != "buffer"]
-    places = {name: i for i, name in enumerate(gradients)}
-    for held in sorted(helds, key=lambda held: places.get(theirs[held.name][0], len(places))):
+    order = {name: i for i, name in enumerate(gradients)}
+    for held in sorted(helds, key=lambda held: order.get(theirs[held.name][0], len(order))):
         if found.is_open("gradients"):
             tied = ["tied"] if ours[held.name] != theirs[held.name] else []
             _compare_gradient(found, held, theirs[held.name][0], slack, tied)
@@ -226,7 +230,7 @@ def _compare_gradients(found: _Found) -> None:
 def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints: list[str]) -> None:
     sides, got = found.sides, found.sides.ours.gradients[held.name]
     whole, group = sides.whole.gradients.get(name), _group_of(found.sides, held)
-    if isinstance(got, UnsyncedGrad):
+    if isinstance(got, UnsynchronizedGrad):
         return found.add("gradients", group, held.name, _NOTHING, ["unsynced"])
     if got is None or whole is None:
         return None if got is whole else found.add("gradients", group, held.name, _NOTHING, [*hints, "missing"])
@@ -243,9 +247,9 @@ def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return dtensor_compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _part(held: Held, whole: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Returns this rank's part of a whole tensor of the reference."""
     return whole.detach() if held.param is None else held.param.own_rows(held.param.gathered(whole.detach()))

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, and what may have made them so (pure)."""
+"""Measures how far two tensors are apart, and guesses what has made them so. It knows nothing of ranks and groups."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HINTS = {
     "mean": "It is divided by the number of ranks once too often: a loss that sums over rows (gradients are the mean "
     "over ranks), or one that is divided already.",
     "scale": "It is a constant times what is expected: a divisor, a loss scale, a number of accumulation steps.",
-    "unsynced": "It is the gradient of this rank's rows alone, or waits to be synchronised: "
+    "unsynced": "It is the gradient of this rank's rows alone, or unsynchronized: "
     "set_requires_gradient_sync(False) was left on, or no fully_shard call manages the parameter.",
     "cast input": "The reference does the same when inputs are rounded to param_dtype: "
     "MixedPrecisionPolicy(cast_forward_inputs=False), or cast where it is harmless.",
     "tied": "It is tied to another parameter in one of the two models only.",
-    "stale": "The module computed with other values than its shards hold: somebody changed them unseen (.data, a "
-    "collective, a foreach operation) while full parameters were kept. Call reshard() after such changes.",
-    "missing": "One of the two has none: a path that only one model takes, or a parameter that is frozen in one.",
+    "stale": "The module computed with other values than its shards hold: they were changed where no version counter "
+    "shows it (.data, a collective, a foreach operation) while it stayed unsharded. Call reshard() after such changes.",
+    "missing": "One of the two models has no gradient: only one takes that path, or the parameter is frozen in one.",
     "rounding": "After a cast to the narrower of the two dtypes they are equal.",
     "random": "The forward draws random numbers, which ranks draw for their rows alone: compare in eval mode.",
     "order": "The two models ran other modules, or in another order.",
@@ -33,18 +33,22 @@ HINTS = {
 
 
 class Distance(NamedTuple):
-    """`relative`: the largest error over the largest expected magnitude. `place`: of that error, flattened."""
+    """Holds how far two tensors are apart.
+
+    `relative`: the largest error over the largest expected magnitude. `position`: the index of that error in the
+    flattened tensor. `got`, `expected`: the values there.
+    """
 
     relative: float
-    place: int
+    position: int
     got: float
     expected: float
 
 
 def measure(got: Tensor, expected: Tensor, scale: float | None = None) -> Distance:
-    """How far `got` is from `expected`, of equal shape; a NaN, or an infinity, equals itself.
+    """Returns how far `got` is from `expected`, of equal shape; a NaN, or an infinity, equals itself.
 
-    `scale`: the largest magnitude expected, if more is than `expected`.
+    `scale`: the largest magnitude expected, if `expected` is only a part of what is expected.
     """
     if got.shape != expected.shape:
         return Distance(math.inf, 0, math.nan, math.nan)
@@ -53,24 +57,25 @@ def measure(got: Tensor, expected: Tensor, scale: float | None = None) -> Distan
     one, two = (_numbers(tensor) for tensor in (got, expected))
     same = (one == two) | (one.isnan() & two.isnan())
     error = (one - two).abs().nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0.0)
-    place = int(error.argmax())
-    largest, scale = float(error[place]), magnitude(expected) if scale is None else scale
+    position = int(error.argmax())
+    largest, scale = float(error[position]), magnitude(expected) if scale is None else scale
     relative = 0.0 if largest == 0 else largest / scale if scale else math.inf
-    return Distance(relative, place, float(one[place]), float(two[place]))
+    return Distance(relative, position, float(one[position]), float(two[position]))
 
 
 def magnitude(tensor: Tensor) -> float:
-    """The largest finite absolute value, or 0."""
+    """Returns the largest finite absolute value, or 0."""
     return float(_numbers(tensor).abs().nan_to_num(nan=0.0, posinf=0.0).amax()) if tensor.numel() else 0.0
 
 
 def _numbers(tensor: Tensor) -> Tensor:
+    """Returns a tensor's values, flat, in fp64; the real and imaginary parts of complex ones."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).double()
 
 
 def explain_scale(got: Tensor, expected: Tensor, num_ranks: int, rtol: float) -> list[str]:
-    """Whether `got` is `expected` times a number, and which."""
+    """Returns the hint that says by which number `got` is a multiple of `expected`; none, if it is no multiple."""
     one, two = _numbers(got), _numbers(expected)
     square = float(two.dot(two))
     ratio = float(one.dot(two)) / square if square else 1.0
@@ -83,7 +88,7 @@ def explain_scale(got: Tensor, expected: Tensor, num_ranks: int, rtol: float) ->
 
 
 def explain(got: Tensor, expected: Tensor, candidates: Mapping[str, Tensor | None], rtol: float) -> list[str]:
-    """The hints whose candidate `got` is equal to; one that is no other than `expected` explains nothing."""
+    """Returns the hints whose candidate equals `got`. A candidate that equals `expected`, too, explains nothing."""
     return [
         hint
         for hint, candidate in candidates.items()
@@ -95,18 +100,18 @@ def explain(got: Tensor, expected: Tensor, candidates: Mapping[str, Tensor | Non
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of one phase. `str` of it is for people.
+    """Describes the first difference of one phase. `str` of it is for people.
 
     Args:
         phase: one of `PHASES`.
         group: FQN of the sharded module.
         name: FQN of the parameter, buffer or module (its outputs are numbered); "loss".
-        relative_error: the largest error over the largest magnitude expected in that tensor; inf: one of them is not
-            there, or has another shape.
-        ulps: the same, in units in the last place of that magnitude, in `Comparison.dtype`.
+        relative_error: the largest error over the largest magnitude expected in that tensor; inf: one of the two models
+            has no such tensor, or one of another shape.
+        ulps: the relative error in units in the last place of that magnitude, in `Comparison.dtype`.
         got, expected: the two values where they differ most.
         hints: keys of `HINTS`, the likeliest first.
-        rank: on which this was seen.
+        rank: the global rank on which this was seen.
     """
 
     phase: str
@@ -127,12 +132,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; true if nothing differs. `str` of it is for people.
+    """Holds what `compare` found; true if nothing differs. `str` of it is for people.
 
     Args:
         differences: the first of each phase that has one, in the order of phases. The first of all is the one to look
             at: the others may follow from it.
-        dtype: the coarsest that the sharded model computes or reduces in.
+        dtype: the coarsest dtype that the sharded model computes or reduces in.
         rtol: the relative error that was allowed, weights excepted.
         num_compared: how many tensors were compared on this rank, by phase.
     """
@@ -152,9 +157,10 @@ class Comparison:
 
 
 def first_of_each(found: Sequence[Sequence[tuple[int, Difference]]]) -> tuple[Difference, ...]:
-    """Of all ranks' first differences, with their places in the order of comparison, the first of each phase.
+    """Returns the first difference of each phase.
 
-    Of several ranks one that can explain it: others may hold a single number of it.
+    `found`: for each rank, its first differences, with the index in the order of comparison. Among ranks that have
+    found the same one, a rank that can explain it is chosen: others may hold a single number of that tensor.
     """
     firsts = []
     for phase in PHASES:

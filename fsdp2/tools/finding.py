@@ -1,4 +1,4 @@
-"""What may be wrong with a sharded model, and how to make it of what all ranks have told (pure)."""
+"""What may be wrong with a sharded model, made of the reports of all ranks. It knows nothing of groups and modules."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or may be. `str` of it is for people.
+    """Describes something that is wrong, or may be. `str` of it is for people.
 
     Args:
         kind: one of `KINDS`.
-        names: FQNs of the parameters, buffers or modules; of tensors that the model doesn't know: their places; of
-            settings: what they are, and of which groups.
+        names: FQNs of the parameters, buffers or modules. Tensors that the model does not know are named by their
+            positions in an optimizer, settings by what they are and which groups have them.
         detail: what was expected and found.
-        ranks: where; the global ranks.
+        ranks: the global ranks on which it is so.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Finding:
 
     @property
     def is_note(self) -> bool:
-        """Whether it may be meant so."""
+        """True if it may be intended."""
         return self.kind in ("buffers differ", "model-parallel ranks differ")
 
     def __str__(self) -> str:
@@ -41,18 +41,18 @@ KINDS = {
     "on meta": "Expected memory and values before training: model.to_empty(device=...), then initialise or load.",
     "unwritten": "to_empty gave it memory, and no in-place operation has written to it since: its values are whatever "
     "that memory held, unless a collective, a foreach operation or .data has filled it. Initialise or load it.",
-    "not finite": "Expected finite values. Look for an overflow, a bad batch, or memory that nobody has initialised.",
+    "not finite": "Expected finite values. Look for an overflow, a bad batch, or memory that was never initialised.",
     "gradients not finite": "Expected finite values. Clear them (zero_grad), or leave this step out.",
-    "unsynced": "These gradients wait for a backward that synchronises; an optimizer would step without them. Call "
+    "unsynced": "These gradients are unsynchronized; an optimizer would step without them. Call "
     "set_requires_gradient_sync(True) (HSDP: set_requires_all_reduce(True), too) before the last backward.",
     "divided apart": "Gradients of one model are scaled against each other. Call "
     "model.set_gradient_divide_factor(factor, recurse=True) on the root, or give each sharded module the same factor.",
     "never called": "The module has no parameters of its own, and no module that has some was given such a function. "
     "Call the method on the sharded modules that hold the parameters.",
-    "unmanaged": "Trainable, but no fully_shard call manages it, so its gradient differs from rank to rank. Have it "
-    "there before fully_shard, and out of ignored_params; or freeze it, or reduce its gradient yourself.",
-    "optimizer holds strangers": "The optimizer steps what is no parameter of the model, which never changes. Build it "
-    "after fully_shard and whatever replaces parameters, from model.parameters().",
+    "unmanaged": "Trainable, but no fully_shard call manages it, so its gradient differs from rank to rank. Create it "
+    "before fully_shard, and leave it out of ignored_params; or freeze it, or reduce its gradient yourself.",
+    "optimizer holds strangers": "The optimizer steps tensors that are no parameters of the model, whose parameters "
+    "never change. Build it from model.parameters(), after fully_shard and after whatever replaces parameters.",
     "optimizer lacks": "Trainable, and in no parameter group: it never changes. Add it to the optimizer, or freeze it.",
     "optimizer holds twice": "Each step changes it twice. Give each parameter to one group.",
     "layouts differ": "Expected the same modules, parameters, dtypes, flags and settings on every rank. Build and set "
@@ -60,15 +60,15 @@ KINDS = {
     "replicas differ": "Expected the same bits in every replica. Initialise from the same seed, or broadcast; then "
     "look for a rank that steps differently.",
     "unmanaged differ": "Expected the same bits on every rank. Broadcast it; if it is trained, see 'unmanaged'.",
-    "model-parallel ranks differ": "A note: cut by hand, each holds a part of its own. Otherwise expected the same "
-    "bits: give the ranks of such an axis one seed, and the same batches.",
-    "buffers differ": "A note: running statistics of each rank's own batches do. Others hint at memory that nobody "
-    "has initialised since to_empty.",
+    "model-parallel ranks differ": "A note: if it is cut by hand, each rank holds a part of its own. Else expected the "
+    "same bits: give the ranks of such an axis one seed, and the same batches.",
+    "buffers differ": "A note: running statistics of each rank's own batches differ. Other buffers hint at memory that "
+    "was never initialised since to_empty.",
 }
 
 
 def merge(found: dict[int, dict[str, list[str]]]) -> list[Finding]:
-    """One finding for each kind. `found`: by rank, names by kind."""
+    """Returns one finding for each kind. `found`: rank -> kind -> names."""
     findings = []
     for kind in KINDS:
         ranks = [rank for rank in sorted(found) if found[rank].get(kind)]
@@ -81,12 +81,12 @@ def merge(found: dict[int, dict[str, list[str]]]) -> list[Finding]:
 def compare_sums(
     names: Sequence[tuple[str, str]], sums: dict[int, list[tuple[int, int]]], batches: dict[int, int]
 ) -> list[Finding]:
-    """Which tensors differ among ranks that hold the same part of them.
+    """Returns which tensors differ among ranks that hold the same part of them.
 
-    `names`: of each tensor its name, and whether it is a "parameter" of a group, "unmanaged", or a "buffer".
-    `sums`: by rank, of each tensor a number of the part, and one of its values.
-    `batches`: by rank, a number of those that train on one batch with it, each on its rows. Others get the same rows,
-        and share the model with it.
+    `names`: for each tensor its name, and whether it is a "parameter" of a group, "unmanaged", or a "buffer".
+    `sums`: rank -> for each tensor a number that stands for the part that the rank holds, and a checksum of its values.
+    `batches`: rank -> a number that ranks have in common which train on one batch, each on its rows. Ranks with other
+        numbers get the same rows, and share the model with it.
     """
     found: dict[int, dict[str, list[str]]] = {rank: {} for rank in sums}
     for i, (name, kind) in enumerate(names):
@@ -107,7 +107,7 @@ _DIFFERENCES = {"parameter": "replicas differ", "unmanaged": "unmanaged differ",
 
 
 def compare_layouts(layouts: dict[int, dict[str, str]]) -> list[Finding]:
-    """What isn't the same on every rank, one finding for each name. `layouts`: by rank."""
+    """Returns what is not the same on every rank, one finding for each name. `layouts`: rank -> name -> description."""
     findings = []
     for name in dict.fromkeys(name for layout in layouts.values() for name in layout):
         where: dict[str, list[int]] = {}

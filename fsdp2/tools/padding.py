@@ -1,11 +1,11 @@
-"""What padding costs a group on the wire, and along which dim a parameter has least of it.
+"""Computes what padding costs a group on the wire, and along which dim a parameter needs least of it.
 
 All ranks' chunks of a parameter are gathered and reduced at one size, that of the largest. So a parameter of few rows
 (128 experts over 256 ranks) crosses the wire in twice its size. Sending true sizes would not help: exchanged in pairs,
-the ranks that hold rows send as much as before, and NCCL's uneven all-gather is a broadcast per rank. Cutting it anew
-for the wire alone takes an all-to-all before each gather and behind each reduction, and half of the ranks still hold
-all parameters and optimizer states. Another dim has neither fault; but checkpoints and optimizers see the placement, so
-it is the user's choice: `cheapest_placement`.
+the ranks that hold rows send as much as before, and NCCL's uneven all-gather is a broadcast per rank. Cutting it
+another way for the wire alone takes an all-to-all before each gather and after each reduction, and half of the ranks
+still hold all parameters and optimizer states. Another dim has neither fault; but checkpoints and optimizers see the
+placement, so it is the user's choice: `cheapest_placement`.
 """
 
 from __future__ import annotations
@@ -15,38 +15,43 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from . import checks, dtensor_compat
+from ..checks.arguments import check_mesh
 from ..core.buckets import find_buckets, wire_dtypes
 from ..core.comm import Comm
+from ..core.compat import local_of
+from ..core.events import Observer
+from ..core.group import FSDPParamGroup
 from ..core.layout import ParamSpec, align, bucket_layout, gather_layout
 from ..core.mesh import DataMesh, DataParallelMeshDims, data_mesh, default_mesh, named_data_mesh
+from ..core.module import FSDPModule
 from ..core.policy import MixedPrecisionPolicy
-from ..core.state import FSDPState, states_below
+from ..core.state import groups_below
 
-# Of copying a byte (read and written at 2.5 TB/s, say) beside receiving it over NVLink; networks are slower than that.
+# The cost of copying a byte (read and written at 2.5 TB/s), relative to that of receiving it over NVLink. Networks are
+# slower than NVLink.
 COPY_COST = 0.25
-# What a GPU or a CPU moves at once: a shorter run of bytes takes as long.
+# The bytes that a GPU or a CPU moves at once: a shorter run of bytes takes as long.
 LINE_NBYTES = 128
-# A gather that brings so much padding, absolutely and beside the parameters' own bytes, is logged.
+# A gather with at least so much padding is logged: in bytes, and relative to the parameters' own bytes.
 MIN_LOGGED_NBYTES = 16 * 1024 * 1024
 MIN_LOGGED_SHARE = 0.25
 _WIDEST = torch.float64.itemsize
-# Kinds of groups that were judged.
-_looked_at: set[tuple[object, ...]] = set()
+# Kinds of groups whose padding was judged already.
+_judged: set[tuple[object, ...]] = set()
 
 
 # ---- the cheapest dim
 
 
 def gather_cost(spec: ParamSpec) -> float:
-    """What it takes to gather one parameter, in bytes on the wire.
+    """Returns the cost of gathering one parameter, in bytes on the wire.
 
     Every rank's padded chunk crosses the wire. Chunks along another dim than 0 interleave in the parameter, and are
     copied into place run by run, each of which touches whole cache lines.
@@ -60,7 +65,9 @@ def gather_cost(spec: ParamSpec) -> float:
 
 
 def cheapest_dim(shape: tuple[int, ...], dtype: torch.dtype, world_size: int, dims: Iterable[int] | None = None) -> int:
-    """The one of `dims` (None: of all) along which it costs least to gather such a parameter; of equals the first."""
+    """Returns the one of `dims` (None: all dims) along which it costs least to gather such a parameter, the first of
+    equal ones.
+    """
     dims = range(len(shape)) if dims is None else dims
     specs = [ParamSpec(shape, dtype, dtype, world_size, dim) for dim in dims]
     return min(specs, key=gather_cost).dim
@@ -69,28 +76,28 @@ def cheapest_dim(shape: tuple[int, ...], dtype: torch.dtype, world_size: int, di
 def cheapest_placement(
     mesh: DeviceMesh | None = None, dp_mesh_dims: DataParallelMeshDims | None = None
 ) -> Callable[[nn.Parameter], Shard | None]:
-    """A `shard_placement_fn` that shards each parameter along the dim that is cheapest to gather, mostly dim 0.
+    """Returns a `shard_placement_fn` that shards each parameter along the dim that is cheapest to gather, mostly dim 0.
 
-    Another dim is taken where dim 0 is far from a multiple of the number of ranks: experts, say, of which there are
-    fewer than ranks. That saves at least a quarter of the parameter's bytes in each gather, and spreads it and its
-    optimizer states more evenly; it costs a copy per gather, and the memory of what is copied. The choice depends on
-    shapes and dtypes alone, so all ranks agree; it may change with their number, which distributed checkpoints allow.
-    Tensor subclasses that say themselves how they are gathered stay at dim 0.
+    It chooses another dim where dim 0 is far from a multiple of the number of ranks: for example for experts, if there
+    are fewer of them than ranks. That saves at least a quarter of the parameter's bytes in each gather, and spreads it
+    and its optimizer states more evenly; it costs a copy per gather, and the memory of what is copied. The choice
+    depends on shapes and dtypes alone, so all ranks choose the same; it may change with their number, which distributed
+    checkpoints allow. Tensor subclasses that say themselves how they are gathered stay at dim 0.
 
     Args:
-        mesh, dp_mesh_dims: what `fully_shard` is given.
+        mesh, dp_mesh_dims: the arguments that `fully_shard` is given.
 
     Raises:
-        TypeError, ValueError: those of `fully_shard` about them.
+        TypeError, ValueError: the errors that `fully_shard` raises about them.
     """
-    checks.check_mesh(mesh, dp_mesh_dims)
+    check_mesh(mesh, dp_mesh_dims)
     mesh = default_mesh() if mesh is None else mesh
     ranks = data_mesh(mesh) if dp_mesh_dims is None else named_data_mesh(mesh, dp_mesh_dims)
     return partial(_choose, ranks)
 
 
 def _choose(ranks: DataMesh, parameter: nn.Parameter) -> Shard | None:
-    data = dtensor_compat.local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
+    data = local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
     if parameter.dim() == 0 or type(data) is not Tensor:
         return None
     shape = _largest_local_shape(parameter) if isinstance(parameter, DTensor) else tuple(parameter.shape)
@@ -102,7 +109,7 @@ def _choose(ranks: DataMesh, parameter: nn.Parameter) -> Shard | None:
 
 
 def _largest_local_shape(parameter: DTensor) -> tuple[int, ...]:
-    """Its own axes may cut unevenly: by this, ranks with other parts choose alike."""
+    """Returns the largest shape that a rank holds of a DTensor, by which ranks with uneven parts choose alike."""
     shape = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         dim = getattr(placement, "dim", None)
@@ -114,35 +121,42 @@ def _largest_local_shape(parameter: DTensor) -> tuple[int, ...]:
 # ---- the report
 
 
+# The largest unit in which a size does not print as 0.0 is used.
+_UNITS = (("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+
+
 class Padded(NamedTuple):
-    """Bytes of full parameters or gradients, and what all ranks' chunks of them take on the wire."""
+    """Holds the bytes of unsharded parameters or gradients, and the bytes that all ranks' chunks take on the wire."""
 
     nbytes: int
     padded_nbytes: int
 
     @property
     def waste(self) -> int:
+        """The bytes of padding."""
         return self.padded_nbytes - self.nbytes
 
     @property
     def ratio(self) -> float:
+        """The bytes on the wire, divided by those without padding."""
         return self.padded_nbytes / self.nbytes if self.nbytes else 1.0
 
     def __str__(self) -> str:
-        return f"{self.ratio:.2f}x ({self.padded_nbytes / 2**20:.1f} of {self.nbytes / 2**20:.1f} MiB)"
+        unit, size = next(((u, s) for u, s in _UNITS if round(self.nbytes / s, 1)), _UNITS[-1])
+        return f"{self.ratio:.2f}x ({self.padded_nbytes / size:.1f} of {self.nbytes / size:.1f} {unit})"
 
 
 @dataclass(frozen=True)
 class ParameterPadding:
-    """A parameter of which ranks hold unequal parts.
+    """Says what padding costs one parameter, of which ranks hold unequal parts.
 
     Args:
-        name: its FQN.
-        shape: as the ranks that shard it share it.
-        dim: along which it is cut.
-        gather: its part of a gather.
-        cheapest_dim: along which `cheapest_placement` would cut it, and
-        cheapest_gather: what its part would be then.
+        name: FQN of the parameter.
+        shape: the shape that the ranks which shard it share, less than all under tensor parallelism.
+        dim: the dim along which it is cut.
+        gather: the bytes of it in a gather.
+        cheapest_dim: the dim along which `cheapest_placement` would cut it.
+        cheapest_gather: the bytes of it in a gather then.
     """
 
     name: str
@@ -161,14 +175,14 @@ class ParameterPadding:
 
 @dataclass(frozen=True)
 class GroupPadding:
-    """What padding costs one group. `str` of it is for people.
+    """Says what padding costs one group. `str` of it is for people.
 
     Args:
         name: FQN of the module.
-        num_ranks: how many share the parameters.
-        gather: of one gather among all of them, in compute dtypes. One rank gathers nothing.
-        reduce: of one reduction of all gradients, in the dtypes in which they travel.
-        parameters: those that are padded to whole rows, the worst first.
+        num_ranks: the number of ranks that share the parameters.
+        gather: the bytes of one gather among all of these ranks, in compute dtypes. One rank gathers nothing.
+        reduce: the bytes of one reduction of all gradients, in the dtypes in which they travel.
+        parameters: the parameters that are padded to whole rows, the worst first.
     """
 
     name: str
@@ -183,24 +197,24 @@ class GroupPadding:
 
 
 def padding_report(module: nn.Module) -> list[GroupPadding]:
-    """What padding costs each group at and below `module`, outermost first; exact, computed from shapes and dtypes.
+    """Returns what padding costs each group at and below `module`, outermost first: exact numbers, computed from shapes
+    and dtypes.
 
-    Communicates nothing, may be called on any rank, and on the meta device, too. Parameters that say themselves how
-    they are gathered count in reductions only.
+    It communicates nothing, and may be called on any rank, and on the meta device, too. Parameters that say themselves
+    how they are gathered count in reductions only.
     """
-    states = dict.fromkeys(states_below(module))
-    return [_group_padding(state) for state in states if state.group.params]
+    return [_group_padding(group) for group in groups_below(module) if group.params]
 
 
-def _group_padding(state: FSDPState) -> GroupPadding:
-    group, policy = state.group, state.policy
-    size, (gather_min_bytes, _), reduces = group.mesh.size, group.direct_min_bytes, group.gradients.reduction.shards
-    params = sorted(group.params, key=lambda param: param.is_extended)
-    specs = [param.spec(policy) for param in params]
+def _group_padding(group: FSDPParamGroup) -> GroupPadding:
+    policy, size, comms = group.settings.policy, group.mesh.size, group.comms
+    spec_of = {param: param.spec(policy) for param in group.params}
+    params = sorted(group.params, key=lambda param: spec_of[param].extended)
+    specs = [spec_of[param] for param in params]
     plain = tuple(spec for spec in specs if not spec.extended)
     gather = Padded(0, 0)
     if size > 1:
-        payload = gather_layout(plain, size, gather_min_bytes).payload_nbytes
+        payload = gather_layout(plain, size, comms.gathers.direct_min_bytes).payload_nbytes
         gather = Padded(sum(spec.nbytes for spec in plain), size * payload)
     trainable = [i for i, param in enumerate(params) if param.sharded.requires_grad]
     uneven = [
@@ -212,7 +226,9 @@ def _group_padding(state: FSDPState) -> GroupPadding:
         name=group.name,
         num_ranks=size,
         gather=gather,
-        reduce=_reduce_padding(specs, trainable, policy, reduces, group.mesh.device) if size > 1 else Padded(0, 0),
+        reduce=_reduce_padding(specs, trainable, policy, comms.reduces, group.mesh.device)
+        if size > 1
+        else Padded(0, 0),
         parameters=tuple(sorted(uneven, key=lambda each: -each.gather.waste)),
     )
 
@@ -245,31 +261,45 @@ def _parameter_padding(name: str, spec: ParamSpec) -> ParameterPadding:
 # ---- the warning
 
 
-def log_waste(states: Iterable[FSDPState]) -> None:
-    """Have the first rank of each mesh say, of equal groups once, which gathers bring much padding, and what to do.
+class WasteLog(Observer):
+    """Has the first rank of each mesh log which gathers of a `fully_shard` call bring much padding, and what to do.
 
-    Logged, not warned: turned into an error, a warning would end one rank, or be heard from every rank.
+    Of groups that are alike one is logged. It is logged, not warned: a warning that is turned into an error would end
+    one rank only, and one that is not silenced would come from every rank.
     """
-    for state in states:
-        is_first = not any(state.group.mesh.mesh.get_coordinate() or ())
-        if is_first and _padding_numel(state) * _WIDEST >= MIN_LOGGED_NBYTES and not _was_looked_at(state):
-            report = _group_padding(state)
-            if report.gather.waste >= max(MIN_LOGGED_NBYTES, MIN_LOGGED_SHARE * report.gather.nbytes):
-                logging.getLogger("fsdp2").warning(f"fully_shard({type(state.modules[0]).__name__}): {_advise(report)}")
+
+    def attached(self, root: Any) -> None:
+        for state in (root.state, *root.state.parts):
+            for group in state.groups:
+                _log_waste(group)
 
 
-def _was_looked_at(state: FSDPState) -> bool:
-    shapes = tuple((param.gathered_shape, param.dim, param.local.dtype) for param in state.group.params)
-    kind = (type(state.modules[0]).__name__, state.group.mesh.size, state.policy.param_dtype, shapes)
-    before = kind in _looked_at
-    _looked_at.add(kind)
+def _log_waste(group: FSDPParamGroup) -> None:
+    is_first = not any(group.mesh.mesh.get_coordinate() or ())
+    if is_first and _padding_numel(group) * _WIDEST >= MIN_LOGGED_NBYTES and not _was_judged(group):
+        report = _group_padding(group)
+        if report.gather.waste >= max(MIN_LOGGED_NBYTES, MIN_LOGGED_SHARE * report.gather.nbytes):
+            logging.getLogger("fsdp2").warning(f"fully_shard({_class_name(group)}): {_advise(report)}")
+
+
+def _class_name(group: FSDPParamGroup) -> str:
+    """Returns the name that the class of the group's first module had before it was sharded."""
+    cls = type(group.modules[0])
+    return (cls.__bases__[0] if issubclass(cls, FSDPModule) else cls).__name__
+
+
+def _was_judged(group: FSDPParamGroup) -> bool:
+    shapes = tuple((param.gathered_shape, param.dim, param.local.dtype) for param in group.params)
+    kind = (_class_name(group), group.mesh.size, group.settings.policy.param_dtype, shapes)
+    before = kind in _judged
+    _judged.add(kind)
     return before
 
 
-def _padding_numel(state: FSDPState) -> int:
-    """Elements in the rows that pad; looked at for every group, so quickly."""
-    size, numel = state.group.mesh.size, 0
-    for param in state.group.params:
+def _padding_numel(group: FSDPParamGroup) -> int:
+    """Returns the number of elements in the rows that pad. It is computed for every group, and must be quick."""
+    size, numel = group.mesh.size, 0
+    for param in group.params:
         rows = param.gathered_shape[param.dim]
         if rows % size:
             numel += -rows % size * (math.prod(param.gathered_shape) // rows)
@@ -280,7 +310,7 @@ def _advise(report: GroupPadding) -> str:
     worst = [each for each in report.parameters if each.gather.waste > report.gather.waste / 10]
     advice = "Pass shard_placement_fn=fsdp2.cheapest_placement(mesh)"
     if all(each.dim == each.cheapest_dim for each in worst):
-        advice = "No dim of these divides better: shard them over fewer ranks, on a mesh that replicates, too, say"
+        advice = "No dim of these divides better: shard them over fewer ranks, on a mesh that also replicates"
     return (
         f"padding makes each gather over {report.num_ranks} ranks {report.gather}, most of it by "
         f"{'; '.join(map(str, worst))}. {advice}. fsdp2.padding_report tells more."

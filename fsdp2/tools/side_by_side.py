@@ -1,4 +1,4 @@
-"""A sharded model and a plain one run on the same batch, and are left as they were."""
+"""Runs a sharded model and a plain one on the same batch, and restores both."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..core.events import strategies
+from ..core.group import FSDPParamGroup
 from ..core.state import FSDPState
 from ..core.user_code import map_tensors, tensors_in
 from .audit import Held
@@ -21,17 +23,18 @@ from .difference import Distance, measure
 
 
 def named_tensors(module: nn.Module, duplicates: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers by FQN, under all names of each or the first."""
+    """Returns parameters and buffers by FQN: under all names of each (`duplicates`), or under its first."""
     parameters = module.named_parameters(remove_duplicate=not duplicates)
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=not duplicates))}
 
 
 @dataclass
 class Run:
-    """What one forward and backward has shown.
+    """Holds what one forward and backward has shown.
 
-    `outputs`: of each sharded module, in the order in which they ran.
-    `gradients`: in the order in which they came, then those that have none.
+    `outputs`: FQN and outputs of each sharded module, in the order in which they ran.
+    `gradients`: by FQN, in the order in which autograd computed them; then None for parameters without one.
+    `is_random`: the forward has drawn random numbers.
     """
 
     outputs: list[tuple[str, list[Tensor]]] = field(default_factory=list)
@@ -41,59 +44,61 @@ class Run:
 
 
 class Sides:
-    """The two models, and what they show in all the ways of running them that are asked for."""
+    """Holds the two models, and runs them in all the ways that are asked for."""
 
     def __init__(
         self,
         reference: nn.Module,
         model: nn.Module,
-        states: Sequence[FSDPState],
+        groups: Sequence[FSDPParamGroup],
         tensors: Sequence[Held],
         batch: tuple[Any, ...],
         loss_fn: Callable[..., Tensor],
         ranks: list[int],
         rtol: float | None,
     ) -> None:
-        self.reference, self.model, self.states, self.tensors = reference, model, states, tensors
+        self.reference, self.model, self.groups, self.tensors = reference, model, groups, tensors
         self.batch, self.loss_fn, self.num_ranks = batch, loss_fn, len(ranks)
-        self.place = ranks.index(dist.get_rank())
+        self.rank = ranks.index(dist.get_rank())
         names = {module: name for name, module in model.named_modules()}
-        # FQN of each sharded module -> its outer state.
-        self.sharded = {names[m]: state for state in reversed(states) for m in state.modules if m in names}
-        self.groups = {param: state.group.name for state in states for param in state.group.params}
+        # FQN of each sharded module -> its state.
+        states: list[FSDPState] = [*dict.fromkeys(group.state for group in reversed(groups))]
+        self.sharded = {names[m]: state for state in states for m in state.modules if m in names}
+        self.group_names = {param: group.name for group in groups for param in group.params}
         self.whole_tensors = named_tensors(reference, duplicates=True)
         self.dtype = max(self._dtypes(), key=lambda dtype: torch.finfo(dtype).eps)
         self.rtol = math.sqrt(torch.finfo(self.dtype).eps) if rtol is None else rtol
-        # Weights that modules computed with, and that aren't what the reference has.
+        # Unsharded weights that modules computed with, and that differ from those of the reference.
         self.gathered: list[tuple[Held, Distance]] = []
         self._ours: Run | None = None
 
     def _dtypes(self) -> Iterator[torch.dtype]:
-        for state in self.states:
-            for param in state.group.params:
-                stored, policy = param.local.dtype, state.policy
+        for group in self.groups:
+            for param in group.params:
+                stored, policy = param.local.dtype, group.settings.policy
                 if stored.is_floating_point:
                     yield from (param.compute_dtype(policy), policy.gradient_dtype(stored), policy.sent_dtype(stored))
         yield from (t.dtype for t in self.reference.parameters() if t.is_floating_point())
 
     @property
     def rows(self) -> tuple[Any, ...]:
-        """This rank's."""
-        return map_tensors(self.batch, lambda t: t.chunk(self.num_ranks)[self.place] if t.dim() else t)
+        """This rank's rows of the batch."""
+        return map_tensors(self.batch, lambda t: t.chunk(self.num_ranks)[self.rank] if t.dim() else t)
 
     def rows_like(self, whole: Tensor, part: Tensor) -> Tensor | None:
-        """This rank's part of what the reference returned, if that is cut along one dim as `part` is."""
+        """Returns this rank's part of what the reference returned; None if `part` is no chunk of that along one dim."""
         uneven = [d for d, (one, two) in enumerate(zip(whole.shape, part.shape, strict=False)) if one != two]
         if self.num_ranks == 1:
             return whole
         if whole.dim() != part.dim() or len(uneven) != 1:
-            return None  # a mean over rows, say
+            return None  # a mean over rows, for example
         dim = uneven[0]
         is_cut = whole.shape[dim] == self.num_ranks * part.shape[dim]
-        return whole.chunk(self.num_ranks, dim)[self.place] if is_cut else None
+        return whole.chunk(self.num_ranks, dim)[self.rank] if is_cut else None
 
     @property
     def ours(self) -> Run:
+        """What the sharded model shows on this rank's rows."""
         if self._ours is None:  # a cached_property would hold a lock, for which ranks that are threads wait
             self._ours = self._run_ours()
         return self._ours
@@ -104,23 +109,24 @@ class Sides:
                 module = self.model.get_submodule(name)
                 handles.callback(module.register_forward_hook(self._look_at_gathered).remove)
             run = self._run(self.model, self.rows)
-        for context in dict.fromkeys(state.context for state in self.states):
-            context.finalize()
+        for root in dict.fromkeys(group.root for group in self.groups):
+            root.finalize()
         run.gradients = {held.name: held.tensor.grad for held in self.tensors}
         return run
 
     @cached_property
     def whole(self) -> Run:
+        """What the reference shows on the whole batch."""
         return self._run_reference(self.batch)
 
     @cached_property
     def own_rows(self) -> Run:
-        """The reference on what this rank sees."""
+        """What the reference shows on this rank's rows."""
         return self._run_reference(self.rows)
 
     @cached_property
     def rounded(self) -> Run | None:
-        """The reference with inputs rounded as the policies cast them; None: they cast none."""
+        """What the reference shows if inputs are rounded as the policies cast them. None: they cast none."""
         if all(state.input_dtype is None for state in self.sharded.values()):
             return None
         with ExitStack() as handles:
@@ -149,7 +155,7 @@ class Sides:
         def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
             run.outputs.append((name, [t.detach().clone() for t in tensors_in(output) if t.is_floating_point()]))
 
-        device = self.states[0].group.mesh.device
+        device = self.groups[0].mesh.device
         others = [] if device.type == "cpu" else [device]
         # Without devices it doesn't matter of what type they are, but "cpu" is refused.
         kind = others[0].type if others else "cuda"
@@ -166,17 +172,20 @@ class Sides:
 
     @torch.no_grad()
     def _look_at_gathered(self, module: nn.Module, *_: Any) -> None:
-        used = {param for state in self.states if module in state.modules for param in state.group.params}
+        used = {param for group in self.groups if module in group.state.modules for param in group.params}
         for held in self.tensors:
             param = held.param
-            if param is not None and param in used and not param.is_extended and not isinstance(param.full, DTensor):
-                distance = measure(param.full, self.whole_tensors[held.name].to(param.full.dtype))
+            if param is None or param not in used or strategies().gathers_itself(param.local):
+                continue
+            unsharded = param.unsharded
+            if not isinstance(unsharded, DTensor):
+                distance = measure(unsharded, self.whole_tensors[held.name].to(unsharded.dtype))
                 if distance.relative:
                     self.gathered.append((held, distance))
 
 
 def ties(module: nn.Module) -> dict[str, list[str]]:
-    """FQN of each parameter -> all names of the same one."""
+    """Returns FQN of each parameter -> all FQNs of the same one."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -192,6 +201,7 @@ def _round_inputs(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> A
 
 
 def mean_loss(module: nn.Module, *batch: Any) -> Tensor:
+    """Returns the mean of the scalars that the module returns, or else the sum of the mean squares of its outputs."""
     outputs = [tensor for tensor in tensors_in(module(*batch)) if tensor.grad_fn is not None]
     scalars = [tensor for tensor in outputs if tensor.dim() == 0]
     wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in outputs]
@@ -199,8 +209,8 @@ def mean_loss(module: nn.Module, *batch: Any) -> Tensor:
 
 
 @contextmanager
-def restored(reference: nn.Module, tensors: Sequence[Held], states: Sequence[FSDPState]) -> Iterator[None]:
-    """Without gradients inside; with those of before, and the buffers, afterwards."""
+def restored(reference: nn.Module, tensors: Sequence[Held], groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
+    """Context: parameters have no gradients inside. Afterwards gradients and buffers are what they were before."""
     parameters = [*reference.parameters(), *(held.tensor for held in tensors if held.kind != "buffer")]
     gradients = [parameter.grad for parameter in parameters]
     buffers = [*reference.buffers(), *(held.tensor for held in tensors if held.kind == "buffer")]
@@ -210,12 +220,13 @@ def restored(reference: nn.Module, tensors: Sequence[Held], states: Sequence[FSD
     try:
         yield
     except BaseException:
-        for context in dict.fromkeys(state.context for state in states):
-            context.reset()
+        for root in dict.fromkeys(group.root for group in groups):
+            root.reset()
         raise
     finally:
-        for state in states:
-            state.group.gradients.waiting.drop()
+        for group in groups:
+            group.gradients.unsynchronized.clear()
+            group.gradients.partial.clear()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():

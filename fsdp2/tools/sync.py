@@ -1,4 +1,4 @@
-"""Gives all ranks the parameters and buffers of the first one."""
+"""Gives all ranks the parameters and buffers of the first rank."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from .. import dtensor_compat, torch_compat
-from ..core.comm import broadcast_over
-from ..checks.common_start import compare_starts
-from ..checks.questions import bounds_over
-from ..checks.starting_weights import StartingWeights
+from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
+from ..checks.questions import bounds_over, widest_mesh
+from ..core.compat import inner_tensors, no_torch_function
+from ..core.group import LENT, FSDPParamGroup
 from ..core.mesh import DataMesh, default_mesh
-from ..ext.owners import sharded_owner
 from ..core.parameter import FSDPParam, fqn
-from ..checks.small_collectives import gather_objects
-from ..core.state import FSDPState, data_mesh_of, modules_below, states_among
+from ..core.state import modules_below, states_among
 from ..dtensor.write_notices import notices
+from ..ext.owners import sharded_owner
+from ..ext.rank_facts import broadcast_over, gather_objects
 
-# What is sent at once, and what it is collected in: the memory that a call needs besides the model.
+# Bytes of the bucket in which values are sent: the memory that a call needs besides the model.
 BUCKET_NBYTES = 16 * 1024 * 1024
 _ALIGNMENT = 16
 
 
 def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Give all ranks the parameters and buffers of the first rank, in place.
+    """Gives all ranks the parameters and buffers of the first rank, in place.
 
     Call it before `fully_shard` if ranks may have built different weights, because they draw from different seeds or
     only one of them has loaded a checkpoint: the sharded model would be made of parts of different models otherwise.
@@ -39,22 +38,22 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
     (`BUCKET_NBYTES`), which is all the memory that is needed besides the model. Parameters and buffers stay the same
     objects, and are written to in place; a tied parameter is sent once.
 
-    After `fully_shard` it gives all ranks what several of them hold copies of: buffers, parameters that no fully_shard
-    call manages, replicas (HSDP, `replicate`) and scalars. Each shard exists once, so ranks that have cut theirs from
-    different weights can't be helped any more: that is an error.
+    After `fully_shard` it copies what several ranks hold: buffers, parameters that no fully_shard call manages,
+    replicas (HSDP, `replicate`) and scalars. Each shard exists once, so it is an error if ranks have cut theirs from
+    different weights.
 
     Args:
         module: the model, or any part of it.
-        mesh: whose ranks get the values of its first rank. None: all ranks, or, if the model is sharded, those that
-            train it together. Models that differ between ranks (stages of a pipeline), or parameters that tensor
-            parallelism has cut, need the axes of data parallelism, `mesh["dp"]` say.
+        mesh: the mesh whose ranks get the values of its first rank. None: all ranks, or, if the model is sharded, those
+            that train it together. Models that differ between ranks (stages of a pipeline), or parameters that tensor
+            parallelism has cut, need the axes of data parallelism, for example `mesh["dp"]`.
 
     Raises:
         TypeError: `module` is no module, or `mesh` no DeviceMesh.
         ValueError: this rank is not part of `mesh`; names, shapes or dtypes differ between ranks; ranks of `mesh` hold
             different parts of a DTensor. The last two are raised on all ranks, and before anything is sent.
-        RuntimeError: a parameter or buffer is on meta or uninitialised, or a forward or backward runs, on any rank: on
-            all ranks, and before anything is sent. Or the shards were cut from different weights.
+        RuntimeError: a parameter or buffer is on meta or uninitialised, or a forward or backward runs, on any rank. It
+            is raised on all ranks, and before anything is sent. Or the shards were cut from different weights.
         NotImplementedError: a sparse or quantized tensor, or a tensor subclass that does not say what it consists of.
     """
     if not isinstance(module, nn.Module):
@@ -64,34 +63,34 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
     if mesh is not None and mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
     below = modules_below(module)
-    states = _states_of(below)
-    if mesh is None and states:
-        ranks = data_mesh_of(states)
+    groups = _groups_of(below)
+    if mesh is None and groups:
+        ranks = widest_mesh(groups)
     else:
         mesh = mesh or default_mesh()
         ranks = DataMesh(mesh, (), tuple(range(mesh.ndim)))
-    problem = _settle(states)
+    problem = _settle(groups)
     found: list[_Copies] = []
-    starts: list[StartingWeights] = []
+    known: list[InitialValues] = []
     if problem is None:
         try:
             found += _find_copies(below, ranks)
-            for state in states:
-                for copies, start in _starts_of_replicas(state):
+            for group in groups:
+                for copies, values in _known_of_replicas(group):
                     found.append(copies)
-                    starts.append(start)
+                    known.append(values)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             problem = error
     _refuse_differences(ranks, [copies.description for copies in found], problem)
-    with torch.no_grad(), dtensor_compat.no_torch_function():
+    with torch.no_grad(), no_torch_function():
         _broadcast(found, ranks.device)
-    for start in starts:
-        start.note_place()
-    compare_starts(states)
+    for values in known:
+        values.note_place()
+    compare_initial_weights(groups)
 
 
 class _Copies(NamedTuple):
-    """Tensors that the ranks of `groups`, one for each axis of a mesh, are to hold copies of.
+    """Holds tensors of which the ranks of `groups`, one for each axis of a mesh, must hold equal copies.
 
     `parts`: this rank's, as plain tensors, over the memory of the parameter or buffer; `description`: what ranks
     compare.
@@ -102,39 +101,39 @@ class _Copies(NamedTuple):
     description: str
 
 
-# ---- what is looked at
+# ---- the tensors
 
 
-def _states_of(below: Iterable[nn.Module]) -> list[FSDPState]:
-    """The states of sharded modules among these, and of those around them that shard their parameters."""
-    found = dict.fromkeys(states_among(below))
+def _groups_of(below: Iterable[nn.Module]) -> list[FSDPParamGroup]:
+    """Returns the groups of sharded modules among these, and of modules around them that shard their parameters."""
+    found = dict.fromkeys(group for state in states_among(below) for group in state.groups)
     parameters: list[Any] = [tensor for module in below for tensor in module._parameters.values()]
     for tensor in parameters:
         owned = sharded_owner(tensor) if isinstance(tensor, DTensor) else None
         if owned is not None:
-            found[owned.state] = None
+            found[owned.group] = None
     return [*found]
 
 
-def _settle(states: Sequence[FSDPState]) -> Exception | None:
-    """Have the sharded parameters registered, and unsharded copies of them given up. Return what is in the way."""
-    for state in states:
-        if state.running or state.context.in_backward or state.group.is_lent:
+def _settle(groups: Sequence[FSDPParamGroup]) -> Exception | None:
+    """Reshards the groups. Returns what forbids that, if anything."""
+    for group in groups:
+        if group.state.running or group.root.backward is not None or group.phase is LENT:
             return RuntimeError(
-                f"sync_module_states: a forward or backward of {state} runs, or full_params lends its parameters. Call "
-                "it between steps."
+                f"sync_module_states: a forward or backward of {group} runs, or full_params has put copies in place of "
+                "its parameters. Call it between steps."
             )
     try:
-        for state in states:
-            state.release()
-            state.group.adopt_replacements()
+        for group in groups:
+            group.release()
+            group.adopt_replacements()
     except (ValueError, RuntimeError, NotImplementedError) as error:
         return error
     return None
 
 
 def _find_copies(below: dict[nn.Module, str], ranks: DataMesh) -> Iterator[_Copies]:
-    """Each distinct parameter and buffer of these modules, under the first of its names."""
+    """Yields each distinct parameter and buffer of these modules, under the first of its names."""
     seen: set[int] = set()
     for module, prefix in below.items():
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
@@ -152,14 +151,14 @@ def _copies_of(name: str, tensor: Tensor, ranks: DataMesh) -> _Copies:
     if isinstance(tensor, DTensor):
         description += f" and placements {tensor.placements}"
         groups = _groups_of_copies(name, tensor, ranks)
-    parts = [_writable(name, part) for part in torch_compat.inner_tensors(tensor)] if groups else []
+    parts = [_writable(name, part) for part in inner_tensors(tensor)] if groups else []
     if not isinstance(tensor, DTensor):
         description += "".join(f", {tuple(part.shape)} {part.dtype}" for part in parts if part.shape != tensor.shape)
     return _Copies(parts, groups, description)
 
 
 def _groups_of_copies(name: str, tensor: DTensor, ranks: DataMesh) -> list[dist.ProcessGroup]:
-    """The groups whose ranks hold the same part of it as this one."""
+    """Returns the process groups whose ranks hold the same part of a DTensor as this rank."""
     mesh = tensor.device_mesh
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     groups = [mesh.get_group(axis) for axis in axes if tensor.placements[axis].is_replicate()]
@@ -170,17 +169,17 @@ def _groups_of_copies(name: str, tensor: DTensor, ranks: DataMesh) -> list[dist.
     if others & ranks.ranks:
         raise ValueError(
             f"{name}: ranks of {ranks.mesh} hold different parts of it (placements {tensor.placements} on {mesh}). "
-            "Pass the axes of data parallelism, sync_module_states(model, mesh['dp']) say."
+            "Pass the axes of data parallelism, for example sync_module_states(model, mesh['dp'])."
         )
     return [*groups, *(group for group in ranks.axis_groups if group not in groups)]
 
 
 def _writable(name: str, part: Tensor) -> Tensor:
-    """A plain view of all that `part` holds, without the dims along which it repeats itself."""
+    """Returns a plain view of all that `part` holds, without the dims along which it repeats itself."""
     if part.is_meta:
         raise RuntimeError(
-            f"{name} is on meta: it has no values to give or to replace. On each rank but the first, call "
-            "model.to_empty(device=...) before; on the first, initialise or load it."
+            f"{name} is on meta: it has no values. On each rank but the first, call model.to_empty(device=...) before; "
+            "on the first, initialise or load it."
         )
     bases = type(part).__mro__[: type(part).__mro__.index(Tensor)]
     if part.layout != torch.strided or part.is_quantized or any("__torch_dispatch__" in vars(base) for base in bases):
@@ -189,19 +188,19 @@ def _writable(name: str, part: Tensor) -> Tensor:
             f"{name}: expected dense tensors, or a tensor subclass that says what it consists of "
             f"(__tensor_flatten__), got {what}. Take it out of the module during the call, and broadcast it yourself."
         )
-    with dtensor_compat.no_torch_function():
+    with no_torch_function():
         plain = part.detach().as_subclass(Tensor)
     for dim, (size, stride) in enumerate(zip(plain.shape, plain.stride(), strict=True)):
         plain = plain.narrow(dim, 0, 1) if size > 1 and stride == 0 else plain
     return plain
 
 
-def _starts_of_replicas(state: FSDPState) -> Iterator[tuple[_Copies, StartingWeights]]:
-    """What is known of the weights from which replicas were cut; it is to be what the first one was cut from."""
-    for param, start in state.group.adopted.starts.items():
-        groups = _replica_groups(param)
-        if groups:
-            yield _Copies([start.values], groups, f"values that {param.name} was cut from"), start
+def _known_of_replicas(group: FSDPParamGroup) -> Iterator[tuple[_Copies, InitialValues]]:
+    """Yields what is known of the weights from which replicas were cut: ranks must have that of the first one, too."""
+    for param, values in known_of(group).items():
+        replicas = _replica_groups(param)
+        if replicas:
+            yield _Copies([values.values], replicas, f"values that {param.name} was cut from"), values
 
 
 def _replica_groups(param: FSDPParam) -> list[dist.ProcessGroup]:
@@ -211,7 +210,11 @@ def _replica_groups(param: FSDPParam) -> list[dist.ProcessGroup]:
 
 
 def _refuse_differences(ranks: DataMesh, descriptions: Sequence[str], problem: Exception | None) -> None:
-    """Raise on all ranks what is a problem on one of them, and ValueError if they describe their models differently."""
+    """Raises on all ranks what is a problem on one of them.
+
+    Raises:
+        ValueError: ranks describe their models differently.
+    """
     checksum = zlib.crc32("\n".join(descriptions).encode())
     numbers = [len(descriptions), checksum, int(problem is not None)]
     (_, most), (least_sum, most_sum), (_, any_problem) = bounds_over(
@@ -227,24 +230,25 @@ def _refuse_differences(ranks: DataMesh, descriptions: Sequence[str], problem: E
         return
     sums = [zlib.crc32(each.encode()) for each in descriptions] + [-1] * (most - len(descriptions))
     bounds = bounds_over(ranks, sums, "parameters of the modules that sync_module_states was called with")
-    place = next(i for i, (least, largest) in enumerate(bounds) if least != largest)
-    own = descriptions[place] if place < len(descriptions) else "nothing more"
+    index = next(i for i, (least, largest) in enumerate(bounds) if least != largest)
+    own = descriptions[index] if index < len(descriptions) else "nothing more"
     told = sorted(gather_objects((dist.get_rank(), own), ranks.axis_groups, ranks.device))
     (first, expected), *_ = told
     other, got = next((rank, each) for rank, each in told if each != expected)
     raise ValueError(
         f"sync_module_states: expected the same model on all ranks, got {expected} on rank {first}, and {got} on rank "
         f"{other}. Build the same modules on all ranks; where they differ on purpose (stages of a pipeline), pass the "
-        "axes of data parallelism, sync_module_states(model, mesh['dp']) say."
+        "axes of data parallelism, for example sync_module_states(model, mesh['dp'])."
     )
 
 
-# ---- what is sent
+# ---- the broadcast
 
 
 def _broadcast(found: Sequence[_Copies], device: torch.device) -> None:
-    """Send the parts from the first rank of their groups to the others, those of the same groups together. `device`:
-    on which ranks communicate.
+    """Sends the parts from the first rank of their groups to the others, those of the same groups together.
+
+    `device`: the device on which ranks communicate.
     """
     of_groups: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[Tensor]]] = {}
     for parts, groups, _ in found:
@@ -260,27 +264,28 @@ def _broadcast_over(groups: Sequence[dist.ProcessGroup], parts: Sequence[Tensor]
     is_first = all(group.rank() == 0 for group in groups)
     size = min(BUCKET_NBYTES, sum(_aligned(part.nbytes) for part in parts))
     bucket = torch.empty(size, dtype=torch.uint8, device=device)
-    waiting: list[tuple[Tensor, Tensor]] = []
+    # What lies in the bucket: (its memory there, a chunk of a part).
+    packed: list[tuple[Tensor, Tensor]] = []
     used = 0
 
     def send() -> None:
-        for place, piece in waiting:
-            place.copy_(piece)
+        for memory, chunk in packed:
+            memory.copy_(chunk)
         broadcast_over(bucket[:used], groups)
-        for place, piece in waiting if not is_first else ():
-            with torch.inference_mode(piece.is_inference()):
-                piece.copy_(place)
-        waiting.clear()
+        for memory, chunk in packed if not is_first else ():
+            with torch.inference_mode(chunk.is_inference()):
+                chunk.copy_(memory)
+        packed.clear()
 
     for part in parts:
-        for piece in _pieces(part, size // part.element_size()):
-            if used + piece.nbytes > size:
+        for chunk in _chunks(part, size // part.element_size()):
+            if used + chunk.nbytes > size:
                 send()
                 used = 0
-            memory = bucket[used : used + piece.nbytes]
-            waiting.append((memory.view(piece.dtype).view(piece.shape), piece))
-            used = _aligned(used + piece.nbytes)
-    if waiting:
+            memory = bucket[used : used + chunk.nbytes]
+            packed.append((memory.view(chunk.dtype).view(chunk.shape), chunk))
+            used = _aligned(used + chunk.nbytes)
+    if packed:
         send()
 
 
@@ -288,13 +293,13 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Views of `tensor`, of at most so many elements each, that make it up: its memory may lie in any order."""
+def _chunks(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Yields views of `tensor`, of at most `most` elements each, that make it up. Its memory may lie in any order."""
     if tensor.numel() <= most:
         if tensor.numel():
             yield tensor
         return
     dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
     rows = max(1, most * tensor.shape[dim] // tensor.numel())
-    for piece in tensor.split(rows, dim):
-        yield from _pieces(piece, most)
+    for chunk in tensor.split(rows, dim):
+        yield from _chunks(chunk, most)

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, bucket, fully_shard, reduce_plan  # noqa: E402
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: E402
+from fsdp2.core import buckets  # noqa: E402
 from helpers import assert_same, full  # noqa: E402
 from models import TinyGPT, mean_loss  # noqa: E402
 
@@ -67,7 +68,7 @@ def recomputed(model: Any) -> None:
 
 def small_pieces(_: Any) -> None:
     """From now on gradients travel one by one, in halves, which large ones do from 1 MiB on."""
-    bucket.MIN_BUCKET_BYTES, reduce_plan.MIN_PIECE_BYTES = 1, 1024
+    buckets.MIN_BUCKET_BYTES, buckets.MIN_PIECE_BYTES = 1, 1024
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, comm, fully_shard
-from fsdp2.guards import questions
-from fsdp2.state import states_below
+from fsdp2.checks import questions
+from fsdp2.core.state import states_below
 from helpers import assert_same, fake_world, full
 from models import TinyGPT, mean_loss
 

@@ -35,10 +35,10 @@ from fsdp2 import (
     full_params,
     fully_shard,
     replicate,
-    sharded_dtensor,
 )
 from fsdp2.comm import make_comm
-from fsdp2.dtensor_compat import DISPATCHES_TO_SUBCLASSES
+from fsdp2.dtensor import sharded_dtensor
+from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.mesh import default_mesh
 from fsdp2.sharded_class import sharded_class
 from helpers import assert_same, full, own_rows, run_ranks, sharded

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import Comparison, MixedPrecisionPolicy, compare, fully_shard, replicate
+from fsdp2.core.state import groups_of
 from helpers import run_checks
 from models import OddMLP, SharedModule, SkippedModule, TinyGPT, TinyLSTM, TinyModel, mean_loss
 
@@ -220,7 +221,7 @@ def sync_left_off() -> None:
     reference, model, batch = odd()
     model.wide.set_requires_gradient_sync(False)
     assert found(compare(reference, model, batch)) == {"gradients": ("wide.bias", ("unsynced",))}
-    assert not model.wide._get_fsdp_state().group.gradients.waiting.full
+    assert not groups_of(model.wide)[0].gradients.unsynchronized
     model.wide.set_requires_gradient_sync(True)
     expect_none(compare(reference, model, batch))
     mean_loss(model(batch)).backward()
@@ -334,7 +335,7 @@ def wrong_arguments() -> None:
     reference, model, batch = odd()
     model.set_requires_gradient_sync(False)
     mean_loss(model(batch)).backward()
-    with pytest.raises(RuntimeError, match=r"wide\.weight: gradients wait to be synchronised"):
+    with pytest.raises(RuntimeError, match=r"wide\.weight: its gradient is unsynchronized"):
         compare(reference, model, batch)
 
 

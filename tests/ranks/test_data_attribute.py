@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp2 import fully_shard
-from fsdp2.corrections.table import correct_torch
+from fsdp2.dtensor.fixes import correct_torch
 from helpers import assert_same, run_checks, run_ranks, sharded
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2.corrections.table import correct_torch
+from fsdp2.dtensor.fixes import correct_torch
 from helpers import assert_same, run_ranks, sharded
 
 SHAPES = [(5, 3), (1,), (4, 2, 2), (2, 6)]
@@ -333,7 +333,7 @@ def test_what_is_distributed_alike_is_not_planned() -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         own, other = distributed([SIGNED, SIGNED], Shard(0))
-        with mock.patch("fsdp2.corrections.dtensor_operations.write_in_place", side_effect=AssertionError):
+        with mock.patch("fsdp2.dtensor.dtensor_operations.write_in_place", side_effect=AssertionError):
             own.mul_(0.5).lerp_(other, 0.1).addcmul_(other, other, value=0.2).addcdiv_(other, other).add_(other).div_(2)
         expected = SIGNED.mul(0.5).lerp(SIGNED, 0.1).addcmul(SIGNED, SIGNED, value=0.2).addcdiv(SIGNED, SIGNED)
         assert_same(own.full_tensor(), (expected + SIGNED) / 2, 0, 1e-6, "written")

@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.utils import prune
 
 from fsdp2 import dtensor_fixes, fully_shard
-from fsdp2.corrections.table import FIXES, NAMES, describe_fixes
+from fsdp2.dtensor.fixes import describe_fixes
+from fsdp2.dtensor.table import FIXES, NAMES
 from helpers import fake_world, run_checks, run_ranks, sharded
 
 WHOLE = torch.arange(20.0).reshape(5, 4) / 10 - 1

@@ -5,6 +5,7 @@ The oracle is a plain model, of which every parameter is whole anyway.
 
 import contextlib
 import copy
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, comm, full_params, fully_shard, replicate
-from fsdp2.param import FSDPParam
-from fsdp2.param_group import SHARDED, FSDPParamGroup
-from fsdp2.state import states_below
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard, replicate
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.core.events import strategies
+from fsdp2.core.group import SHARDED, FSDPParamGroup
+from fsdp2.core.state import groups_below
 from helpers import assert_same, full, run_checks, shard_batch
 from scenarios import WIDTH, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, train_and_evaluate, whole
 
@@ -397,10 +399,10 @@ def what_can_not_be_written() -> None:
         replace("matrix", torch.ones(3, 7)): "matrix: expected torch.float32 of shape",
         replace("matrix", torch.ones(5, 7).half()): "matrix: expected torch.float32 of shape .* got torch.float16",
         lambda: model._parameters.pop("scale"): "scale: it is gone",
-        untie: r"first.weight: it is gone, or was replaced in some",
+        untie: r"first.weight: it is gone, or was replaced under some",
         give_two: "first.weight: second.weight is the same parameter, but was given other values. Give both",
         lose_one: "first.weight: it is gone",
-        step: "the sharded parameters were changed inside the block, by an optimizer, say. Step before",
+        step: "the sharded parameters were changed inside the block, by an optimizer, for example. Step before",
     }.items():
         with refused(ValueError, text, model, writeback=True):
             act()
@@ -524,7 +526,7 @@ def one_group_at_a_time() -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    gather, seen = FSDPParamGroup.copy_full, []
+    gather, seen = FSDPParamGroup.copy_unsharded, []
 
     def spy(*args: Any) -> list[Tensor]:
         assert all(reference() is None for reference in seen)
@@ -533,7 +535,7 @@ def one_group_at_a_time() -> None:
         return gathered
 
     with (
-        mock.patch.object(FSDPParamGroup, "copy_full", spy),
+        mock.patch.object(FSDPParamGroup, "copy_unsharded", spy),
         full_params(model, offload_to_cpu=True, rank0_only=True),
     ):
         assert len(seen) == 17
@@ -547,21 +549,21 @@ def only_the_groups_needed() -> None:
         fully_shard(block)
     fully_shard(model)
     gathers: list[int] = []
-    original = comm.PairwiseComm.all_gather
+    original = NamedPairwiseComm.all_gather
 
     def spy(*args: Any) -> Any:
         gathers.append(1)
         return original(*args)
 
     wanted = [model.blocks[0].up.weight, model.blocks[2].up.weight, model.blocks[0].down.bias]
-    with mock.patch.object(comm.PairwiseComm, "all_gather", spy), torch.no_grad():
+    with mock.patch.object(NamedPairwiseComm, "all_gather", spy), torch.no_grad():
         for options in ({}, {"offload_to_cpu": True}):
             with full_params(iter(wanted), **options) as tensors:
                 assert [tuple(each.shape) for each in tensors] == [tuple(each.shape) for each in wanted]
                 assert all(type(each) is nn.Parameter for each in tensors)
             assert len(gathers) == 2
             gathers.clear()
-            assert all(state.group.state is SHARDED for state in states_below(model))
+            assert all(group.phase is SHARDED for group in groups_below(model))
         with full_params(model, recurse=False) as named:
             assert len(named) == 5
         assert len(gathers) == 1
@@ -693,7 +695,9 @@ def extended_parameters() -> None:
     model, _ = pair()
     block = full_params(model.first.weight, offload_to_cpu=True)
     text = "^first.weight has fsdp_pre_all_gather"
-    with mock.patch.object(FSDPParam, "is_extended", True), pytest.raises(NotImplementedError, match=text):
+    theirs = dataclasses.replace(strategies(), gathers_itself=lambda local: True)
+    patch = mock.patch("fsdp2.tools.full_params.strategies", return_value=theirs)
+    with patch, pytest.raises(NotImplementedError, match=text):
         block.__enter__()
 
 

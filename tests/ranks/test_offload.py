@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, bucket, clip_grad_norm_, full_params, reduce_plan
-from fsdp2.dtensor_compat import DISPATCHES_TO_SUBCLASSES
-from fsdp2.write_notices import notices
+from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
+from fsdp2.dtensor.write_notices import notices
 from helpers import assert_same, full, run_ranks
 from scenarios import WIDTH, MayFail, Net, Run, check, loss_of, sgd
 from stand_in import StandIn, apart

@@ -95,5 +95,5 @@ def test_program_trains_as_in_one_process(command: str, tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
     lines = finished.stdout.splitlines()
-    assert lines[:2] == [f"{rank}: fsdp2.fully_shard {options[-1:]}" for rank in range(2)]
+    assert lines[:2] == [f"{rank}: fsdp2.api {options[-1:]}" for rank in range(2)]
     assert [float(line.removeprefix("loss ")) for line in lines[2:]] == pytest.approx(alone(plain_losses), abs=1e-6)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2.comm import Comm
-from fsdp2.param_group import SHARDED, FSDPParamGroup
-from fsdp2.state import states_below
-from fsdp2.work import Work
+from fsdp2.core.comm import Comm
+from fsdp2.core.param_group import SHARDED, FSDPParamGroup
+from fsdp2.core.state import states_below
+from fsdp2.core.comm import Work
 
 
 class RecordingComm:

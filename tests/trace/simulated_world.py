@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vector_clocks import Clock, Simulation, Stream
 
 from fsdp2 import streams
-from fsdp2.transfers import Transfers
+from fsdp2.core.streams import Transfers
 
 
 class SimulatedWork(dist.Work):

@@ -14,7 +14,7 @@ from recorder import record
 from torch import Tensor, nn
 
 from fsdp2 import agreement, fully_shard
-from fsdp2.agreement import _COMMON, GATHER, REDUCE
+from fsdp2.ext.conditional import _COMMON, GATHER, REDUCE
 from helpers import fake_world
 
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from vector_clocks import Stream
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, full_params, fully_shard, reduce_plan
-from fsdp2.guards import questions
-from fsdp2.guards.looks import is_time_to_look
+from fsdp2.checks import questions
+from fsdp2.checks.looks import is_time_to_look
 
 STEPS = 9
 MOST = 3

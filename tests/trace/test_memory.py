@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.meters import AllocationMeter, CopyMeter
 from fsdp2 import MixedPrecisionPolicy, bucket, fully_shard, headers, reduce, reduce_plan, replicate, units
-from fsdp2.comm import PairwiseComm, SoloComm
+from fsdp2.core.comm import PairwiseComm, SoloComm
 from helpers import fake_world
 
 RANKS, BLOCKS, DIM = 8, 6, 512

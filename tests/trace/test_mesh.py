@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.mesh import DataMesh, subgroup
+from fsdp2.core.mesh import DataMesh, subgroup
 from helpers import fake_world
 
 

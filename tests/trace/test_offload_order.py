@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from benchmarks.overlap import BLOCKS, DIM, FORWARD_SECONDS, LATENCY_SECONDS, LAYERS, Compute, SlowStack
 from benchmarks.timed_group import Clock, Link, SimulatedClock, TimedWork, start_timed_group
 from fsdp2 import CPUOffloadPolicy, bucket, fully_shard, param_group, reduction_queue
-from fsdp2.mesh import DataMesh
-from fsdp2.state import states_below
+from fsdp2.core.mesh import DataMesh
+from fsdp2.core.state import states_below
 from helpers import fake_world
 from stand_in import DEVICE, Late, StandIn, apart
 

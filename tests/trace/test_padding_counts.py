@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, cheapest_placement, fully_shard, padding_report, replicate
-from fsdp2.padding import Padded, _looked_at
+from fsdp2.tools.padding import Padded, _judged
 from helpers import fake_world
 
 POLICIES = {
@@ -160,7 +160,7 @@ class Wide(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet() -> None:
-    _looked_at.clear()
+    _judged.clear()
 
 
 def test_large_padding_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard, replicate
-from fsdp2.guards import partial_settings
+from fsdp2.checks import partial_settings
 from helpers import fake_world
 from stand_in import apart
 

@@ -36,9 +36,9 @@ from fsdp2 import (
     replicate,
     share_comm_ctx,
 )
-from fsdp2.module import public_methods
-from fsdp2.sharded_dtensor import ShardedDTensor
-from fsdp2.state import states_below
+from fsdp2.core.module import public_methods
+from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
+from fsdp2.core.state import states_below
 from helpers import fake_world
 
 BF16 = torch.bfloat16
@@ -425,8 +425,8 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
 
     with (
         mock.patch.dict(os.environ, row.environment if with_it else {}),
-        mock.patch("fsdp2.guards.rank_guard.connects", connects),
-        mock.patch("fsdp2.guards.running_stats.all_reduce_over", note_statistics),
+        mock.patch("fsdp2.checks.rank_guard.connects", connects),
+        mock.patch("fsdp2.checks.running_stats.all_reduce_over", note_statistics),
         fake_world(topology.ranks),
     ):
         model = topology.build(options, row.ignores and with_it)

@@ -33,11 +33,11 @@ from fsdp2 import (
     replicate,
     streams,
 )
-from fsdp2.mesh import DataMesh
-from fsdp2.reduce import PendingReduce
-from fsdp2.reduction_queue import ReductionQueue
-from fsdp2.streams import GroupStreams
-from fsdp2.transfers import Transfers
+from fsdp2.core.mesh import DataMesh
+from fsdp2.core.reduce import PendingReduce
+from fsdp2.core.schedule import ReductionQueue
+from fsdp2.core.streams import GroupStreams
+from fsdp2.core.streams import Transfers
 
 RANKS, BLOCKS, DIM = 4, 2, 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

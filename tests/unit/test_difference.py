@@ -33,7 +33,7 @@ def test_what_is_not_finite() -> None:
         changed = odd.clone()
         changed[i] = other
         assert measure(changed, odd).relative == math.inf
-        assert measure(changed, odd).place == i
+        assert measure(changed, odd).position == i
 
 
 @pytest.mark.parametrize(

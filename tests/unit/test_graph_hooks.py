@@ -2,7 +2,7 @@
 
 import torch
 
-from fsdp2.graph_hooks import after_tensors
+from fsdp2.core.autograd import after_tensors
 
 
 def test_all_gradients_are_waited_for_in_each_backward() -> None:

@@ -7,8 +7,8 @@ from itertools import chain, pairwise
 import pytest
 import torch
 
-from fsdp2.bucket import split_buckets
-from fsdp2.layout import (
+from fsdp2.core.buckets import split_buckets
+from fsdp2.core.layout import (
     LARGE_SHARD_BYTES,
     MAX_OPERATIONS,
     PARAM_ALIGNMENT,

@@ -1,4 +1,4 @@
-from fsdp2.guards.looks import is_time_to_look
+from fsdp2.checks.looks import is_time_to_look
 
 
 def test_times() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp2.order import Cursor, within_budget
+from fsdp2.core.schedule import Cursor, within_budget
 
 A, B, C, D, NEW = (object() for _ in range(5))
 

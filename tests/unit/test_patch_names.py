@@ -22,7 +22,7 @@ import fsdp2
 from fsdp2 import fully_shard, patch_torch
 from fsdp2.__main__ import STARTUP, python_options
 from fsdp2.bridge import patch
-from fsdp2.when_imported import when_imported
+from fsdp2.bridge.when_imported import when_imported
 from helpers import fake_world
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -189,7 +189,9 @@ def test_state_under_torchs_names() -> None:
         state._fsdp_param_group.mesh_info = None
     assert state._auto_reshard_after_forward
     state._auto_reshard_after_forward = False
-    assert state.reshard_after_forward is True
+    assert [group.settings.reshard_after_forward for group in state.state.groups] == [True]
+    state._auto_reshard_after_forward = True
+    assert state._auto_reshard_after_forward
     assert fully_shard.state(nn.Linear(1, 1)) is None  # type: ignore[attr-defined]
 
 
@@ -274,7 +276,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import stage
 from torch.distributed._composable.replicate_with_fsdp import replicate
 assert FSDPModule.__module__ == stage.FSDPModule.__module__ == "fsdp2.module", stage.FSDPModule
-assert replicate.__module__ == "fsdp2.fully_shard"
+assert replicate.__module__ == "fsdp2.api"
 """
     environment = {**os.environ, "PYTHONPATH": STARTUP}
     command = [sys.executable, "-W", "ignore", "-c", script]

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fsdp2.checks import check_policy
+from fsdp2.checks.arguments import check_policy
 
 F32, BF16, F16, F64, I64 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2.guards.rounding import numbers_in, rounded_whole_numbers, tells, tells_of_numbers
+from fsdp2.checks.rounding import numbers_in, rounded_whole_numbers, tells, tells_of_numbers
 from helpers import fake_world
 
 DAMAGED = {

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import clip_grad_norm_, fully_shard
-from fsdp2.stepper import Stepper
+from fsdp2.ext.optimizer_in_backward import Stepper
 from helpers import fake_world, full
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2.tree import cast_floating, tensors_in, to_device
+from fsdp2.core.user_code import cast_floating, tensors_in, to_device
 
 BF16 = torch.bfloat16
 

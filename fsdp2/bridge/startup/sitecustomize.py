@@ -1,6 +1,7 @@
-"""Python runs this before a program if this folder is on PYTHONPATH: see __main__.py of the package.
+"""Has fsdp2 take the place of torch's FSDP2 in the program that this process is about to run.
 
-Torch is not imported here, since most processes that a program starts have nothing to do with it.
+Python runs this file before a program if this folder is on PYTHONPATH: see __main__.py of the package. It does not
+import torch, since most processes that a program starts do not need it.
 """
 
 import sys
@@ -25,19 +26,20 @@ def patch(module):
     spec = getattr(sys.modules.get(REPLICATE), "__spec__", None)
     if getattr(spec, "_initializing", False) and module.__name__ != REPLICATE:
         return  # it was the first to import torch's FSDP2, and must have it to itself until it is complete
-    if find_spec(basename(PACKAGE)) is None:  # of a clone that was run from its folder
+    if find_spec(basename(PACKAGE)) is None:  # the package is run from its folder, and not installed
         sys.path.append(dirname(PACKAGE))
     import_module(basename(PACKAGE)).patch_torch()
 
 
 def run_the_one_behind():
-    """Another sitecustomize.py, that this one hides."""
+    """Runs another sitecustomize.py, which this one hides."""
     spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if realpath(folder) != HERE])
     if spec is not None:
         load("sitecustomize", spec)
 
 
-tool = load("_fsdp2_when_imported", spec_from_file_location("_fsdp2_when_imported", join(PACKAGE, "when_imported.py")))
+NAME = "_fsdp2_when_imported"
+tool = load(NAME, spec_from_file_location(NAME, join(PACKAGE, "bridge", "when_imported.py")))
 for name in ("torch.distributed.fsdp", REPLICATE, "torch.distributed.pipelining.stage"):
     tool.when_imported(name, patch)
 run_the_one_behind()

@@ -1,4 +1,4 @@
-"""Random values drawn into DTensors, or for others like them: torch gives each rank's part the same ones."""
+"""Random operations on DTensors, and for tensors like them: torch gives the shards of all ranks the same values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from ..core.comm import broadcast_over, moves_data
-from .compat import argument_names, cut, local_of, whole_of
+from ..core.compat import local_of
+from ..ext.rank_facts import broadcast_over, moves_data
+from .compat import argument_names, cut, full_tensor_of, is_partial
 from .sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten
-_DRAW_IN_PLACE = (
+_IN_PLACE = (
     _aten.normal_.default,
     _aten.uniform_.default,
     _aten.bernoulli_.float,
@@ -28,14 +29,14 @@ _DRAW_IN_PLACE = (
     _aten.random_.to,
     getattr(_aten.random_, "from"),
 )
-_DRAW_LIKE = (
+_LIKE = (
     _aten.rand_like.default,
     _aten.randn_like.default,
     _aten.randint_like.default,
     _aten.randint_like.low_dtype,
 )
-# The values of the first argument matter, too.
-_DRAW_FROM = (
+# Operations that depend on the values of their tensors, too.
+_FROM_VALUES = (
     _aten.bernoulli.default,
     _aten.multinomial.default,
     _aten.normal.Tensor_float,
@@ -45,55 +46,55 @@ _DRAW_FROM = (
 )
 
 
-def draw_like_plain_tensors() -> None:
-    """What draws random values into a ShardedDTensor on a mesh of CPUs, or for one like it, gives each rank its
-    part of what a plain tensor would get from the same seed, for any number of ranks. What ranks hold alike is drawn
-    alike, whatever their seeds: from the generator of the first of them.
+def randomize_like_plain_tensors() -> None:
+    """Has random operations on a ShardedDTensor on a mesh of CPUs, and for tensors like it, give each rank its shard of
+    what a plain tensor would get from the same seed, for any number of ranks. Replicated values are equal whatever the
+    ranks' seeds are: they come from the generator of the first of them.
 
-    `rrelu` in training raises: each rank would draw slopes of its own.
+    `rrelu` in training raises: each rank would use slopes of its own.
     """
-    handle_operations(_DRAW_IN_PLACE, _draw_in_place)
-    handle_operations(_DRAW_LIKE, partial(_draw, _blank))
-    handle_operations(_DRAW_FROM, partial(_draw, whole_of))
+    handle_operations(_IN_PLACE, _randomize_in_place)
+    handle_operations(_LIKE, partial(_randomize, _empty_like))
+    handle_operations(_FROM_VALUES, partial(_randomize, full_tensor_of))
     handle_operations([_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default], _rrelu)
 
 
-def _draw_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _randomize_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
-    if _is_drawn_by_torch(target):
+    if _is_left_to_torch(target):
         return call_unhandled(op, args, kwargs)
-    local_of(target).copy_(local_of(_drawn(_blank, op, args, kwargs)))
+    local_of(target).copy_(local_of(_random(_empty_like, op, args, kwargs)))
     return target
 
 
-def _draw(whole: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _randomize(plain: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(each for each in args if isinstance(each, DTensor))
-    return call_unhandled(op, args, kwargs) if _is_drawn_by_torch(first) else _drawn(whole, op, args, kwargs)
+    return call_unhandled(op, args, kwargs) if _is_left_to_torch(first) else _random(plain, op, args, kwargs)
 
 
-def _is_drawn_by_torch(target: DTensor) -> bool:
-    return local_of(target).device.type != "cpu" or any(each.is_partial() for each in target.placements)
+def _is_left_to_torch(target: DTensor) -> bool:
+    return local_of(target).device.type != "cpu" or is_partial(target)
 
 
-def _drawn(whole: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """This rank's part of what `op` makes of plain tensors: of `whole(each)` in place of each DTensor."""
+def _random(plain: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Returns this rank's shard of what `op` makes of plain tensors: of `plain(each)` in place of each DTensor."""
     first = next(each for each in args if isinstance(each, DTensor))
     mesh, generator = first.device_mesh, kwargs.get("generator") or torch.default_generator
     before = generator.get_state()
-    plain = [whole(each) if isinstance(each, DTensor) else each for each in args]
-    drawn = op(*plain, **kwargs)
-    placements = first.placements if drawn.shape == first.shape else [Replicate()] * mesh.ndim
+    plain_args = [plain(each) if isinstance(each, DTensor) else each for each in args]
+    values = op(*plain_args, **kwargs)
+    placements = first.placements if values.shape == first.shape else [Replicate()] * mesh.ndim
     shared = _state_among_replicas(before, mesh, placements)
     if not torch.equal(shared, before):
         after = generator.get_state()
         generator.set_state(shared)
-        drawn = op(*plain, **kwargs)
+        values = op(*plain_args, **kwargs)
         generator.set_state(after)
-    return cut(drawn, mesh, placements)
+    return cut(values, mesh, placements)
 
 
 def _state_among_replicas(own: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """The state of the first of those generators whose ranks are to draw the same. All of these must call it."""
+    """Returns the generator state of the first of the ranks that hold replicas. All of these must call it."""
     axes = [axis for axis, placement in enumerate(placements) if placement.is_replicate() and mesh.size(axis) > 1]
     groups = [mesh.get_group(axis) for axis in axes]
     shared = own.clone()
@@ -102,14 +103,15 @@ def _state_among_replicas(own: Tensor, mesh: DeviceMesh, placements: Sequence[Pl
     return shared
 
 
-def _blank(like: DTensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+def _empty_like(tensor: DTensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _rrelu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """
+    """Returns what `rrelu` returns without training.
+
     Raises:
-        NotImplementedError: it draws.
+        NotImplementedError: it is in training.
     """
     given = {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
     if given.get("training", False):

@@ -1,4 +1,4 @@
-"""Whole copies of a group's parameters, registered in its modules for a while: to read, or to edit and write back."""
+"""Copies of a group's unsharded parameters, registered in its modules for a while: to read, or to change and save."""
 
 from __future__ import annotations
 
@@ -9,63 +9,65 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import dtensor_compat
-from ..core.comm import all_gather_now
 from ..checks.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
-from ..core.parameter import FSDPParam
+from ..core.compat import local_if_any
 from ..core.group import FSDPParamGroup
+from ..core.parameter import FSDPParam
 from ..dtensor.write_notices import notices
+from ..ext.rank_facts import all_gather_now
 
 _DIGEST_NBYTES = 16
 _CHANGED_MEANWHILE = (
-    "the sharded parameters were changed inside the block, by an optimizer, say. Step before the block, or after it"
+    "the sharded parameters were changed inside the block, by an optimizer, for example. Step before the block, or "
+    "after it"
 )
 
 
-class FullCopies:
-    """Copies of `params`, all of one group, in memory of their own, which take no gradient."""
+class UnshardedCopies:
+    """Holds copies of `params`, all of one group, in memory of their own. They take no gradient."""
 
     def __init__(self, group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
         self._group, self._params = group, params
         self._copies: list[_Copy] = []
+        # Versions of the sharded parameters that were copied.
         self._versions: tuple[int, ...] = ()
 
     def lend(self, dtype: torch.dtype | None, device: torch.device, has_data: bool) -> dict[FSDPParam, nn.Parameter]:
-        """Register copies on `device`, of `dtype`, or as the parameters are stored; without data, on meta, where this
-        rank is to have none. Return them. Every rank must call it.
+        """Registers copies on `device`, in `dtype` or in the dtypes in which the parameters are stored, and returns
+        them. They are on meta if this rank is to have no data. Every rank must call it.
         """
         self._group.adopt_replacements(may_be_meta=False)
         self._versions = self._group.shard_versions()
-        gathered = self._group.copy_full(self._params, dtype)
-        self._group.is_lent = True
+        gathered = self._group.copy_unsharded(self._params, dtype)
+        self._group.lend()
         with torch.inference_mode(False), torch.no_grad():
             for param, memory in zip(self._params, gathered, strict=True):
                 own = memory.to(device, copy=True) if has_data else memory.to("meta")
-                self._copies.append(_Copy(param, param.face_of(own, requires_grad=False)))
-        return {copy.param: copy.face for copy in self._copies}
+                self._copies.append(_Copy(param, param.as_unsharded(own, requires_grad=False)))
+        return {copy.param: copy.parameter for copy in self._copies}
 
     def take_back(self) -> None:
-        """Register the sharded parameters again. What a user has put in place of a copy is taken for it."""
+        """Registers the sharded parameters again. What a user has put in place of a copy is kept as its value."""
         for copy in self._copies:
             copy.take_back()
-        self._group.is_lent = False
+        self._group.take_back()
 
     def written(self) -> list[str]:
-        """Names of the parameters whose copies were modified or replaced."""
+        """Returns the names of the parameters whose copies were modified or replaced."""
         return [copy.param.name for copy in self._copies if copy.is_written()]
 
-    def agree(self) -> None:
-        """Find out which copies are to be written back. Every rank must call it.
+    def find_changes(self) -> None:
+        """Finds out which copies must be written back, on whichever rank they were changed. Every rank must call it.
 
         Raises:
             ValueError: ranks have given one different values, or one that its parameter can't take; on every rank.
         """
         is_current = self._group.shard_versions() == self._versions
-        parts = [copy.digest(is_current) + bytes([copy.changes_rows()]) for copy in self._copies]
-        of_all = _from_all_ranks(b"".join(parts), self._group)
+        own = [copy.digest(is_current) + bytes([copy.changes_rows()]) for copy in self._copies]
+        of_all = _from_all_ranks(b"".join(own), self._group)
         problems = []
         for i, copy in enumerate(self._copies):
-            theirs = [each[i * len(parts[i]) : (i + 1) * len(parts[i])] for each in of_all]
+            theirs = [each[i * len(own[i]) : (i + 1) * len(own[i])] for each in of_all]
             copy.is_changed = any(each[-1] for each in theirs)
             differs = len({each[:-1] for each in theirs}) > 1
             problem = "ranks have given it different values. Change it on every rank alike" if differs else copy.problem
@@ -74,8 +76,8 @@ class FullCopies:
             raise ValueError(f"nothing was written back. {' '.join(problems)}")
 
     def write_back(self) -> None:
-        """Have the shards take the values that ranks have agreed upon. Parameters that nobody has changed stay as they
-        are, to autograd too.
+        """Writes the values that `find_changes` has found into the shards. Parameters whose values have not changed are
+        not written to: to autograd, too, they stay what they are.
         """
         for copy in self._copies:
             if copy.is_changed:
@@ -83,40 +85,49 @@ class FullCopies:
 
 
 class _Copy:
-    """One of them. `problem`: why it can't be written back. `is_changed`: whether any rank's rows were changed."""
+    """Holds one copy: `parameter`.
 
-    def __init__(self, param: FSDPParam, face: nn.Parameter) -> None:
-        self.param, self.face = param, face
+    `problem`: why it can't be written back, or None. `is_changed`: True if the rows of any rank were changed.
+    """
+
+    def __init__(self, param: FSDPParam, parameter: nn.Parameter) -> None:
+        self.param, self.parameter = param, parameter
         self.problem: str | None = None
         self.is_changed = False
-        self._trace, self._sums = _trace_of(face), _sums_of(face)
+        self._trace, self._sums = _trace_of(parameter), _sums_of(parameter)
+        # What was registered in each slot of the parameter at the end.
         self._found: list[Tensor | None] = []
-        param.register(face)
+        param.register(parameter)
 
     def take_back(self) -> None:
+        """Registers the sharded parameter again."""
         self._found = [slot.module._parameters.get(slot.name) for slot in self.param.slots]
         self.param.register(self.param.sharded)
 
     def is_written(self) -> bool:
-        is_replaced = any(each is not self.face for each in self._found)
-        return is_replaced or _trace_of(self.face) != self._trace or _sums_of(self.face) != self._sums
+        """Returns True if it was modified or replaced."""
+        is_replaced = any(each is not self.parameter for each in self._found)
+        return is_replaced or _trace_of(self.parameter) != self._trace or _sums_of(self.parameter) != self._sums
 
     def digest(self, is_current: bool) -> bytes:
-        """Of the value to write back, or of what forbids that. `is_current`: the sharded parameters are as before."""
+        """Returns a digest of the value to write back, or of what forbids that.
+
+        `is_current`: the sharded parameters have not changed since they were copied.
+        """
         self.problem = self._find_problem() if is_current else _CHANGED_MEANWHILE
         content = self.problem or int(checksum(self._value()))
         return hashlib.sha256(repr(content).encode()).digest()[:_DIGEST_NBYTES]
 
     def _find_problem(self) -> str | None:
-        replaced = [each is not self.face for each in self._found]
-        value, face = self._found[0], self.face
+        replaced = [each is not self.parameter for each in self._found]
+        value, copy = self._found[0], self.parameter
         if value is None or any(each is None for each in self._found) or any(replaced) != all(replaced):
-            return "it is gone, or was replaced in some of the places that share it"
+            return "it is gone, or was replaced under some of the names that share it only"
         if tuple(value.shape) != self.param.shape or value.dtype != self.param.local.dtype:
             stored = f"{self.param.local.dtype} of shape {self.param.shape}"
             return f"expected {stored}, got {value.dtype} of shape {tuple(value.shape)}"
-        if _placements_of(value) != _placements_of(face):
-            return f"expected placements {_placements_of(face)}, got {_placements_of(value)}"
+        if _placements_of(value) != _placements_of(copy):
+            return f"expected placements {_placements_of(copy)}, got {_placements_of(value)}"
         for name, other in zip(self.param.names, self._found, strict=True):
             if other is not None and (_placements_of(other) != _placements_of(value) or not are_alike(value, other)):
                 return f"{name} is the same parameter, but was given other values. Give both the same ones"
@@ -125,10 +136,10 @@ class _Copy:
     def _value(self) -> Tensor:
         value = self._found[0]
         assert value is not None, "else that is the problem"
-        return dtensor_compat.local_if_any(value.detach())
+        return local_if_any(value.detach())
 
     def changes_rows(self) -> bool:
-        """Whether this rank's shard would be another."""
+        """Returns True if writing it back would change this rank's shard."""
         if self.problem is not None:
             return False
         local = self.param.local
@@ -137,6 +148,7 @@ class _Copy:
 
     @torch.no_grad()
     def write_back(self) -> None:
+        """Copies this rank's rows into its shard."""
         notices.tell()
         self.param.local.copy_(self.param.own_rows(self._value()))
 
@@ -145,22 +157,22 @@ def _placements_of(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def _trace_of(face: Tensor) -> tuple[int, int, int]:
-    """What is another one after an in-place operation, or when `.data` was set."""
-    local = dtensor_compat.local_if_any(face)
-    return face._version, local._version, local.data_ptr()
+def _trace_of(copy: Tensor) -> tuple[int, int, int]:
+    """Returns numbers of which one changes with an in-place operation, or when `.data` is assigned."""
+    local = local_if_any(copy)
+    return copy._version, local._version, local.data_ptr()
 
 
-def _sums_of(face: Tensor) -> list[int]:
-    """What is another one when `.data` was written to, which no version shows."""
-    return read([word_sum(part) for part in values_of(face)])
+def _sums_of(copy: Tensor) -> list[int]:
+    """Returns numbers of which one changes when `.data` is written to, which no version counter shows."""
+    return read([word_sum(part) for part in values_of(copy)])
 
 
 def _from_all_ranks(own: bytes, group: FSDPParamGroup) -> list[bytes]:
-    """What each rank that shards or replicates the group has. All of them must call it."""
-    reduction, device = group.gradients.reduction, group.mesh.device
-    of_all = all_gather_now(own, reduction.shards, device)
-    if reduction.replicas is not None:
-        joined = all_gather_now(b"".join(of_all), reduction.replicas, device)
+    """Returns `own` of each rank that shards or replicates the group. All of these ranks must call it."""
+    comms, device = group.comms, group.mesh.device
+    of_all = all_gather_now(own, comms.reduces, device)
+    if comms.replicas is not None:
+        joined = all_gather_now(b"".join(of_all), comms.replicas, device)
         of_all = [each[i : i + len(own)] for each in joined for i in range(0, len(each), len(own))]
     return of_all

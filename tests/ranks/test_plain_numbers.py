@@ -1,4 +1,4 @@
-"""Numbers of a rank's own beside what is computed of shards: losses that plain operators put together."""
+"""Plain numbers that differ between ranks beside DTensors that are computed from shards, in losses."""
 
 import operator
 from collections.abc import Callable

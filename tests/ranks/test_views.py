@@ -1,4 +1,4 @@
-"""Parts of DTensors, read and written to, beside the same of plain tensors; of sharded parameters: test_situations."""
+"""Views of DTensors, read and written to, beside the same of plain tensors; of sharded parameters: test_situations."""
 
 import copy
 import itertools
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import dtensor_compat, fully_shard
-from fsdp2.corrections.parts import Part
-from fsdp2.corrections.table import correct_torch
-from fsdp2.sharded_dtensor import ShardedDTensor
+from fsdp2 import fully_shard
+from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
+from fsdp2.dtensor.copied_views import CopiedView
+from fsdp2.dtensor.fixes import correct_torch
+from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
 from helpers import assert_same, run_ranks, sharded
 
 PLAIN = torch.arange(24, dtype=torch.float64).reshape(6, 4) - 9
@@ -32,7 +33,7 @@ def item_set(own: Any, index: Any, value: Any) -> None:
 
 
 def twice(own: Any) -> None:
-    """A part is read after another, and the whole, were written to."""
+    """A view is read after another, and the full tensor, were written to."""
     row, rows = own[1], own[1:3]
     rows.mul_(2)
     row.add_(1)
@@ -77,7 +78,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "in place by an operator": lambda own: own[1:3].__imul__(3),
     "lists": of_lists,
 }
-if dtensor_compat.DISPATCHES_TO_SUBCLASSES:
+if DISPATCHES_TO_SUBCLASSES:
     WRITES["one after the other"] = twice
 # Of copies only: torch refuses to mix tensors where it has views.
 WRITES_OF_PLAIN_TENSORS: dict[str, Callable[[Any], object]] = {
@@ -92,7 +93,7 @@ WRITES_OF_PLAIN_TENSORS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_what_is_written_to_a_part_is_written(world_size: int) -> None:
+def test_writes_to_a_view_write_to_the_dtensor(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         mesh = init_device_mesh("cpu", (world_size,))
@@ -113,7 +114,7 @@ def test_what_is_written_to_a_part_is_written(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
-# Views of what ranks have parts of: norms of columns, sums of them.
+# Views of results with Partial placements: norms of columns, sums of them.
 VIEWS_OF_NUMBERS: dict[str, Callable[[Any], Any]] = {
     "detach": lambda numbers: numbers.detach(),
     "the first": lambda numbers: numbers[..., 0],
@@ -132,8 +133,8 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_what_is_written_to_a_view_of_parts_of_numbers_is_written(world_size: int) -> None:
-    """As torch writes it up to 2.13; then it has copies of parts of norms."""
+def test_writes_to_a_view_of_a_partial_result_write_to_the_result(world_size: int) -> None:
+    """Torch writes so up to 2.13; then it has copies of Partial norms."""
 
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -154,8 +155,8 @@ def test_what_is_written_to_a_view_of_parts_of_numbers_is_written(world_size: in
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_is_written_to_a_view_of_few_rows_is_written(world_size: int) -> None:
-    """Torch 2.15 gathers to transpose what some ranks hold nothing of; any does for a view that rows don't fit."""
+def test_writes_to_a_view_of_few_rows_write_to_the_dtensor(world_size: int) -> None:
+    """Torch gathers to transpose a tensor that some rank has nothing of (2.15), or to view one across rows."""
 
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -172,13 +173,13 @@ def test_what_is_written_to_a_view_of_few_rows_is_written(world_size: int) -> No
 
 
 READS: dict[str, Callable[[Any], Any]] = {
-    "clone": lambda part: part.clone(),
-    "arithmetic": lambda part: part * 2 + part,
-    "reduced": lambda part: part.sum(),
-    "a view": lambda part: part.flatten()[1:],
+    "clone": lambda view: view.clone(),
+    "arithmetic": lambda view: view * 2 + view,
+    "reduced": lambda view: view.sum(),
+    "a view": lambda view: view.flatten()[1:],
     "deepcopy": copy.deepcopy,
-    "pickled": lambda part: pickle.loads(pickle.dumps(part)),
-    "norms": lambda part: torch.stack(torch._foreach_norm([part, part])),
+    "pickled": lambda view: pickle.loads(pickle.dumps(view)),
+    "norms": lambda view: torch.stack(torch._foreach_norm([view, view])),
 }
 
 
@@ -208,29 +209,29 @@ def test_flat_parameters_of_uneven_shards() -> None:
     run_ranks(4, body)
 
 
-def test_parts_are_read_like_any_dtensor() -> None:
+def test_views_are_read_like_any_dtensor() -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         mesh = init_device_mesh("cpu", (2,))
         for name, read in READS.items():
             own = sharded(PLAIN.clone(), mesh, [Shard(0)])
-            part = own[1:3]
-            assert isinstance(part, Part)
-            result = read(part)
-            kind = {"a view": Part, "pickled": DTensor}.get(name, ShardedDTensor)
+            view = own[1:3]
+            assert isinstance(view, CopiedView)
+            result = read(view)
+            kind = {"a view": CopiedView, "pickled": DTensor}.get(name, ShardedDTensor)
             assert type(result) is kind, name
             assert_same(of_plain(result), read(PLAIN[1:3]), 0, 0, name)
             own.mul_(3)
-            if not dtensor_compat.DISPATCHES_TO_SUBCLASSES:
+            if not DISPATCHES_TO_SUBCLASSES:
                 continue
-            assert_same(part.full_tensor(), PLAIN[1:3] * 3, 0, 0, f"{name}: full_tensor after a write to the whole")
-            assert_same(of_plain(read(part)), read(PLAIN[1:3] * 3), 0, 0, f"{name}: after a write to the whole")
+            assert_same(view.full_tensor(), PLAIN[1:3] * 3, 0, 0, f"{name}: full_tensor after a write to the whole")
+            assert_same(of_plain(read(view)), read(PLAIN[1:3] * 3), 0, 0, f"{name}: after a write to the whole")
 
     run_ranks(2, body)
 
 
-def test_what_is_written_to_a_local_copy_is_written() -> None:
-    """As checkpoints are loaded. A second part has it, too; one that can't know says so."""
+def test_writes_to_a_local_copy_write_to_the_dtensor() -> None:
+    """Checkpoints are loaded so. A second view shows it, too; one that can't know raises."""
 
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -242,20 +243,20 @@ def test_what_is_written_to_a_local_copy_is_written() -> None:
         plain[2:5] *= 2
         plain[1] = 7
         assert_same(own.full_tensor(), plain, 0, 0, "the whole")
-        assert_same(row.to_local() + 0, plain[2], 0, 0, "a second part")
-        assert_same(row.full_tensor(), plain[2], 0, 0, "a second part, full")
+        assert_same(row.to_local() + 0, plain[2], 0, 0, "a second view")
+        assert_same(row.full_tensor(), plain[2], 0, 0, "a second view, full")
         assert type(row.to_local() + 0) is type(pickle.loads(pickle.dumps(row.to_local()))) is Tensor
         copied = row.to_local()
         own.add_(1)
         for read in (row.to_local, lambda: copied + 1, copied.zero_):
-            with pytest.raises(RuntimeError, match=r"written to since\. Take the part again, or call full_tensor\(\)"):
+            with pytest.raises(RuntimeError, match=r"written to since\. Take the view again, or call full_tensor\(\)"):
                 read()
         assert_same(own.full_tensor(), plain + 1, 0, 0, "unchanged")
 
     run_ranks(2, body)
 
 
-def test_gradients_flow_through_parts() -> None:
+def test_gradients_flow_through_views() -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         mesh = init_device_mesh("cpu", (2,))
@@ -288,7 +289,7 @@ def test_on_two_axes() -> None:
         linear = nn.Linear(4, 6, bias=False)
         linear.weight = nn.Parameter(distribute_tensor(PLAIN.clone(), mesh["tp"], [Shard(0)]))
         fully_shard(linear, mesh=mesh["dp"])
-        # Torch 2.11 can't take a part of such.
+        # Torch 2.11 can't take a view of such a tensor.
         says = r"shape \(6, 4\).*full_params\(module, writeback|use_strided_shard_as_shard_order"
         with torch.no_grad(), pytest.raises((NotImplementedError, ValueError), match=says):
             linear.weight[1].zero_()
@@ -327,13 +328,13 @@ def test_sharded_parameters_and_their_gradients() -> None:
 
 
 def test_activations_are_left_alone() -> None:
-    """Autograd knows what is written to them."""
+    """Autograd follows writes to them."""
 
     def body(rank: int, _: int) -> None:
         correct_torch()
         mesh = init_device_mesh("cpu", (2,))
         own: Tensor = sharded(PLAIN.clone(), mesh, [Shard(0)]).requires_grad_()
-        assert not isinstance((own * 2)[1], Part)
-        assert not isinstance(own[:, 1], Part)
+        assert not isinstance((own * 2)[1], CopiedView)
+        assert not isinstance(own[:, 1], CopiedView)
 
     run_ranks(2, body)

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp2 import fully_shard
-from fsdp2.corrections.table import correct_torch
-from fsdp2.dtensor_compat import DISPATCHES_TO_SUBCLASSES
+from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
+from fsdp2.dtensor.fixes import correct_torch
 from helpers import assert_same, run_ranks, sharded
 
 

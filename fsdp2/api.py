@@ -1,0 +1,166 @@
+"""fully_shard() and replicate(), as users call them: with all checks, and conditional modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .bridge.torch_interface import torch_state_of
+from .checks.arguments import check_arguments
+from .checks.rollcall import level_from_environment
+from .core.api import Arguments, apply
+from .core.mesh import DataParallelMeshDims
+from .core.policy import MixedPrecisionPolicy, OffloadPolicy
+from .module import FSDPModule
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+) -> Any:
+    """Shards the parameters of `module` over the ranks of `mesh`, in place, and returns `module`.
+
+    Every parameter below `module` that no inner `fully_shard` call manages becomes an `nn.Parameter(DTensor)`, sharded
+    along dim 0 (scalars are replicated). Together they form one group: it is gathered before forward, freed after it,
+    gathered again for backward, and its gradients are averaged over the ranks. Call it bottom-up: on blocks first, then
+    on the model. In that last call, submodules as large as blocks (an embedding, a head) get groups of their own. Every
+    rank of the mesh must call it, on the same modules in the same order, with the same weights (the same seed).
+
+    Args:
+        module: a module, or a list of modules that share one group. Modified in place; its class becomes a subclass of
+            its own class and `FSDPModule`. FQNs stay as they are.
+        mesh: a DeviceMesh of one axis, or of two, of which the first replicates and the second shards (HSDP): each
+            replica gathers and reduces by itself, then gradients are averaged between replicas. None: all ranks, on the
+            accelerator if there is one, else on the CPU.
+        reshard_after_forward: True frees the unsharded parameters after forward: less memory, one more all-gather in
+            backward. False keeps them until backward ends. None, the default: True, except for what backward needs
+            first: the root (the outermost sharded module), the group that was last in the forward before, and what
+            backward gathers ahead of that (one group, unless a prefetch budget says otherwise): freed, it would be
+            gathered again at once. An int k, a divisor of the number of ranks: each rank keeps 1/k of them, in compute
+            dtypes, and backward gathers among k neighbouring ranks only, for example those of one machine. On one rank
+            nothing is gathered, whatever it is; an int is refused on a mesh that only replicates.
+        shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
+            need not divide evenly, but gathers and reductions bring padding then: `cheapest_placement` is such a
+            function, which keeps padding small, and much padding is logged. Parameters sharded along other dims than 0
+            are copied once more per gather. It may return a ShardPlacementResult, for a parameter on a mesh of its own
+            (experts, for example): the parameters of each mesh then form a group, and settings and methods of the
+            module reach all of them. On a mesh that only replicates it must return None, or such a result.
+        mp_policy: dtypes of compute and reduction.
+        offload_policy: a CPUOffloadPolicy keeps sharded parameters and gradients, hence the optimizer, on the CPU, and
+            copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already.
+        ignored_params: parameters to leave as they are: not sharded, moved or reduced. Parameters outside of `module`
+            may be among them: one set serves all calls.
+        dp_mesh_dims: `mesh` is a larger mesh, of which these axes shard and replicate; every parameter must be a
+            DTensor on it, with Replicate() on these axes.
+        conditional: True allows each rank to leave `module` out of any forward: the image tower for a batch of text, an
+            expert, a dropped layer. It trains as if ranks without it had run it to a gradient of zero; parameters that
+            no rank has used keep `.grad` None, and nothing is gathered or reduced for them. Sharded modules inside it
+            are conditional with it. A module around it must be sharded, and run on all ranks. Its ranks then reach
+            consensus before each gather and each group's reduction, in an all-reduce of three numbers that the host
+            waits for: on the CPU, if their process group has a backend for it.
+
+    Raises:
+        TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
+        ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is
+            uninitialised, tied to one of another group, or over the same memory as another.
+        NotImplementedError: a parameter that is complex, or a tensor subclass that does not say how it is gathered;
+            embeddings with sparse gradients or `max_norm`.
+
+    After any of these errors nothing has been changed.
+
+    Example:
+        ```python
+        for block in model.blocks:
+            fully_shard(block)
+        model = fully_shard(model)
+        ```
+    """
+    given = Arguments(
+        mesh, dp_mesh_dims, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params
+    )
+    return _apply(module, given, conditional)
+
+
+def replicate(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    conditional: bool = False,
+) -> Any:
+    """Keeps a whole copy of the parameters of `module` on each rank of `mesh`, and averages their gradients: DDP.
+
+    Parameters become DTensors with Replicate(). Nothing is gathered; without mixed precision the modules compute with
+    the very parameters that the optimizer updates. Every rank of the mesh must call it.
+
+    Args:
+        module: a module, or a list of modules that share one group, as for `fully_shard`.
+        mesh: a DeviceMesh of one axis. None: all ranks.
+        mp_policy: dtypes of compute and reduction, as for `fully_shard`.
+        offload_policy: where parameters rest, as for `fully_shard`.
+        ignored_params: parameters to leave as they are, as for `fully_shard`.
+        conditional: allows each rank to leave `module` out, as for `fully_shard`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for `fully_shard`.
+
+    Returns:
+        `module`.
+    """
+    given = Arguments(mesh, None, None, None, mp_policy, offload_policy, ignored_params, replicates=True)
+    return _apply(module, given, conditional)
+
+
+def _apply(module: Any, given: Arguments, conditional: bool) -> Any:
+    if not isinstance(conditional, bool):
+        raise TypeError(f"conditional: expected a bool, got {conditional!r}")
+    level_from_environment()
+    module, given = check_arguments(module, given)
+    return apply(module, given._replace(extras={"conditional": True} if conditional else {}))
+
+
+# torch's functions have it, too: the state that they left on a module, or None.
+fully_shard.state = replicate.state = torch_state_of  # type: ignore[attr-defined]

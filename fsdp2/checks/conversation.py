@@ -1,0 +1,185 @@
+"""The messages of collectives over gloo, whose headers ranks compare before anything else is looked at."""
+
+from __future__ import annotations
+
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core.comm import Purpose, Work
+from .headers import HEADER_NBYTES, TABLE, Header, differ, out_of_step, text_of, without_sizes
+
+# Tags of messages, which must not meet a user's: of headers, one for each time that ranks were out of step, and of what
+# follows them.
+_HEADER_TAG = 0x0F5D_0000
+_DATA_TAG = 0x4000_0000
+
+
+def tell_out_of_step(purposes: Iterable[Purpose]) -> None:
+    """Tells the roots whose collectives these are that ranks are out of step."""
+    for purpose in [*purposes]:
+        root = purpose.root
+        if root is not None:
+            root.note_out_of_step()
+
+
+class Exchange:
+    """The messages of one collective between this rank and the others: a Work.
+
+    A rank's first message begins with its header; a small tensor may ride behind that.
+
+    `rows`: where first messages arrive, by the rank that sends them.
+    `take_leave`: called, if ranks are out of step, with this exchange and those that began later: see PairwiseComm.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        purpose: Purpose,
+        header: Header,
+        rows: dict[int, Tensor],
+        take_leave: Callable[[Sequence[Exchange]], None],
+    ) -> None:
+        self.purpose, self.header, self.rows, self.take_leave = purpose, header, rows, take_leave
+        # First messages that are sent, and received, by rank; all that follow, by rank; riders, as (target, row).
+        self.sent: list[Work] = []
+        self.received: dict[int, Work] = {}
+        self.rest: dict[int, list[Work]] = {rank: [] for rank in rows}
+        self.riders: list[tuple[Tensor, Tensor]] = []
+        self.error: str | None = None
+        self.is_compared = self.differs = False
+        self._conversation = conversation
+
+    def wait(self) -> None:
+        """Raises RuntimeError: ranks are out of step, or one does not answer."""
+        self._conversation.compare_until(self)
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        riders, self.riders = self.riders, []
+        for target, source in riders:
+            target.copy_(source.narrow(0, HEADER_NBYTES, target.numel()))
+        rest, self.rest = self.rest, {}
+        try:
+            for works in rest.values():
+                for work in works:
+                    work.wait()
+        except RuntimeError as error:
+            error.args = (f"{error}{self._conversation.table(self, set(self.rows))}",)
+            raise
+
+    def receive(self) -> tuple[set[int], str]:
+        """Wait for first messages. Return whose came, and why others' did not."""
+        came, problem = set(self.rows), ""
+        for source, work in self.received.items():
+            try:
+                work.wait()
+            except RuntimeError as error:  # then all other works of the process group end at once
+                came.discard(source)
+                problem = problem or str(error)
+        self.differs = any(differ(row, self.header) for row in self.rows.values())
+        try:
+            for work in () if self.differs else self.sent:  # who has left takes it later
+                work.wait()
+        except RuntimeError as error:
+            problem = problem or str(error)
+        return came, problem
+
+    def fail(self, error: RuntimeError) -> None:
+        """It could not even be begun. Say in the message where ranks are."""
+        error.args = (f"{error}{self._conversation.table(self, set())}",)
+        self._conversation.give_up([self], str(error))
+
+
+class Conversation:
+    """The collectives of one process group whose headers are still to be compared, in the order in which they began.
+
+    Messages that follow headers are matched by tags that derive from all headers so far: what is sent by ranks that are
+    out of step arrives nowhere. After an error tags begin anew, on all ranks.
+
+    `partings`: the goodbyes that this rank has sent, until all ranks have.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        # The purposes of all Comms that talk here.
+        self.purposes: weakref.WeakSet[Purpose] = weakref.WeakSet()
+        self._pending: deque[Exchange] = deque()
+        self._errors = 0
+        self._sequence = 0
+        self._last = ("nothing yet", time.monotonic())
+        self.partings: list[Work] = []
+        # Sent before the last error: those who left earlier take it when they come back.
+        self._left_behind: list[Work] = []
+
+    @property
+    def header_tag(self) -> int:
+        return _HEADER_TAG + self._errors % 0x10000
+
+    def begin(self, exchange: Exchange) -> int:
+        """The tag of the messages that follow its first ones."""
+        self._pending.append(exchange)
+        self._sequence = zlib.crc32(exchange.header.text.encode(), self._sequence)
+        return _DATA_TAG | self._sequence & 0x3FFF_FFFF
+
+    def compare_until(self, last: Exchange) -> None:
+        """Compare headers, in order, of all up to `last`, unless that has been done."""
+        while not last.is_compared:
+            exchange = self._pending.popleft()
+            exchange.is_compared = True
+            came, problem = exchange.receive()
+            if problem:
+                self.give_up([exchange], problem + self.table(exchange, came))
+            elif exchange.differs:
+                if not self.partings:  # else that was said when this rank left
+                    tell_out_of_step(self.purposes)
+                with suppress(RuntimeError):  # one is gone: then nothing arrives any more
+                    exchange.take_leave([exchange, *self._pending])
+                texts = {source: text_of(row) for source, row in exchange.rows.items()}
+                texts[self._own_rank()] = exchange.header.text
+                self.give_up([exchange], out_of_step({self._ranks()[i]: texts[i] for i in sorted(texts)}))
+            else:
+                self._last = exchange.header.text, time.monotonic()
+
+    def come_back(self, take_leave: Callable[[Sequence[Exchange]], None]) -> None:
+        """Behind a goodbye: wait until all ranks have said theirs, and whatever began before is compared."""
+        if self._pending:
+            self.compare_until(self._pending[-1])
+        if self.partings:
+            with suppress(RuntimeError):  # one is gone: whoever asks for the next collective is told
+                take_leave([])
+            self.give_up([], "")
+
+    def give_up(self, begun: Sequence[Exchange], error: str) -> None:
+        """Those, and all that are still to be compared, will not happen."""
+        self._left_behind, self.partings = self.partings, []
+        for each in (*begun, *self._pending):
+            self._left_behind += each.sent
+            each.is_compared, each.error = True, error
+            each.rest, each.riders = {}, []
+        self._pending.clear()
+        self._errors += 1
+        self._sequence = self._errors
+
+    def table(self, exchange: Exchange, came: set[int]) -> str:
+        """Where each rank was, as far as headers have told."""
+        doing, (last, since) = without_sizes(exchange.header.text), self._last
+        absent = f"not there; {time.monotonic() - since:.1f} s ago it was {without_sizes(last)}"
+        lines = []
+        for i, rank in enumerate(self._ranks()):
+            is_own = i == self._own_rank()
+            lines.append(f"  rank {rank}: {doing if is_own or i in came else absent}{' (this one)' * is_own}")
+        return "\n".join([TABLE, *lines])
+
+    def _ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._group())
+
+    def _own_rank(self) -> int:
+        group = self._group()
+        assert group is not None, "its messages are under way"
+        return group.rank()

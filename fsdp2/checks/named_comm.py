@@ -1,0 +1,135 @@
+"""Collectives over gloo that carry their names: ranks that are out of step raise, and no bytes are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core.comm import SUM_ALL, DividedWork, Purpose, Work, divide_before
+from ..core.events import Observer
+from ..ext.gloo import SUMMING, PairwiseComm
+from ..ext.gloo_threads import let_callers_finish
+from .conversation import Conversation, Exchange
+from .headers import GOODBYE, HEADER_NBYTES, differ, header_of
+
+# A tensor of at most so many bytes, as it goes to all other ranks together, travels in the messages that carry headers:
+# to copy it twice takes less than messages of its own. See benchmarks/results.
+_MAX_RIDER_NBYTES = 1024 * 1024
+
+# Process group -> its conversation, which several Comms may share. Purpose -> its Comms that can say goodbye: over the
+# axes of a mesh, or over some of the ranks.
+_conversations: WeakKeyDictionary[dist.ProcessGroup, Conversation] = WeakKeyDictionary()
+comms_of: WeakKeyDictionary[Purpose, WeakSet[Any]] = WeakKeyDictionary()
+
+
+class NamedPairwiseComm(PairwiseComm):
+    """A PairwiseComm whose first message to each rank begins with a header, which is compared first."""
+
+    def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
+        super().__init__(group, purpose)
+        if group not in _conversations:
+            _conversations[group] = Conversation(group)
+            let_callers_finish()
+        self._conversation = _conversations[group]
+        comms_of.setdefault(purpose, WeakSet()).add(self)
+        self._conversation.purposes.add(purpose)
+        # Of a message whose sender may be out of step: one that is longer than expected would end the process.
+        self._max_rider = _MAX_RIDER_NBYTES // max(1, self.size - 1)
+        self.longest_first = HEADER_NBYTES + self._max_rider
+
+    def compare(self, kind: str, tensor: Tensor) -> None:
+        """Returns when all ranks are about to do that with a tensor of this size.
+
+        Raises:
+            RuntimeError: they are not; on all ranks.
+        """
+        self._exchange(kind, [tensor], [], []).wait()
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        exchange = self._exchange(SUMMING, [tensor], [], [])
+        exchange.wait()  # gloo's own messages have no header: ranks must agree before there are any
+        divisor = divide_before(tensor, divisor)
+        exchange.rest[self.rank] = [self.group.allreduce([tensor], SUM_ALL)]
+        return DividedWork([exchange], [tensor], divisor)
+
+    def _exchange(
+        self,
+        kind: str,
+        tensors: Sequence[Tensor],
+        outgoing: Sequence[Sequence[Tensor] | Tensor],
+        incoming: Sequence[Sequence[Tensor] | Tensor],
+    ) -> Exchange:
+        header, conversation = header_of(self.purpose, kind, tensors), self._conversation
+        if conversation.partings:
+            conversation.come_back(self._take_leave)
+        rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}
+        exchange = Exchange(conversation, self.purpose, header, rows, self._take_leave)
+        first_tag, tag = conversation.header_tag, conversation.begin(exchange)
+        rides = bool(outgoing) and outgoing[-1][0].nbytes <= self._max_rider
+        bulk = [*zip(outgoing, incoming, strict=True)][: len(outgoing) - rides]
+        try:
+            for to, source in self._peers:
+                message = header.data
+                if rides:
+                    message = torch.cat([message, _bytes_of(outgoing[-1][to])])
+                    exchange.riders.append((_bytes_of(incoming[-1][source]), rows[source]))
+                exchange.sent.append(self.group.send([message], to, first_tag))
+                exchange.received[source] = self.group.recv([rows[source]], source, first_tag)
+                for out, into in bulk:
+                    exchange.rest[to].append(self.group.send([out[to]], to, tag))
+                    exchange.rest[source].append(self.group.recv([into[source]], source, tag))
+        except RuntimeError as error:  # a peer is gone
+            exchange.fail(error)
+            raise
+        return exchange
+
+    def leave(self) -> None:
+        """Says goodbye, once, to the other ranks: they get that in place of the next collective's header, and raise."""
+        if not self._conversation.partings:
+            tag = self._conversation.header_tag
+            with suppress(RuntimeError):  # a peer is gone
+                self._conversation.partings = [self.group.send([GOODBYE.data], to, tag) for to, _ in self._peers]
+
+    def _take_leave(self, begun: Sequence[Exchange]) -> None:
+        """Waits, as ranks are out of step since the first of `begun`, until nothing is under way to this rank.
+
+        gloo stops delivering to a rank that has dropped a message which arrives after all. What each other rank has
+        begun is known when it says goodbye, as all do as soon as they compare the first.
+        """
+        self.leave()
+        for _, source in self._peers:
+            self._wait_for_goodbye(source, begun)
+
+    def _wait_for_goodbye(self, source: int, begun: Sequence[Exchange]) -> None:
+        agrees = True
+        for i, exchange in enumerate(begun):
+            if i > 0:
+                exchange.received[source].wait()
+            if not differ(exchange.rows[source], GOODBYE):
+                return
+            agrees = agrees and not differ(exchange.rows[source], exchange.header)
+            for work in exchange.rest[source] if agrees else ():
+                work.wait()
+        message, tag = torch.zeros(self.longest_first, dtype=torch.uint8, device="cpu"), self._conversation.header_tag
+        message[0] = 1  # no goodbye yet
+        while differ(message, GOODBYE):
+            self.group.recv([message], source, tag).wait()
+
+
+class Goodbyes(Observer):
+    """Says goodbye to all with whom a root has collectives when ranks are out of step: ranks of other axes wait for it."""
+
+    def out_of_step(self, root: Any) -> None:
+        for group in root.groups:
+            for comm in comms_of.get(group.purpose, ()):
+                comm.leave()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)

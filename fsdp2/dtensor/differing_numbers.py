@@ -1,0 +1,44 @@
+"""Plain numbers that differ between ranks and meet what is computed from shards: `torch.mul(loss.detach(), p.norm())`.
+
+Torch assumes that all ranks have the same plain number, and each rank's shard gets a gradient of that rank's number
+alone, silently. No code of fsdp2 runs between the two; but a graph keeps the numbers on which gradients depend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..ext.compat import saved_by
+from ..ext.owners import Owned
+from ..ext.rank_facts import all_reduce_over
+from .graph import all_nodes
+
+
+def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
+    """Refuses a graph of `tensor`, which is computed from `owner`, whose gradients depend on numbers that differ. All
+    ranks that share `owner` must call it.
+
+    Raises:
+        RuntimeError: a number on which the gradient depends differs between them, on all of them.
+    """
+    saved = [each for node in all_nodes([tensor.grad_fn]) for each in saved_by(node)]
+    numbers = [each for each in saved if type(each) is Tensor and each.numel() == 1]
+    if numbers and differ(numbers, owner):
+        raise RuntimeError(
+            f"{owner.param.name}: a plain number that differs between ranks meets a DTensor that is computed from it, "
+            "as if all ranks had the same number. Write full_tensor() behind the DTensor, on every rank "
+            "(`torch.mul(number, penalty.full_tensor())`)."
+        )
+
+
+def differ(numbers: Sequence[Tensor], owner: Owned) -> bool:
+    """Returns True if the ranks that share `owner` have different numbers. All of them must call it."""
+    mesh = owner.group.mesh
+    own = torch.stack([each.detach().reshape(()).to(mesh.device, torch.float64) for each in numbers]).nan_to_num()
+    extremes = torch.stack([own, -own])
+    all_reduce_over(extremes, mesh.axis_groups, largest=True)
+    return bool(extremes.sum(0).any())

@@ -1,0 +1,112 @@
+"""Puts the fixes of table.py in force, and switches them.
+
+`install` joins this folder to the core; nothing of torch is changed before the first module is sharded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from ..core.events import Observer, extend
+from ..core.group import FSDPParamGroup
+from ..ext.compat import keep_out_of_graphs
+from ..ext.once import once
+from . import switches
+from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
+from .data_attribute import AssignedData
+from .optimizer_steps import ShardingCalls
+from .sharded_dtensor import ShardedDTensor, forget_replacements
+from .table import FIXES, NAMES
+from .write_notices import notices
+
+
+class Fixes(Observer):
+    """Puts the fixes in force once the first module is sharded, and notes on which meshes sharded parameters lie."""
+
+    def attached(self, root: Any) -> None:
+        correct_torch()
+        for group in root.groups:
+            self.rebuilt(group)
+
+    def rebuilt(self, group: FSDPParamGroup) -> None:
+        for param in group.params:
+            meshes_in_use.add(param.dtensor_spec.mesh)
+
+
+def install() -> None:
+    """Has the core make sharded parameters of ShardedDTensor, and follow the observers of this folder. It is called
+    once, before any module is sharded.
+    """
+    _use_class(ShardedDTensor)
+    extend(
+        observers=(lambda root: Fixes(), lambda root: AssignedData(), lambda root: ShardingCalls()),
+        before_next_write=notices.before_next_write,
+    )
+
+
+def _use_class(cls: type[DTensor]) -> None:
+    """Has sharded parameters made of `cls` from now on. Its writes are told of before they happen if it is asked what
+    operations do, and no local tensor has been handed out.
+    """
+    extend(tensor_class=cls)
+    allow_in_foreach(cls)
+    notices.are_told = cls is not DTensor and DISPATCHES_TO_SUBCLASSES and not notices.are_awaited
+
+
+@once
+def correct_torch() -> None:
+    """Puts those fixes in force that the environment does not leave out."""
+    keep_out_of_graphs()
+    switches.read_environment(NAMES)
+    _attach()
+    for fix in FIXES:
+        if fix.patch is not None:
+            fix.patch()
+
+
+def _attach() -> None:
+    forget_replacements()
+    for fix in FIXES:
+        if fix.attach is not None and switches.is_on(fix.name):
+            fix.attach()
+    _use_class(ShardedDTensor if any(switches.is_on(fix.name) for fix in FIXES if fix.attach) else DTensor)
+
+
+def dtensor_fixes(enabled: bool, *names: str) -> None:
+    """Switches fixes for sharded parameters on or off, from now on, in this process. Call it on every rank alike.
+
+    All fixes are on unless the environment variable FSDP2_DTENSOR_FIXES says otherwise: `off`, or names to leave out
+    (`-views,-random`). `python -m fsdp2 fixes` prints what each does.
+
+    Args:
+        enabled: True: do what plain tensors do. False: do what torch's DTensor does.
+        names: of the fixes; none: all. With all off, modules that are sharded from then on have plain DTensors.
+
+    Raises:
+        TypeError: `enabled` is not a bool.
+        ValueError: there is no fix of that name.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled: expected a bool, got {enabled!r}")
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ValueError(f"names: expected some of {', '.join(NAMES)}; got {', '.join(map(str, unknown))}")
+    correct_torch()
+    switches.switch(names or NAMES, enabled)
+    _attach()
+
+
+def describe_fixes() -> str:
+    """Returns the table as Markdown: a line for each fix, with what torch does, what fsdp2 does instead, the releases
+    of torch in which torch does that, whether the fix is in force with this torch and this environment, and how many of
+    the tests' situations end wrong without it.
+    """
+    switches.read_environment(NAMES)
+    lines = ["| fix | in force | torch | does | instead | situations |", "|---|---|---|---|---|---|"]
+    for fix in FIXES:
+        applies = fix.attach is not None or fix.patch is not None
+        state = "yes" if applies and switches.is_on(fix.name) else "off" if applies else "not needed"
+        lines.append(f"| {fix.name} | {state} | {fix.releases} | {fix.torch} | {fix.instead} | {fix.situations} |")
+    return "\n".join(lines)

@@ -1,0 +1,145 @@
+"""Large gradients: a gradient that is a bucket of its own is copied and sent piece by piece.
+
+Otherwise a copy of all of it, in the reduce dtype, would be the peak of a whole step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import streams
+from ..core.buckets import ReducePlan
+from ..core.comm import AllWork, Work
+from ..core.gradients import GroupGradients
+from ..core.layout import RANK_ALIGNMENT, BucketLayout, ParamSpec, align
+from ..core.reduce import Pending, PendingReduce, Reduction, Shards
+
+# A gradient that is all of its group, an embedding or a head for example, is cut into so many pieces at most, of which
+# so many are in flight at a time.
+MAX_PIECES = 16
+MIN_PIECE_BYTES = 1024 * 1024
+PIECES_IN_FLIGHT = 2
+
+
+def split_pieces(numel: int, world_size: int, itemsize: int, max_pieces: int, min_bytes: int) -> list[tuple[int, int]]:
+    """Cut segments of `numel` elements per rank, a multiple of 16 bytes, into pieces that are such multiples, too.
+
+    Returns first and one-past-last element of each. A piece of all ranks has at least `min_bytes`.
+    """
+    count = max(1, min(max_pieces, numel * world_size * itemsize // min_bytes))
+    size = align(-(-numel // count) * itemsize, RANK_ALIGNMENT) // itemsize
+    return [(first, min(first + size, numel)) for first in range(0, numel, size or 1)]
+
+
+class PiecePlan(ReducePlan):
+    """A plan that knows the pieces of a bucket of one gradient.
+
+    `pieces`, `halves`: (first, last) elements of each rank's shard: many pieces if the gradient is all of its group, two
+    halves if it is copied and shares its group with others.
+    """
+
+    def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:
+        super().__init__(layout, specs, world_size)
+        self.spec = specs[layout.indices[0]]
+        self.pieces = self._split(MAX_PIECES) if len(specs) == 1 else []
+        self.halves = self._split(2) if layout.packed and len(layout.indices) == 1 < len(specs) else []
+
+    def _split(self, count: int) -> list[tuple[int, int]]:
+        """Cuts into at most so many pieces, if the reduction takes memory, to copy to, or to receive in."""
+        layout, world_size = self.layout, self.world_size
+        if self.spec.dim or not (layout.packed or layout.wire_dtype != layout.reduce_dtype):
+            return []
+        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, MIN_PIECE_BYTES)
+        return pieces if len(pieces) > 1 else []
+
+    def pack_piece(self, gradient: Tensor, first: int, last: int, out_WP: Tensor) -> None:
+        """Copies elements `first` to `last` of each rank's shard, along dim 0, of one gradient, casting.
+
+        Padding keeps whatever it held.
+        """
+        spec = self.spec
+        flat, shard, last = gradient.reshape(-1), spec.shard_numel, min(last, spec.shard_numel)
+        whole = spec.whole_chunks * shard
+        out_WP[: spec.whole_chunks, : last - first] = flat[:whole].view(spec.whole_chunks, shard)[:, first:last]
+        rest = flat[whole:][first:last]
+        if rest.numel():
+            out_WP[spec.whole_chunks, : rest.numel()] = rest
+
+
+class FirstHalf(Pending):
+    """The first half of one gradient. It is finished, and its memory freed, before the other half is packed; `output`
+    is complete when that one is finished, too.
+    """
+
+    num_halves = 1
+
+    def __init__(self, output: Tensor, work: Work, nbytes: int) -> None:
+        self.output, self._work, self.nbytes = output, work, nbytes
+
+    def finish(self) -> Shards:
+        self._work.wait()
+        return {}
+
+    def abandon(self) -> None:
+        self._work.wait()
+
+
+class LargeGradients(GroupGradients):
+    """The gradients of a group, of which large ones are reduced piece by piece."""
+
+    plan_class = PiecePlan
+
+    def start(self, gradients: dict[int, Tensor], plan: Any, carried: dict[int, Tensor]) -> Pending:
+        reduction, indices = self.reduction, plan.layout.indices
+        if reduction.shards.size == 1 or reduction.hook is not None:
+            return super().start(gradients, plan, carried)
+        if plan.halves and reduction.replicas is None:
+            return self._start_in_halves(gradients[indices[0]], plan, carried)
+        if plan.pieces:
+            return _start_in_pieces(gradients[indices[0]], plan, reduction, carried)
+        return super().start(gradients, plan, carried)
+
+    def _start_in_halves(self, gradient: Tensor, plan: PiecePlan, carried: dict[int, Tensor]) -> Pending:
+        """Begins to reduce one half, and the other when there is room for it."""
+        queue, reduction, nbytes = self.group.queue, self.reduction, plan.nbytes // 2
+        output = gradient.new_empty(plan.layout.shard_numel, dtype=plan.layout.reduce_dtype)
+        queue.add(self, FirstHalf(output, _start_piece(gradient, plan, reduction, output, *plan.halves[0]), nbytes))
+        queue.make_room()
+        rest = _start_piece(gradient, plan, reduction, output, *plan.halves[1])
+        return PendingReduce(plan.layout, reduction, rest, output, [], carried, nbytes, num_halves=1)
+
+
+def _start_in_pieces(
+    gradient: Tensor, plan: PiecePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+) -> PendingReduce:
+    """Begins to reduce one gradient piece by piece. All but the last pieces are finished on return; where there are
+    streams, they are on a stream beside the caller's, which goes on.
+    """
+    layout, device = plan.layout, gradient.device
+    output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    running: deque[Work] = deque()
+    with streams.beside(device):
+        for first, last in plan.pieces:
+            if len(running) == PIECES_IN_FLIGHT:
+                running.popleft().wait()
+            running.append(_start_piece(gradient, plan, reduction, output, first, last))
+    # On streams the host has not waited for the pieces to be packed.
+    inputs = [gradient] if streams.exist_on(device) else []
+    nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
+    return PendingReduce(layout, reduction, AllWork(running), output, inputs, carried, nbytes)
+
+
+def _start_piece(
+    gradient: Tensor, plan: PiecePlan, reduction: Reduction, output: Tensor, first: int, last: int
+) -> Work:
+    """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""
+    segments = output.new_empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype)
+    plan.pack_piece(gradient, first, last, segments)
+    comm = reduction.shards
+    work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
+    return AllWork([work], [segments])

@@ -1,0 +1,150 @@
+"""reshard_after_forward=k: after forward each rank keeps 1/k of the unsharded parameters, and backward gathers among k
+neighbouring ranks (the secondary partition of ZeRO++ hpZ).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core import compat
+from ..core.buffers import GroupBuffers, PendingGather
+from ..core.comm import Comm
+from ..core.events import strategies
+from ..core.gather import Copies, GatherPlan, group_copies, view_bytes
+from ..core.layout import GatherLayout, gather_layout
+from ..core.streams import Transfers
+
+
+def restore_among(group: Any, num_ranks: int) -> None:
+    """Has so many neighbouring ranks restore the parameters after forward. Every rank must call it."""
+    assert group.mesh.shard_group is not None, "one rank restores nothing"
+    neighbours = subgroup(group.mesh.shard_group, num_ranks)
+    comm = strategies().make_comm(neighbours, group.mesh.device, group.purpose)
+    group.use_comms(group.comms._replace(post_forward=comm))
+
+
+def make_buffers(
+    layout: GatherLayout,
+    rank: int,
+    device: torch.device,
+    transfers: Transfers | None = None,
+    post_forward: Comm | None = None,
+) -> GroupBuffers:
+    """Returns a group's buffers: the strategy for the core."""
+    if post_forward is None:
+        return GroupBuffers(layout, rank, device, transfers)
+    return ShrinkingBuffers(layout, rank, device, transfers, post_forward)
+
+
+class ShrinkingBuffers(GroupBuffers):
+    """Buffers that can free the unsharded parameters but for this rank's secondary shards.
+
+    `post_forward`: the ranks that restore them, this one included.
+    """
+
+    def __init__(
+        self,
+        layout: GatherLayout,
+        rank: int,
+        device: torch.device,
+        transfers: Transfers | None,
+        post_forward: Comm,
+    ) -> None:
+        self._secondary_layout = _secondary_layout(layout, post_forward)
+        super().__init__(layout, rank, device, transfers)
+        self._secondary = SecondaryShards(self._secondary_layout, post_forward, self._unsharded)
+
+    def _storage_nbytes(self) -> int:
+        return max(super()._storage_nbytes(), self._secondary_layout.full_nbytes)
+
+    def start_gather(
+        self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
+    ) -> PendingGather:
+        if self._secondary.is_filled:
+            self.allocate()
+            return self._secondary.start_gather()
+        return super().start_gather(comm, more_outputs, more_inputs)
+
+    def shrink(self) -> None:
+        """Frees the unsharded parameters but for this rank's secondary shards, from which the next gather restores."""
+        self._secondary.fill()
+        super().free()
+
+    def free(self) -> None:
+        """Frees the unsharded parameters, and the secondary shards."""
+        self._secondary.drop()
+        super().free()
+
+    def hold_memory(self) -> bool:
+        return super().hold_memory() or self._secondary.is_filled
+
+
+class SecondaryShards:
+    """This rank's shards in compute dtypes, cut among the ranks of the post-forward mesh instead of all."""
+
+    def __init__(self, layout: GatherLayout, comm: Comm, unsharded: Tensor) -> None:
+        self._comm, self._nbytes = comm, layout.shard_nbytes
+        self.is_filled = False
+        self._shards = torch.empty(self._nbytes, dtype=torch.uint8, device=unsharded.device)
+        self._storage = self._shards.untyped_storage()
+        self._plan = GatherPlan(layout, comm.rank, self._shards, unsharded)
+        self._copies = group_copies(self._plan_fill(layout, comm.rank, unsharded))
+        self._storage.resize_(0)
+
+    def _plan_fill(self, layout: GatherLayout, rank: int, unsharded: Tensor) -> Copies:
+        copies = []
+        for spec, offset, full_offset in zip(layout.specs, layout.shard_offsets, layout.full_offsets, strict=True):
+            shape, (first, last) = spec.local_shape(rank), spec.rows(rank)
+            whole = view_bytes(unsharded, full_offset, spec.numel, spec.compute_dtype).view(spec.shape)
+            own = whole.narrow(spec.dim, first, last - first)
+            copies.append((view_bytes(self._shards, offset, own.numel(), spec.compute_dtype).view(shape), own))
+        return copies
+
+    def fill(self) -> None:
+        self.is_filled = True
+        self._storage.resize_(self._nbytes)
+        for copies in self._copies:
+            compat.copy_all(*copies)
+
+    def drop(self) -> None:
+        if self.is_filled:
+            self.is_filled = False
+            self._storage.resize_(0)
+
+    def start_gather(self) -> PendingGather:
+        return PendingGather(self._plan, self._plan.start(self._comm))
+
+
+def _secondary_layout(layout: GatherLayout, comm: Comm) -> GatherLayout:
+    """Returns the layout of parameters cut among fewer ranks, in compute dtypes, into the same unsharded storage.
+
+    Chunks of fewer ranks need no more padding: they fit where those of all ranks do. Packed segments lie behind them.
+    """
+    specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=comm.size) for spec in layout.specs)
+    own = gather_layout(specs, comm.size, comm.direct_min_bytes)
+    return replace(own, full_offsets=layout.full_offsets, packed_start=layout.packed_start)
+
+
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """Returns a process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it, and,
+    where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL splits
+    it.
+
+    Of all of them: a second one over the same ranks.
+    """
+    of_size = _subgroups.setdefault(group, {})
+    if size not in of_size:
+        ranks = dist.get_process_group_ranks(group)
+        first = group.rank() // size * size
+        of_size[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    return of_size[size]

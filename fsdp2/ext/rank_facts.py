@@ -1,0 +1,90 @@
+"""Collectives of fsdp2 besides those of parameters and gradients: small facts that ranks share or compare."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import broadcast  # by name: an extension may put another function under this one in `dist`
+
+from ..core.comm import SUM_ALL, Comm, Purpose
+from ..core.compat import backend_name
+from ..core.events import strategies
+
+ALL_REDUCING = "all-reducing"
+_LARGEST_ALL = dist.AllreduceOptions()
+_LARGEST_ALL.reduceOp = dist.ReduceOp.MAX
+
+
+def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> None:
+    """Fills `tensor` with its sum, or its largest values, over the ranks of `group`. All of them must call it."""
+    group.allreduce([tensor], _LARGEST_ALL if largest else SUM_ALL).wait()
+
+
+def all_reduce_over(
+    tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool, purpose: Purpose | None = None
+) -> None:
+    """Fills `tensor` with its sum, or its largest values, over the ranks of a mesh with these groups, one for each axis.
+
+    All of these ranks must call it. `purpose`: what it is about, for errors and for checks that compare ranks.
+
+    Raises:
+        RuntimeError: a check finds that ranks are out of step; on all of them. Or a peer is gone.
+    """
+    purpose = purpose or Purpose()
+    for group in groups:
+        comm: Any = strategies().make_comm(group, tensor.device, purpose)
+        if hasattr(comm, "compare"):
+            comm.compare(ALL_REDUCING, tensor)
+        try:
+            all_reduce_now(tensor, group, largest=largest)
+        except RuntimeError as error:  # a peer is gone, for example
+            purpose.locate(error, f"{ALL_REDUCING} {purpose.name}")
+            raise
+
+
+def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Fills `tensor` with that of the first rank of a mesh with these groups. All of its ranks must call it."""
+    for group in groups:
+        broadcast(tensor, group=group, group_src=0)
+
+
+def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> list[bytes]:
+    """Returns what each rank of `comm` has, of equal length on all, in rank order. All of these must call it."""
+    if comm.size == 1:
+        return [bytes(own)]
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    of_all = mine.new_empty(comm.size, mine.numel())
+    comm.all_gather([of_all.view(-1)], [mine]).wait()
+    return [_bytes(each) for each in of_all]
+
+
+def _bytes(row: Tensor) -> bytes:
+    data = bytearray(row.numel())  # numpy, which could do that, need not be there
+    torch.frombuffer(data, dtype=torch.uint8).copy_(row)
+    return bytes(data)
+
+
+def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Any]:
+    """Returns `value` of every rank of a mesh with these groups, one for each axis; in one order on all ranks.
+
+    All of these ranks must call it. What can be pickled crosses as bytes on `device`; torch's own function needs numpy.
+    """
+    found = [value]
+    for group in groups:
+        data = pickle.dumps(found)
+        nbytes = torch.tensor([len(data)], device=device)
+        all_reduce_over(nbytes, [group], largest=True)
+        # What follows a pickle is not read.
+        comm = strategies().make_comm(group, device, Purpose())
+        found = [each for row in all_gather_now(data.ljust(int(nbytes), b"\0"), comm, device) for each in pickle.loads(row)]
+    return found
+
+
+def moves_data(groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
+    """Returns True if these connect ranks. A simulated backend returns at once, and leaves in a tensor what was there."""
+    return bool(groups) and all(backend_name(group, device) != "fake" for group in groups)

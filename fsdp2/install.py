@@ -1,0 +1,76 @@
+"""Puts everything outside of the core in force: strategies and observers, each named with the module that has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .bridge.torch_interface import RegisteredStates
+from .checks import entry_points, named_comm, table
+from .checks.plan import check_plan
+from .core.events import Observer, extend
+from .dtensor import fixes
+from .ext import (
+    collectives,
+    conditional,
+    home_streams,
+    module_class,
+    optimizer_in_backward,
+    owners,
+    post_forward,
+    replacements,
+    subclasses,
+    tensor_parallel,
+    transforms,
+    units,
+)
+from .ext.unsharded_versions import UnshardedVersions
+from .module import FSDPModule
+from .tools.audit import AuditAtDebugLevel
+
+
+def install() -> None:
+    """Extends the core. `import fsdp2` calls it, once."""
+    extend(
+        module_class=FSDPModule,
+        make_comm=collectives.make_comm,
+        make_buffers=post_forward.make_buffers,
+        restore_among=post_forward.restore_among,
+        make_prefetcher=conditional.make_prefetcher,
+        group_class=home_streams.group_class,
+        distribute=tensor_parallel.distribute,
+        gathers_itself=subclasses.gathers_itself,
+        gather_extension=subclasses.SubclassGather,
+        find_replacements=replacements.find_replacements,
+        deliver=optimizer_in_backward.deliver,
+        plan=(check_plan, units.plan_units),
+        class_attributes=(entry_points.class_attributes, module_class.class_attributes),
+        observers=(
+            _each(owners.Roots),
+            _each(owners.ShardPlaces),
+            _each(RegisteredStates),
+            _each(collectives.DebugLevelFromEnvironment),
+            _each(named_comm.Goodbyes),
+            _each(UnshardedVersions),
+            optimizer_in_backward.make_observer,
+            conditional.make_consensus,
+            _each(units.LargeSubmodules),
+            _each(subclasses.MethodsSetLater),
+            _each(module_class.StateDictHooks),
+            _each(AuditAtDebugLevel),
+            _each(_TorchFunc),
+        ),
+    )
+    fixes.install()
+    table.install()
+
+
+class _TorchFunc(Observer):
+    """Has saved-tensor hooks withdraw where torch.func forbids them."""
+
+    def attached(self, root: Any) -> None:
+        transforms.withdraw_where_disabled()
+
+
+def _each(cls: type[Observer]) -> Any:
+    """Returns a function that makes an observer of class `cls` for each root."""
+    return lambda root: cls()

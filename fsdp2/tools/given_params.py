@@ -1,0 +1,93 @@
+"""The parameters that a user has named for `full_params`: a module's, one, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..core.group import FSDPParamGroup
+from ..core.parameter import FSDPParam
+from ..core.state import state_of
+from ..ext.owners import Owned, owners_by_id
+
+
+class GivenParams(NamedTuple):
+    """The parameters that a user has named, with their owners.
+
+    `names`: FQNs of a module's parameters; None: parameters were given. `is_one`: a single parameter was given.
+    """
+
+    tensors: list[Tensor]
+    owned: list[Owned | None]
+    names: list[str] | None
+    is_one: bool
+
+    @classmethod
+    def of(cls, module_or_params: Any, recurse: bool) -> GivenParams:
+        """Returns what `full_params` was given.
+
+        Raises:
+            TypeError, ValueError: see `full_params`.
+        """
+        if isinstance(module_or_params, nn.Module):
+            named = list(_named_parameters(module_or_params, recurse))
+            given = cls._find([tensor for _, tensor in named], [name for name, _ in named])
+            if not any(given.owned):
+                kind = type(module_or_params).__name__
+                raise ValueError(f"module_or_params: expected a module with sharded parameters, {kind} has none")
+            return given
+        if not recurse:
+            raise ValueError("recurse: expected True with parameters, got False")
+        is_one = isinstance(module_or_params, Tensor)
+        given = cls._find(_as_list(module_or_params), None, is_one)
+        for tensor, owned in zip(given.tensors, given.owned, strict=True):
+            if owned is None:
+                raise ValueError(
+                    f"module_or_params: expected parameters that fully_shard manages, got a {type(tensor).__name__} of "
+                    f"shape {tuple(tensor.shape)} that isn't one"
+                )
+        return given
+
+    @classmethod
+    def _find(cls, tensors: list[Tensor], names: list[str] | None, is_one: bool = False) -> GivenParams:
+        owners = owners_by_id()
+        return cls(tensors, [owners.get(id(tensor)) for tensor in tensors], names, is_one)
+
+    def by_group(self) -> dict[FSDPParamGroup, list[FSDPParam]]:
+        """Returns each group with those of its parameters that were given, in the order in which they were given."""
+        found: dict[FSDPParamGroup, dict[FSDPParam, None]] = {}
+        for group, param in filter(None, self.owned):
+            found.setdefault(group, {})[param] = None
+        return {group: list(params) for group, params in found.items()}
+
+    def show(self, unsharded_of: Callable[[FSDPParam], Tensor]) -> Any:
+        """Returns what a block yields. `unsharded_of` returns the tensor to show for a sharded parameter."""
+        shown = [
+            unsharded_of(owned.param) if owned else tensor
+            for tensor, owned in zip(self.tensors, self.owned, strict=True)
+        ]
+        if self.names is not None:
+            return dict(zip(self.names, shown, strict=True))
+        return shown[0] if self.is_one else shown
+
+
+def _as_list(params: Any) -> list[Tensor]:
+    tensors = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else [params]
+    for each in tensors:
+        if not isinstance(each, Tensor):
+            raise TypeError(f"module_or_params: expected a module or parameters, got {type(each).__name__}")
+    if not tensors:
+        raise ValueError("module_or_params: expected at least one parameter, got none")
+    return tensors
+
+
+def _named_parameters(module: nn.Module, recurse: bool, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yields all parameters, under each of their names; without `recurse`, none of other sharded modules inside."""
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield prefix + name, param
+    for name, child in module._modules.items():
+        if child is not None and (recurse or state_of(child) is None):
+            yield from _named_parameters(child, recurse, f"{prefix}{name}.")

@@ -1,0 +1,38 @@
+"""The example of an observer in the architecture's README runs as written, and prints what the README says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.core import events
+from helpers import fake_world
+
+HEADING = "## Add a feature"
+ROOT = Path(__file__).resolve().parents[2]
+PLACES = (ROOT / "fsdp2" / "README.md", Path(__file__).with_name("observer_example.md"))
+
+
+def blocks(kind: str) -> list[str]:
+    """Returns the code blocks of one language ("" of none) below the heading."""
+    texts = [path.read_text() for path in PLACES if path.exists()]
+    section = next(text for text in texts if HEADING in text).partition(HEADING)[2].partition("\n## ")[0]
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language == kind]
+
+
+def test_the_example_runs_as_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    observer, program = blocks("python")
+    (expected,) = blocks("")
+    monkeypatch.setattr(events._Current, "strategies", events.strategies())  # what it adds goes with the test
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(observer, "observer", "exec"), names)
+    with fake_world(4):
+        exec(compile(program, "program", "exec"), names)
+    assert capsys.readouterr().out.splitlines() == expected.splitlines()
+
+
+def test_the_example_is_short() -> None:
+    lines = [line for line in blocks("python")[0].splitlines() if line.strip()]
+    assert len(lines) <= 20
