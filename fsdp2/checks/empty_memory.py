@@ -118,7 +118,10 @@ def unwritten_buffers(group: FSDPParamGroup) -> list[Tensor]:
 
 def find_unwritten(groups: Iterable[FSDPParamGroup]) -> set[FSDPParam | Tensor]:
     """Returns the parameters and buffers that `unwritten_params` and `unwritten_buffers` find."""
-    return {each for group in groups for each in (*unwritten_params(group), *unwritten_buffers(group))}
+    found: set[FSDPParam | Tensor] = set()
+    for group in groups:
+        found.update(unwritten_params(group), unwritten_buffers(group))
+    return found
 
 
 class EmptyMemory(RankCheck):
