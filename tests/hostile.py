@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp2.core.backends import CoalescedComm, PairwiseComm
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.core.comm import CoalescedComm
 from fsdp2.core.comm import Comm, Work
 
 POISON = 0xFF
@@ -182,7 +183,7 @@ def hostile(seed: int, on_event: Callable[[str], None] | None = None) -> Iterato
     enemy = Enemy(seed, on_event)
     mode = torch.get_deterministic_debug_mode()
     with contextlib.ExitStack() as stack:
-        for cls in (PairwiseComm, CoalescedComm):
+        for cls in (NamedPairwiseComm, CoalescedComm):
             for name, change in _changes(enemy, cls).items():
                 stack.enter_context(mock.patch.object(cls, name, change))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _poisoning_resize(enemy)))

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.checks.empty_memory import is_marked
-from fsdp2.state import require_state
+from fsdp2.checks.empty_memory import is_marked, unwritten_buffers
+from fsdp2.core.state import require_state
 from helpers import assert_same, assert_same_names, assert_shard_of, full, own_rows, run_checks, run_ranks, shard_batch
 from models import Experts, OddMLP, TinyGPT, TinyLSTM, TinyModel, mean_loss
 
@@ -213,15 +213,15 @@ def what_nobody_has_written_to_is_known() -> None:
     with torch.device("meta"):
         model = fully_shard(nn.Sequential(Kinds()))
     model.to_empty(device="cpu")
-    inner, empty = model[0].inner, require_state(model).group.empty_buffers
+    inner, group = model[0].inner, require_state(model).groups[0]
     assert is_marked(inner.index)
     names = {id(buffer): name for name, buffer in inner.named_buffers()}
-    assert [names[id(each)] for each in empty.unwritten()] == ["real_", "short_", "complex_", "long_", "byte_"]
+    assert [names[id(each)] for each in unwritten_buffers(group)] == ["real_", "short_", "complex_", "long_", "byte_"]
     inner.real_.fill_(float("nan"))
     inner.short_.data.zero_()
     inner.complex_ = torch.ones(3)
     dist.broadcast(inner.long_ if dist.get_rank() else inner.long_.data.zero_(), 0)
-    assert [each.dtype for each in empty.unwritten()] == [torch.uint8]
+    assert [each.dtype for each in unwritten_buffers(group)] == [torch.uint8]
 
 
 def metadata_is_right_on_meta_and_after() -> None:

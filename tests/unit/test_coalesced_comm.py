@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.core.comm import CoalescedComm, Comm
-from fsdp2.ext.collectives import CustomComm
+from fsdp2.core.backends import CoalescedComm
+from fsdp2.core.comm import Comm, Purpose
 from fsdp2.core.layout import MAX_OPERATIONS
+from fsdp2.ext.collectives import CustomComm
 
 RANKS = 8
 F16, F32 = torch.float16, torch.float32
@@ -72,14 +73,14 @@ class Done:
         pass
 
 
-def custom(group: Group) -> Comm:
+def custom(group: Group, purpose: Purpose) -> Comm:
     """A user's own reduce-scatter, which sums as it is told."""
 
     def scatter(output_tensor: Tensor, input_tensor: Tensor, op: Any, **_: Any) -> Any:
         return group._reduce_scatter_base(output_tensor, input_tensor, SimpleNamespace(reduceOp=op))
 
     scatter.allocate = torch.empty  # type: ignore[attr-defined]
-    return CustomComm(CoalescedComm(group), None, scatter)  # type: ignore[arg-type]
+    return CustomComm(CoalescedComm(group, purpose), None, scatter)  # type: ignore[arg-type]
 
 
 def whole(value: float, dtype: torch.dtype, numel: int = 4) -> Tensor:
@@ -110,12 +111,12 @@ def sum_in_place(comm: Comm, divisor: float, dtype: torch.dtype) -> list[Tensor]
 @pytest.mark.parametrize("reduce", [reduce_one, reduce_several, sum_in_place])
 @pytest.mark.parametrize(("divisor", "force_sum"), [(8.0, False), (8.0, True), (16.0, False), (2.0, False)])
 def test_sums_whose_quotient_fits_do_not_overflow(
-    make: Callable[[Any], Comm], dtype: torch.dtype, reduce: Callable[..., Any], divisor: float, force_sum: bool
+    make: Callable[[Any, Purpose], Comm], dtype: torch.dtype, reduce: Callable[..., Any], divisor: float, force_sum: bool
 ) -> None:
     """The kind: a sum of all ranks' gradients, which is divided, passes the largest float16, whoever sums it: one
     tensor, several in a call, in place between replicas, or a user's own collective.
     """
-    comm = make(Group())
+    comm = make(Group(), Purpose())
     comm.force_sum = force_sum
     for output in reduce(comm, divisor, dtype):
         assert output.eq(RANKS * GRADIENT / divisor).all()
@@ -125,7 +126,7 @@ def test_sums_whose_quotient_fits_do_not_overflow(
 def test_a_call_has_a_bounded_number_of_operations(number: int) -> None:
     """NCCL takes hundreds one after the other. Also of reductions, and every tensor is in one call."""
     group = Group()
-    comm = CoalescedComm(group)  # type: ignore[arg-type]
+    comm = CoalescedComm(group, Purpose())  # type: ignore[arg-type]
     inputs = [torch.full((3,), float(i)) for i in range(number)]
     outputs = [torch.empty(3 * RANKS) for _ in inputs]
     comm.all_gather(outputs, inputs).wait()
@@ -155,7 +156,7 @@ class Divisions(TorchDispatchMode):
 def test_sums_are_divided_by_one_operation(wire: torch.dtype, divisor: float) -> None:
     """Of any number of tensors, summed by NCCL or where they arrive; none if there is nothing to divide by."""
     outputs: Sequence[Tensor] = [torch.empty(numel) for numel in (4, 1, 3)]
-    work = CoalescedComm(Group()).reduce_scatter(  # type: ignore[arg-type]
+    work = CoalescedComm(Group(), Purpose()).reduce_scatter(  # type: ignore[arg-type]
         outputs, [whole(1, wire, output.numel()) for output in outputs], divisor
     )
     with Divisions() as divisions:

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2 import reduce, reduce_plan
-from fsdp2.core.comm import SoloComm
-from fsdp2.checks.headers import Label
-from fsdp2.core.layout import ParamSpec, bucket_layout, split_pieces
-from fsdp2.core.gather import pack_piece
-from fsdp2.core.reduce import Reduction
+from fsdp2.core import buckets, reduce
+from fsdp2.core.backends import SoloComm
 from fsdp2.core.buckets import ReducePlan
+from fsdp2.core.comm import Purpose
+from fsdp2.core.layout import ParamSpec, bucket_layout, split_pieces
+from fsdp2.core.reduce import Reduction
 from helpers import own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -50,7 +49,7 @@ class RankComm:
 
     def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, size
-        self.label = Label()
+        self.purpose = Purpose()
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
 
@@ -119,7 +118,7 @@ def test_every_rank_gets_its_rows_of_the_mean() -> None:
 
 def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has arrived, and is finished, when the second is packed. Even and uneven rows, or none."""
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
     for rows, columns, world_size in itertools.product((1, 3, 8, 9, 24), (5, 8, 20), (2, 4, 8)):
         specs = (ParamSpec((rows, columns), F32, BF16, world_size), ParamSpec((8,), F32, BF16, world_size))
         layout = bucket_layout(specs, [0], F32, 1 << 40)
@@ -141,7 +140,7 @@ def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent from where it lies; several gradients; what a hook is to see, or replicas to sum, as a whole."""
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
     cast, direct = ParamSpec((8, 8), F32, BF16, 2), ParamSpec((8, 8), F32, F32, 2)
 
     class Alone(RankComm):
@@ -162,7 +161,7 @@ def test_what_is_not_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert halves((cast,), [0]) is None, "alone in its group, it is sent in more pieces"
     assert halves((cast, cast), [0], hook=lambda _: None) is None
     assert halves((cast, cast), [0], replicas=comm) is None
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 256)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 256)
     assert halves((cast, cast), [0]) is None
 
 
@@ -186,7 +185,7 @@ class Replicas:
     size = 2
 
     def __init__(self) -> None:
-        self.label, self.called = Label(), list[Tensor]()
+        self.purpose, self.called = Purpose(), list[Tensor]()
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> "Replicas":
         self.called.append(tensor)
@@ -262,7 +261,7 @@ def test_one_that_has_waited_beside_a_fresh_one() -> None:
     specs = tuple(ParamSpec(shape, F32, BF16, 2) for shape in ((4, 2), (8,)))
     layout = bucket_layout(specs, range(2), F32, RankComm.direct_min_bytes, BF16)
     plan = ReducePlan(layout, specs, 2)
-    assert plan.is_one_cat
+    assert plan._is_one_cat
     waited, fresh = torch.rand(4, 2), torch.rand(8).bfloat16()
     segments = plan.take_segments(CPU)
     plan.pack({0: waited, 1: fresh}, segments)
@@ -307,7 +306,7 @@ def test_what_one_operation_packs_on_cpus(rows: int, columns: int, dtype: torch.
     specs = (ParamSpec((rows, columns), F32, dtype, 4),) * 2
     plan = ReducePlan(bucket_layout(specs, range(2), F32, 1 << 40), specs, 4)
     gradients = [torch.empty(rows, columns, dtype=dtype)] * 2
-    assert plan._is_one_operation(gradients, plan.take_segments(CPU)) is expected
+    assert plan._is_one_operation(gradients, plan.layout.wire_dtype, launches=False) is expected
 
 
 def test_segments_are_used_again_when_they_have_been_read() -> None:
@@ -365,6 +364,7 @@ def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
     for rows, columns, ranks, count in itertools.product((1, 5, 8, 33), (1, 8, 12), (2, 3, 8), (1, 3, 16)):
         spec = ParamSpec((rows, columns), F32, BF16, ranks)
         layout = bucket_layout([spec], [0], F32, 1 << 40)
+        plan = ReducePlan(layout, (spec,), ranks)
         gradient = torch.randn(rows, columns, dtype=BF16)
         padded = torch.full((ranks, layout.packed_numel), 7.0)
         flat = torch.full((ranks * spec.shard_numel,), 7.0)
@@ -377,7 +377,7 @@ def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
         for first, last in pieces:
             assert first * F32.itemsize % 16 == 0
             packed = torch.full((ranks, last - first), 7.0)
-            pack_piece(gradient, spec, first, last, packed)
+            plan.pack_piece(gradient, first, last, packed)
             assert torch.equal(packed, padded[:, first:last])
 
 
