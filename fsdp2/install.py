@@ -27,6 +27,7 @@ from .ext import (
 from .ext.unsharded_versions import UnshardedVersions
 from .module import FSDPModule
 from .tools.audit import AuditAtDebugLevel
+from .tools.padding import WasteLog
 
 
 def install() -> None:
@@ -60,6 +61,7 @@ def install() -> None:
             _each(subclasses.MethodsSetLater),
             _each(module_class.StateDictHooks),
             _each(AuditAtDebugLevel),
+            _each(WasteLog),
             _each(_TorchFunc),
         ),
     )

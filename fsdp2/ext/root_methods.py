@@ -129,8 +129,7 @@ class RootMethods:
             raise RuntimeError("set_debug_level: call it between steps, not during a forward or backward")
         for group in root.groups:
             collectives.choose(group, checked=level == 1)
-        if level:
-            root.events.of(AuditAtDebugLevel).ask()
+        root.events.of(AuditAtDebugLevel).ask(level == 1)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Has the next forward of the root wait for `event`, once, before it reads the parameters.
