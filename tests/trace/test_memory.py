@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2.core.backends import PairwiseComm, SoloComm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.meters import AllocationMeter, CopyMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.core import buckets
-from fsdp2.core.backends import PairwiseComm, SoloComm
 from fsdp2.core.comm import Comm, Purpose
 from fsdp2.ext import units
 from helpers import fake_world, strategies_replaced
