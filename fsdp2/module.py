@@ -17,19 +17,43 @@ from .state import FSDPState, require_state, states_below, states_of
 
 
 class FSDPModule(RootMethods):
-    """Base of every module that `fully_shard` was applied to, besides its own class."""
+    """The class that `fully_shard` and `replicate` add to the class of a module.
+
+    The class of a sharded module is a subclass of its own class and of FSDPModule. So `isinstance(model, FSDPModule)`
+    tells whether a module is sharded, and tells a type checker that it has the methods below.
+
+    Call each method on every rank, with the same arguments, between steps: not while a forward or backward runs. A
+    method acts on the groups of this module: the parameters that the `fully_shard` call on it manages. With
+    `recurse=True` it also acts on the groups of all sharded modules inside this one. Methods that say "on the root
+    only" act on all groups of the model. The root is the outermost sharded module.
+
+    Example:
+        ```python
+        model = fully_shard(model)
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(False)
+        ```
+    """
 
     @hides_modes
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's own group and register the full parameters, in the policy's `param_dtype`.
+        """Gathers the parameters of this module's own groups and registers the unsharded ones in its modules.
 
-        Every rank must call it. They stay until `reshard` is called, or a forward with grad, or a backward, ends that
-        reshards. Forwards without grad use them, however many: only after a weight has changed do they gather the group
-        again, once. What is written to them is lost. A step of an optimizer gathers them anew.
+        Unsharded parameters are plain tensors in the policy's `param_dtype`. They stay until `reshard` is called, or
+        until a forward with grad or a backward that reshards has ended. Forwards without grad use them, however many
+        there are; they gather again, once, after a weight has changed. What you write to unsharded parameters is lost:
+        write inside `full_params(module, writeback=True)`. Every rank must call it.
 
         Args:
-            async_op: return at once, with a handle whose `wait` finishes the work. If a forward finishes it instead,
-                the parameters stay no longer than after a gather of its own.
+            async_op: True returns at once, with a handle. `wait` of the handle, or the next forward of this module,
+                finishes the all-gather. If a forward finishes it, the parameters stay no longer than after an
+                all-gather of its own.
+
+        Returns:
+            An UnshardHandle with `async_op=True`, else None.
+
+        Example:
+            `block.unshard(async_op=True)` begins the all-gather of a block before other work.
         """
         check_bool("async_op", async_op)
         states = list(states_of(self))
@@ -45,11 +69,13 @@ class FSDPModule(RootMethods):
 
     @hides_modes
     def reshard(self) -> None:
-        """Free the full parameters of this module's own group and register the sharded ones, with the `requires_grad`
-        that they have been given.
+        """Frees the unsharded parameters of this module's own groups and registers the sharded ones.
+
+        The sharded parameters take the `requires_grad` that the unsharded ones have been given. It does not
+        communicate.
 
         Raises:
-            RuntimeError: a full parameter was written to, or its `.data` was assigned, which is lost.
+            RuntimeError: an unsharded parameter was written to, or its `.data` was assigned; the change is lost.
         """
         states = list(states_of(self))
         written = [name for state in states for name in state.group.versions.take_written()]
@@ -70,13 +96,19 @@ class FSDPModule(RootMethods):
     # argument.
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose whether the backward passes that follow reduce gradients between ranks.
+        """Chooses whether the backward passes that follow reduce gradients over the ranks.
 
-        Without, full gradients accumulate on each rank in the reduce dtype, and `.grad` holds a stand-in that only
-        `zero_grad` may be applied to. The next backward that reduces includes them.
+        While it is False, unsharded gradients accumulate on each rank, in the reduce dtype. `.grad` then holds a
+        placeholder that raises when it is used, except by `zero_grad`. The next backward that reduces includes the
+        accumulated gradients. Every rank must call it. Unsharded gradients need as much memory as all parameters in the
+        reduce dtype.
 
         Args:
-            requires_gradient_sync: False for all but the last backward of an accumulation.
+            requires_gradient_sync: False for all backward passes of an accumulation but the last. The default is True.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+
+        Example:
+            `model.set_requires_gradient_sync(i == last)` before each backward of an accumulation.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
@@ -84,31 +116,48 @@ class FSDPModule(RootMethods):
             state.group.gradients.reduction.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose whether the backward passes that follow sum gradients between replicas, too (HSDP, `replicate`).
+        """Chooses whether the backward passes that follow sum gradients over replicas (HSDP, `replicate`).
 
-        Without, each rank accumulates its shard of its own replica's gradients, and `.grad` holds a stand-in as above.
-        Where there are no replicas to sum between (one axis that shards, one rank), gradients are complete at once.
+        While it is False, each replica reduce-scatters its own gradients, and each rank accumulates its sharded ones.
+        `.grad` then holds a placeholder that raises when it is used, except by `zero_grad`. The next backward with True
+        sums all of them. Where there are no replicas (a mesh of one axis that shards, one rank), gradients are complete
+        at once. Every rank must call it.
+
+        Args:
+            requires_all_reduce: False for all backward passes of an accumulation but the last. The default is True.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("requires_all_reduce", requires_all_reduce)
         for state in _states(self, recurse):
             state.group.gradients.reduction.all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether the full parameters are freed after forward (and gathered again in backward). This replaces
-        an int given to `fully_shard`. Where a rank holds whole parameters (one rank, replicas), in the dtype in which
-        they compute, modules compute with these themselves: there is nothing to free.
+        """Chooses whether forward frees the unsharded parameters, so that backward gathers them again.
+
+        It replaces what `fully_shard` was given, also an int. It has no effect where a rank holds whole parameters (one
+        rank, or replicas only) in the dtype in which they compute: modules then compute with these themselves. Every
+        rank must call it.
+
+        Args:
+            reshard_after_forward: True frees them: less memory, one more all-gather. False keeps them until backward
+                ends.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("reshard_after_forward", reshard_after_forward)
         for state in _states(self, recurse):
             state.reshard_after_forward, state.keeps_part = reshard_after_forward, False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose whether the full parameters are freed after backward.
+        """Chooses whether backward frees the unsharded parameters.
 
-        Without, the next forward uses them (in gradient accumulation, say) unless a parameter has changed: after a step
-        of any torch optimizer, or an operation in place, they are gathered anew. Call `reshard` after changes that show
-        nowhere: by a collective, or through the `.data` of a local tensor. Where a rank holds whole parameters there is
-        nothing to free, as above.
+        While it is False, the next forward uses them without an all-gather, for example in gradient accumulation,
+        unless a parameter has changed. A step of any torch optimizer and any operation in place are noticed. Call
+        `reshard` after a change that is not: by a collective of your own, or through the `.data` of a local tensor. It
+        has no effect where a rank holds whole parameters. Every rank must call it.
+
+        Args:
+            reshard_after_backward: True, the default, frees them. False keeps them.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
@@ -116,39 +165,69 @@ class FSDPModule(RootMethods):
             state.group.notes_changes = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """Choose whether the full parameters are gathered when backward reaches the module.
+        """Chooses whether backward gathers the parameters as soon as it reaches the module.
 
-        Without (an embedding's backward doesn't read its weight), they are gathered only if something needs them. Where
-        a rank holds whole parameters they are there in any case.
+        While it is False, they are gathered only if backward reads one of them. That saves an all-gather for a module
+        whose backward reads no weight, such as an embedding. It has no effect where a rank holds whole parameters.
+        Every rank must call it.
+
+        Args:
+            unshard_in_backward: True, the default, gathers them.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
         """
         check_bool("unshard_in_backward", unshard_in_backward)
         for state in _states(self, recurse):
             state.unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Begin to gather exactly these when this module's forward begins, in place of what the last pass suggests.
+        """Chooses which modules are gathered ahead when the forward of this module begins.
 
-        Modules under another root stay gathered until that runs. Where ranks hold whole parameters there is nothing to
-        gather.
+        The list replaces the order that the last pass has recorded, for this module only, and stays in force.
+        All-gathers begin in the order of the list. Modules under another root stay unsharded until that root runs.
+        Where ranks hold whole parameters there is nothing to gather. Every rank must call it, with the same modules.
+
+        Args:
+            modules: sharded modules. An empty list gathers nothing ahead.
+
+        Raises:
+            ValueError: an element is not a sharded module.
+
+        Example:
+            `first.set_modules_to_forward_prefetch([second, third])` gathers two blocks ahead.
         """
         chosen = _states_of("modules", modules)
         for state in states_of(self):
             state.forward_prefetch = chosen
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Begin to gather exactly these when backward reaches this module, in place of what ran before it.
+        """Chooses which modules are gathered ahead when backward reaches this module.
 
-        Modules under another root, and whole parameters: as with `set_modules_to_forward_prefetch`.
+        The list replaces the reverse of the order of the forwards, for this module only, and stays in force. For
+        modules under another root, and where ranks hold whole parameters, see `set_modules_to_forward_prefetch`. Every
+        rank must call it, with the same modules.
+
+        Args:
+            modules: sharded modules, in the order in which their all-gathers begin. An empty list gathers nothing
+                ahead.
+
+        Raises:
+            ValueError: an element is not a sharded module.
         """
         chosen = _states_of("modules", modules)
         for state in states_of(self):
             state.backward_prefetch = chosen
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
-        """Reduce zeros for parameters that got no gradient on this rank, since they may have one on other ranks.
+        """Chooses whether a parameter without a gradient on this rank takes part in reductions, with zeros.
 
-        Gradients then are reduced when backward leaves the module, not before. A parameter that no rank uses gets a
-        gradient of zeros instead of None: on one rank, too.
+        Use it where ranks use different parameters of one group, so that another rank may have a gradient of it.
+        Gradients are then reduced when backward leaves the module, not before. A parameter that no rank uses gets a
+        gradient of zeros instead of None, also on one rank. For whole modules that only some ranks run, use
+        `fully_shard(module, conditional=True)`. Every rank must call it.
+
+        Args:
+            enable: False is the default.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("enable", enable)
         for state in _states(self, recurse):
@@ -156,11 +235,20 @@ class FSDPModule(RootMethods):
             state.completes = False
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let so many reductions be in flight while the next is packed (default 1); each holds its input. There may be
-        more if they are small: up to a quarter of a typical group's gradients, and for each one above 1 all of them.
-        The largest number set below the root counts, from the next forward on. On one rank no reduction needs time.
+        """Bounds how many reductions of gradients may be in flight while the next one is packed.
+
+        Each reduction in flight holds its input, a bucket of unsharded gradients. The default, 1, costs the least
+        memory. With 2 or more, compute waits less for a slow network; each step up costs the gradients of about one
+        more group. Small reductions do not count one by one: up to a quarter of a typical group's gradients may be in
+        flight in any case. The largest number that was set below the root holds, from the next forward on. It has no
+        effect on one rank.
+
+        Args:
+            max_input_buffers: at least 1.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
 
         Raises:
+            TypeError: not an int.
             ValueError: less than 1.
         """
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
@@ -171,13 +259,22 @@ class FSDPModule(RootMethods):
             state.max_reductions = max_input_buffers
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Divide the sum of all ranks' gradients by `factor` instead of the number of ranks.
+        """Divides the sum of all ranks' gradients by `factor`, in place of the number of ranks.
 
-        All groups of a model on one mesh must divide by the same number: else the next optimizer step raises a
-        RuntimeError, and `check` reports it. Groups on another mesh (experts) may divide by another.
+        Call it on the root with `recurse=True`: without, it reaches the groups of this module only, not those of its
+        blocks. All groups of a model on one mesh must divide by the same number, else the next optimizer step raises a
+        RuntimeError, and `check` reports it. Groups on another mesh (experts) may divide by another number. Every rank
+        must call it.
+
+        Args:
+            factor: a positive number. 1.0 sums gradients.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
 
         Raises:
             ValueError: not a positive number.
+
+        Example:
+            `model.set_gradient_divide_factor(1.0, recurse=True)` for a loss that is divided by the tokens of all ranks.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"factor: expected a positive number, got {factor!r}")
@@ -185,11 +282,20 @@ class FSDPModule(RootMethods):
             state.group.gradients.divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Old name of `set_gradient_divide_factor`."""
+        """Calls `set_gradient_divide_factor(factor)`, whose old name this is."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
-        """Sum and divide afterwards, also where the backend could average by itself. (gloo, and one rank, never do.)"""
+        """Chooses whether gradients are summed by the backend and divided afterwards, also where it could average by
+        itself.
+
+        The result is the same up to rounding. It is for backends, or algorithms of NCCL, that offer sums only. gloo and
+        one rank never let the backend average, so it has no effect there. Every rank must call it.
+
+        Args:
+            enable: True sums. False, the default, lets the backend average where it can.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
+        """
         check_bool("enable", enable)
         for state in _states(self, recurse):
             state.group.choose_comms(force_sum=enable)
@@ -197,22 +303,25 @@ class FSDPModule(RootMethods):
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], None] | None, *, stream: Any = None, recurse: bool = False
     ) -> None:
-        """Call `hook(reduced)` with each flat tensor of reduced shards, before it becomes gradients.
+        """Calls `hook(reduced)` with each flat tensor of reduced gradients of this rank, before they become `.grad`.
 
-        The tensor has the reduce dtype. The hook may change it in place, for a reduction over further ranks, say. On a
-        mesh that replicates it is called after the all-reduce.
+        The tensor has one dimension and the reduce dtype; it holds the shards of one bucket. The hook may change it in
+        place, for example to reduce over further ranks. On a mesh that replicates it is called after the all-reduce. On
+        one rank it is called, too, with the gradients of that rank. If only modules without parameters have a hook,
+        which is never called, the next optimizer step raises a RuntimeError. Every rank must call it.
 
         Args:
-            hook: None removes it.
-            stream: where it runs (a torch.Stream), which the hook must not enter again: torch 2.11 keeps one context in
-                each. None: the stream that computes. Only without replicas.
-
-        On one rank it is called, too, with that rank's gradients. If only modules without parameters have a hook, which
-        is never called, the next optimizer step raises a RuntimeError.
+            hook: a function of one tensor. None removes it.
+            stream: the torch.Stream on which the hook runs. The hook must not enter it again: torch 2.11 keeps one
+                context in each. None: the stream that computes. Only on a mesh without replicas.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
 
         Raises:
             TypeError: `hook` is neither a function nor None.
-            ValueError: a stream together with HSDP, or on a mesh of CPUs, which have no streams.
+            ValueError: a stream on a mesh that replicates, or on a mesh of CPUs, which have no streams.
+
+        Example:
+            `model.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), recurse=True)`
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"hook: expected a function or None, got {hook!r}")
@@ -230,27 +339,34 @@ class FSDPModule(RootMethods):
             state.group.gradients.note_change()
 
     def set_custom_all_gather(self, all_gather: Any) -> None:
-        """Gather this module's group by `all_gather(output_tensor, input_tensor, group, async_op)`, in one flat call.
+        """Gathers the groups of this module by an object of yours, in one flat call for each group.
 
-        `all_gather.allocate(size, *, dtype, device)` provides its output, of which the input is this rank's part. Both
-        are bytes (uint8), whatever the parameters' dtypes. It returns a Work, or None when done. What k ranks restore
-        after forward (`reshard_after_forward=k`) they gather without it.
+        The object has two methods. `allocate(size, *, dtype, device)` returns the output, a flat tensor; the input is
+        this rank's part of it. `__call__(output_tensor, input_tensor, group, async_op)` fills the output, and returns a
+        Work to wait for, or None when it is done. Both tensors are bytes (uint8), whatever the dtypes of the
+        parameters. `reshard_after_forward=k` gathers in backward without it. On one rank it is never called. If only
+        modules without parameters were given one, the next optimizer step raises a RuntimeError. Every rank must call
+        it.
 
-        One rank gathers nothing, and never calls it. If only modules without parameters were given one, the next
-        optimizer step raises a RuntimeError. None: the usual collective again.
+        Args:
+            all_gather: such an object. None: the usual all-gather.
 
         Raises:
             TypeError: it can't be called, or has no `allocate`.
-            ValueError: several ranks, which all hold whole parameters: they would never call it.
+            ValueError: there are several ranks, and all hold whole parameters, so that it would never be called.
         """
         self._choose_collective("all_gather", all_gather, "Nothing is gathered")
 
     def set_custom_reduce_scatter(self, reduce_scatter: Any) -> None:
-        """Reduce by `reduce_scatter(output_tensor, input_tensor, group, op, async_op)`, in one flat call per bucket.
+        """Reduces the gradients of this module's groups by an object of yours, in one flat call for each bucket.
 
-        `reduce_scatter.allocate(size, *, dtype, device)` provides both tensors, in the reduce dtype.
+        The object has two methods. `allocate(size, *, dtype, device)` returns a flat tensor in the reduce dtype; it is
+        called for the input and for the output. `__call__(output_tensor, input_tensor, group, op, async_op)` reduces,
+        and returns a Work to wait for, or None when it is done. On one rank, and for modules without parameters, see
+        `set_custom_all_gather`. Every rank must call it.
 
-        One rank, and modules without parameters: as with `set_custom_all_gather`.
+        Args:
+            reduce_scatter: such an object. None: the usual reduce-scatter.
 
         Raises:
             TypeError: it can't be called, or has no `allocate`.
@@ -281,17 +397,23 @@ class FSDPModule(RootMethods):
             state.group.gradients.note_change()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce on a process group of its own, so that a backend that runs one collective at a time per group can
-        gather at the same time. Every rank must call it; ranks of other shards need not,
-        unless `init_process_group` was given a `device_id`, by which NCCL splits the group of all. Where ranks hold
-        whole parameters nothing is gathered that a reduction could wait for.
+        """Chooses whether gradients are reduced on a process group of their own.
+
+        A backend that runs one collective at a time per process group, such as NCCL, can then gather and reduce at the
+        same time. It makes new process groups. So every rank that shares the shards must call it; if
+        `init_process_group` was given a `device_id`, NCCL splits the group of all ranks, and every rank of the program
+        must. It has no effect where ranks hold whole parameters.
+
+        Args:
+            enable: True reduces on a group of its own. False: on that of the mesh.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("enable", enable)
         for state in _states(self, recurse):
             state.group.choose_comms(separate=enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Declared, and refused: full parameters are gathered into memory of their own, which is what False asks for.
+        """Accepts False, which is what happens anyway. True is not supported.
 
         Raises:
             NotImplementedError: `enable` is True.
@@ -303,7 +425,7 @@ class FSDPModule(RootMethods):
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Declared, and refused: collectives run on memory of torch's allocator.
+        """Is not supported: collectives run on memory of torch's allocator.
 
         Raises:
             NotImplementedError: always.
@@ -311,14 +433,20 @@ class FSDPModule(RootMethods):
         raise NotImplementedError("set_symm_mem_for_comm is not supported yet. Leave it out.")
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Keep the memory of the full parameters when they are resharded, so that pointers into it stay valid: from the
-        first gather on, and until a parameter is replaced by one of another dtype.
+        """Chooses whether the memory of unsharded parameters is kept when they are resharded, so that pointers into it
+        stay valid.
 
-        For CUDA graphs of a part of a module, captured while it is unsharded: replay them where it is unsharded again.
-        A graph of whole steps, collectives included, needs no setting, since its memory is its own: capture it behind
-        three eager steps and with `.grad` None, without `set_reshard_after_backward(False)`, which may leave the
-        gathers out, and leave the optimizer's `zero_grad` out of the loop that replays. Where a rank holds whole
-        parameters, in the dtype in which they compute, pointers stay valid anyway.
+        It holds from the first all-gather on, and until a parameter is replaced by one of another dtype. It is for CUDA
+        graphs of a part of a module that are captured while it is unsharded: replay them where it is unsharded again.
+        It costs the memory of all unsharded parameters. Where a rank holds whole parameters in the dtype in which they
+        compute, pointers stay valid anyway. Every rank must call it.
+
+        A CUDA graph of whole steps, collectives included, needs no setting. Capture it after three eager steps, with
+        `.grad` None, without `set_reshard_after_backward(False)`, and leave `zero_grad` out of the loop that replays.
+
+        Args:
+            keep: False is the default.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("keep", keep)
         for state in _states(self, recurse):
@@ -329,12 +457,16 @@ class FSDPModule(RootMethods):
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots (the stages of a pipeline on one rank, say) count as one in what bounds reductions in flight.
+    """Lets several roots count as one where reductions in flight are bounded, for example the stages of a pipeline on a
+    rank.
 
-    Reductions under way in any of them go on. An empty list, or one root, shares with none.
+    Reductions that are under way in any of them go on. An empty list, or one root, changes nothing.
+
+    Args:
+        modules: sharded modules, each of another root.
 
     Raises:
-        ValueError: one is not a module that fully_shard was applied to.
+        ValueError: one is not a sharded module.
     """
     states = _states_of("modules", modules)
     for state in states[1:]:

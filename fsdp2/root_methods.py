@@ -13,21 +13,27 @@ from .stepper import Stepper
 
 
 class RootMethods:
-    """A part of FSDPModule."""
+    """The methods of FSDPModule that act on a whole model. Call them on every rank alike, between steps."""
 
     def set_prefetch_budget(self, nbytes: int | None) -> None:
-        """Bound what is gathered ahead, in forward and in backward: as many of the groups that follow as have at most
-        `nbytes` of full parameters together, in compute dtypes, besides the group that runs. On the root only.
+        """Bounds the bytes of unsharded parameters that are gathered ahead, in forward and backward. On the root only.
+
+        Besides the group that runs, as many of the groups that follow are gathered as have at most `nbytes` together,
+        in their compute dtypes. The same bound says how many groups stay unsharded behind the last one of a forward.
+        Where ranks hold whole parameters in the dtype in which they compute, nothing is gathered. Every rank must call
+        it.
 
         Args:
             nbytes: 0 gathers nothing ahead. None, the default: the next group whatever its size, and more only while
-                they are together no larger than a typical one.
-
-        Where ranks hold whole parameters, in the dtype in which they compute, nothing is gathered: any bound is met.
+                they are together no larger than a typical group.
 
         Raises:
+            TypeError: neither an int nor None.
             RuntimeError: not the root.
             ValueError: less than 0.
+
+        Example:
+            `model.set_prefetch_budget(2 * bytes_of_a_block)` gathers two blocks ahead.
         """
         if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool)):
             raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
@@ -36,15 +42,15 @@ class RootMethods:
         _root(self, "set_prefetch_budget").context.prefetcher.budget = nbytes
 
     def set_saved_tensor_hooks(self, enabled: bool) -> None:
-        """Choose how backward finds out that it needs a group's full parameters. On the root only.
+        """Chooses how backward finds out that it needs the unsharded parameters of a group. On the root only.
 
         Args:
-            enabled: True, the default: every weight that autograd has saved is watched, and gathered when backward
-                reads it, whatever way the gradient came. False: gradients must enter each sharded module through a
-                tensor that it returned, as torch's FSDP2 expects. That saves about a third of the host time; a gradient
-                that comes another way, from a tensor that a forward hook has kept say, is refused by autograd:
-                "one of the variables needed for gradient computation has been modified by an inplace operation".
-                What a function saves of a weight's `.data` is not watched then: keep the hooks for such functions.
+            enabled: True, the default: each weight that autograd has saved is watched, and gathered when backward reads
+                it, whatever way the gradient came. False: gradients must enter each sharded module through a tensor
+                that it returned, as torch's FSDP2 expects. That saves about a third of the host time. Autograd refuses
+                a gradient that comes another way, for example from a tensor that a forward hook has kept: "one of the
+                variables needed for gradient computation has been modified by an inplace operation". Keep the hooks for
+                functions that save a weight's `.data`, which is not watched then.
 
         Raises:
             RuntimeError: not the root, or during a forward or backward.
@@ -56,8 +62,10 @@ class RootMethods:
         context.notice_saved_tensors(enabled)
 
     def set_running_stats_averaging(self, enabled: bool) -> None:
-        """Choose whether the ranks average what BatchNorm and its like keep for evaluation, `running_mean` and
-        `running_var`, once per step, in one all-reduce of them all. On the root only; on every rank.
+        """Chooses whether ranks average `running_mean` and `running_var` of BatchNorm and the like. On the root only.
+
+        They are averaged once per step, all in one all-reduce. BatchNorm still normalises with the statistics of each
+        rank's own rows. Every rank must call it.
 
         Args:
             enabled: True, the default. False: each rank keeps those of its own rows. On one rank both are the same.
@@ -69,16 +77,16 @@ class RootMethods:
         _root(self, "set_running_stats_averaging").context.rank_guard.stats.are_averaged = enabled
 
     def set_debug_level(self, level: int) -> None:
-        """Choose what ranks verify of each other while they train. On the root only; on every rank, between steps.
+        """Chooses what ranks verify of each other while they train. On the root only, on every rank.
 
         Args:
             level: 1: before each collective of any group below the root, on any backend, ranks compare which group it
-                is, what is done with it (also forward or backward) and the sizes of its tensors: if they differ, all
-                raise, before anything is sent. When a rank does not answer in time, or has died, the errors of others
-                list where each process was. Ranks wait for each other at each collective. Before the next forward of
-                the root, `check` looks at the model, and the first rank logs what it finds. 0: none of this; on gloo,
-                group, kind and sizes are compared all the same. One rank has nobody to compare with, but `check` looks.
-                The default is that of the environment variable FSDP2_DEBUG when `fully_shard` is called, else 0.
+                is, what is done with it (also forward or backward), and the sizes of its tensors. If they differ, all
+                raise before anything is sent. If a rank does not answer in time, or has died, the errors of the others
+                list where each process was. Before the next forward of the root, the first rank logs what `check`
+                finds. Ranks wait for each other at each collective, so training is slower. 0: none of this; on gloo,
+                group, kind and sizes are compared all the same. The default is that of the environment variable
+                FSDP2_DEBUG when `fully_shard` is called, else 0.
 
         Raises:
             ValueError: another level.
@@ -94,17 +102,27 @@ class RootMethods:
         context.audits_next_pass = level == 1
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Announce further backward passes through the forwards that have run: the record of these is kept, so that
-        they are gathered ahead in those passes, too. For all modules under the root, whichever it is called on. Where
-        nothing is gathered, no order is needed.
+        """Chooses whether a backward ends the forwards that have run, or further backward passes go through them.
+
+        With several backward passes through the same forwards (`retain_graph=True`, a loss for each output), pass False
+        before all but the last. Then the record of the forwards is kept, so that their groups are gathered ahead in
+        each of these passes. Numbers are right in any case. It may be called on any module under the root, and acts on
+        the whole model.
+
+        Args:
+            is_last_backward: True, the default: no backward comes back to the forwards that have run. False: one does.
         """
         check_bool("is_last_backward", is_last_backward)
         require_state(self).context.is_last_backward = is_last_backward
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the next forward of the root wait for `event` (a torch.Event), once, besides what the current stream has
-        been given to do. For an optimizer that steps on a stream of its own. It may be called on any module under the
-        root. None: wait for none.
+        """Has the next forward of the root wait for `event`, once, before it reads the parameters.
+
+        It is for an optimizer that steps on a stream of its own: the forward waits for the event in addition to what
+        the current stream has been given to do. It may be called on any module under the root.
+
+        Args:
+            event: a torch.Event that was recorded behind the step. None: wait for none.
 
         Raises:
             TypeError: `event` has no method `wait`.
@@ -115,18 +133,19 @@ class RootMethods:
 
     @hides_modes
     def set_optimizer_in_backward(self, optimizer: Optimizer | None) -> None:
-        """Have backward passes step `optimizer`, on a few parameters at a time, as soon as their gradients are reduced,
-        and clear these: then only few gradients exist at once. On the root only.
+        """Has backward step `optimizer` on gradients as soon as they are reduced, and clear them. On the root only.
 
-        With CPUOffloadPolicy the steps run on another thread while backward goes on, and hooks of the parameters, too:
-        neither may communicate. When backward returns (manual finalization: when that does) all are done.
+        Few gradients then exist at once. Do not call `optimizer.step()` yourself. When backward returns, all steps are
+        done (with `set_manual_backward_finalization`, when that is finished). With CPUOffloadPolicy the steps, and
+        hooks of parameters, run on another thread while backward goes on: neither may communicate.
 
-        A pass whose gradients wait (`set_requires_gradient_sync`, `set_requires_all_reduce`) does not step; the one
-        that reduces them steps once. After a step, `.grad` holds a stand-in that refuses to be used: clipping by norm
-        and GradScaler need all gradients before the first step. A backward that raises may have stepped on some.
+        A pass without synchronisation (`set_requires_gradient_sync`, `set_requires_all_reduce`) does not step; the one
+        that reduces its gradients steps once. After a step, `.grad` holds a placeholder that raises when it is used:
+        clipping by norm and GradScaler need all gradients before the first step. A backward that raises may have
+        stepped on some parameters. Every rank must call it.
 
         Args:
-            optimizer: one that keeps its state per parameter, as those of torch.optim do. None: step by hand again.
+            optimizer: one that keeps its state per parameter, as those of torch.optim do. None: you step again.
 
         Raises:
             TypeError: neither an optimizer nor None.
@@ -146,8 +165,11 @@ class RootMethods:
             state.group.gradients.steps.stepper = stepper
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Leave reductions in flight at the end of backward, until `finalize_backward` is called. On the root only. So
-        it is on one rank, too: `.grad` shows what there is when that is called.
+        """Chooses whether reductions may be in flight after backward, until `finalize_backward`. On the root only.
+
+        Args:
+            enabled: True: `.grad` is complete only after `finalize_backward`, also on one rank. Call it before you clip
+                or step. False, the default: `.grad` is complete when backward returns.
 
         Raises:
             RuntimeError: not the root, or during a backward pass.
@@ -160,13 +182,20 @@ class RootMethods:
 
     @hides_modes
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Finish the reductions of all backward passes since the last call; then `.grad` is there. On the root only.
+        """Finishes the reductions of all backward passes since the last call, and sets `.grad`. On the root only.
 
-        Gradients that wait, of passes without synchronisation, are reduced now, if that has been switched on again
-        (`set_requires_gradient_sync`) since.
+        It also reduces unsynchronized gradients of earlier passes, if synchronisation has been switched on again since
+        (`set_requires_gradient_sync`). Every rank must call it.
 
         Args:
-            async_op: return a handle, whose `wait` does it: before gradients are used, or work on this root begins.
+            async_op: True returns a handle whose `wait` finishes the work. Call `wait` before gradients are used, and
+                before other work on this root begins.
+
+        Returns:
+            A GradientReductionHandle with `async_op=True`, else None.
+
+        Raises:
+            RuntimeError: not the root.
         """
         check_bool("async_op", async_op)
         context = _root(self, "finalize_backward").context
@@ -179,9 +208,13 @@ class RootMethods:
 
     @hides_modes
     def reset_iter_state(self) -> None:
-        """Drop what an exception in forward or backward left half done: gathered parameters, gradients on their way and
-        those that wait unsynchronised. On the root only. After a failed backward it is done by itself, except that
-        gradients of earlier, complete passes stay.
+        """Drops what an exception in forward or backward has left half done. On the root only.
+
+        That is: unsharded parameters, gradients on their way, and unsynchronized gradients. After a failed backward
+        this happens by itself, but then the gradients of earlier, complete passes stay. Every rank must call it.
+
+        Raises:
+            RuntimeError: not the root.
         """
         _root(self, "reset_iter_state").context.reset()
 
