@@ -282,7 +282,11 @@ class FSDPModule(RootMethods):
             state.group.gradients.divide_by(float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Calls `set_gradient_divide_factor(factor)`, whose old name this is."""
+        """Calls `set_gradient_divide_factor`, whose old name this is, for the groups of this module.
+
+        Args:
+            factor: a positive number.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
@@ -415,6 +419,9 @@ class FSDPModule(RootMethods):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accepts False, which is what happens anyway. True is not supported.
 
+        Args:
+            enable: False.
+
         Raises:
             NotImplementedError: `enable` is True.
         """
@@ -426,6 +433,9 @@ class FSDPModule(RootMethods):
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Is not supported: collectives run on memory of torch's allocator.
+
+        Args:
+            backend: as in torch; any value raises.
 
         Raises:
             NotImplementedError: always.
