@@ -18,7 +18,7 @@ TENSOR_PARALLEL = 2
 
 
 def main() -> None:
-    device = join_ranks()
+    device = join_ranks(multiple_of=2 * TENSOR_PARALLEL)
     mesh_shape = (dist.get_world_size() // TENSOR_PARALLEL, TENSOR_PARALLEL)
     mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("data", "tensor"))
 

@@ -57,7 +57,8 @@ def plain_curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Curve, Curve
 def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Curve, Curve]]:
     """Folder and curves of an uninterrupted run on two ranks, with a checkpoint half way."""
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, train(folder, IMPL, 2, "--save-every", str(SAVED_STEP), run=run_by_torchrun)
+    says = f"To go on from it: --resume {folder / f'step-{STEPS:06}'}"
+    return folder, train(folder, IMPL, 2, "--save-every", str(SAVED_STEP), run=run_by_torchrun, says=says)
 
 
 def assert_same(curves: tuple[Curve, Curve], expected: tuple[Curve, Curve]) -> None:
@@ -92,7 +93,9 @@ def test_resumed_run_goes_on_as_if_uninterrupted(
     folder, (losses, validations) = sharded_run
     expected_losses = {step: loss for step, loss in losses.items() if step > SAVED_STEP}
     expected_validations = {step: bits for step, bits in validations.items() if step >= SAVED_STEP}
-    resumed = train(tmp_path, IMPL, ranks, "--resume", str(folder / f"step-{SAVED_STEP:06}"))
+    checkpoint = folder / f"step-{SAVED_STEP:06}"
+    says = f"Resumed from {checkpoint}: training goes on with step {SAVED_STEP + 1}."
+    resumed = train(tmp_path, IMPL, ranks, "--resume", str(checkpoint), says=says)
     assert_same(resumed, (expected_losses, expected_validations))
 
 
