@@ -128,9 +128,7 @@ def test_without_torchrun(plain_losses: Curve) -> None:
     """One rank, where that is enough; else the program says how to start it."""
     assert_same(losses(run_forked("cpu_offload.py", 1, before=without_torchrun)), plain_losses)
     for name in ("hsdp.py", "tensor_parallel.py", "pipeline.py"):
-        with pytest.raises(
-            AssertionError, match=rf"expected 4 ranks .* got 1. .*torchrun .* examples/{name}"
-        ):
+        with pytest.raises(AssertionError, match=rf"expected 4 ranks .* got 1. .*torchrun .* examples/{name}"):
             run_forked(name, 1, before=without_torchrun)
 
 

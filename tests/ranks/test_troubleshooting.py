@@ -96,7 +96,7 @@ def inner_module() -> None:
     shard(build()).block[0](torch.ones(2, 8))
 
 
-@says("can't mix with a plain tensor")
+@says("got mixed torch.Tensor and DTensor")
 def functional() -> None:
     nn.functional.linear(torch.ones(2, 8), shard(build()).head.weight)
 
