@@ -65,9 +65,11 @@ def plain_model(names: Names, seed: int = 0) -> nn.Module:
     return names["Model"]()
 
 
-def trained(names: Names, steps: int, accumulated: int = 1, clip: float | None = None, seed: int = 0) -> nn.Module:
-    """The model of the shared lines after `steps` of AdamW on the batches of all ranks."""
-    model = plain_model(names, seed)
+def trained(names: Names, steps: int, accumulated: int = 1, clip: float | None = None) -> Any:
+    """The model of the shared lines after `steps` of AdamW on the batches of all ranks. With `clip` it has the last norm
+    of its gradients as `norm`.
+    """
+    model: Any = plain_model(names)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10) if clip else None
     for step in range(steps):
@@ -75,7 +77,7 @@ def trained(names: Names, steps: int, accumulated: int = 1, clip: float | None =
             tokens = whole(accumulated * step + i, dist.get_world_size())
             (names["loss_of"](model, tokens) / accumulated).backward()
         if schedule:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            model.norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         if schedule:
             schedule.step()
@@ -127,9 +129,11 @@ def batches(names: Names) -> None:
 
 @guide("Accumulation, clipping and learning rate")
 def accumulation(names: Names) -> None:
+    expected = trained(names, steps=2, accumulated=4, clip=0.1)
     assert type(names["norm"]) is Tensor
     assert names["norm"] > 0.1, "nothing was clipped"
-    assert_equal(names["model"], trained(names, steps=2, accumulated=4, clip=0.1))
+    assert_same(names["norm"], expected.norm, 1e-4, 0, "norm")
+    assert_equal(names["model"], expected)
 
 
 @guide("Mixed precision")
@@ -262,11 +266,12 @@ def test_the_example_of_the_readme(tmp_path: Path) -> None:
     (example,) = code_blocks(ROOT / "README.md")
     program = tmp_path / "train.py"
     program.write_text(example.source)
-    printed = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", run_forked(str(program), 2), re.M)]
+    output = run_forked(str(program), 2, before=lambda rank: torch.manual_seed(10 + rank))
+    printed = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", output, re.M)]
     expected = alone(lambda: plain_losses_of_the_readme())
     assert len(printed) == 20
     assert printed[-1] < printed[0] - 0.3
-    assert printed == pytest.approx(expected, rel=2e-2)
+    assert printed == pytest.approx(expected, rel=5e-3)
 
 
 def plain_losses_of_the_readme() -> list[float]:
