@@ -66,8 +66,8 @@ def plain_model(names: Names, seed: int = 0) -> nn.Module:
 
 
 def trained(names: Names, steps: int, accumulated: int = 1, clip: float | None = None) -> Any:
-    """The model of the shared lines after `steps` of AdamW on the batches of all ranks. With `clip` it has the last norm
-    of its gradients as `norm`.
+    """The model of the shared lines after `steps` of AdamW on the batches of all ranks. With `clip` it has the last
+    norm of its gradients as `norm`.
     """
     model: Any = plain_model(names)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
