@@ -57,8 +57,7 @@ def plain_curves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Curve, Curve
 def sharded_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Curve, Curve]]:
     """Folder and curves of an uninterrupted run on two ranks, with a checkpoint half way."""
     folder = tmp_path_factory.mktemp("sharded")
-    says = f"To go on from it: --resume {folder / f'step-{STEPS:06}'}"
-    return folder, train(folder, IMPL, 2, "--save-every", str(SAVED_STEP), run=run_by_torchrun, says=says)
+    return folder, train(folder, IMPL, 2, "--save-every", str(SAVED_STEP), run=run_by_torchrun)
 
 
 def assert_same(curves: tuple[Curve, Curve], expected: tuple[Curve, Curve]) -> None:
@@ -155,6 +154,7 @@ def test_torchrun_passes_sigterm_on(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=60)
     assert "Stopped by SIGTERM after step" in output, errors[-4000:]
     (checkpoint,) = tmp_path.glob("step-*")
+    assert f"Saved {checkpoint} (" in output
     last = max(read_log(log)[0])
     assert checkpoint.name == f"step-{last:06}"
     resumed, _ = train(tmp_path, IMPL, 1, "--resume", str(checkpoint), "--steps", str(last + 1))
