@@ -368,7 +368,7 @@ def torch_broadcasts_memory_in_its_order() -> None:
         state = {"weight": source.clone(), "other": torch.ones(2)} if dist.get_rank() == 0 else {}
         set_model_state_dict(model, state, options=dataclasses.replace(FROM_RANK_0, strict=False))
         assert isinstance(model.weight, DTensor)
-        assert torch.equal(full(model.weight), value) == arrives, "the README's sentence about it is out of date"
+        assert torch.equal(full(model.weight), value) == arrives, "the guides' sentence about it is out of date"
 
 
 def test_why_a_full_state_dict_must_be_contiguous() -> None:

@@ -92,7 +92,9 @@ def test_resumed_run_goes_on_as_if_uninterrupted(
     folder, (losses, validations) = sharded_run
     expected_losses = {step: loss for step, loss in losses.items() if step > SAVED_STEP}
     expected_validations = {step: bits for step, bits in validations.items() if step >= SAVED_STEP}
-    resumed = train(tmp_path, IMPL, ranks, "--resume", str(folder / f"step-{SAVED_STEP:06}"))
+    checkpoint = folder / f"step-{SAVED_STEP:06}"
+    says = f"Resumed from {checkpoint}: training goes on with step {SAVED_STEP + 1}."
+    resumed = train(tmp_path, IMPL, ranks, "--resume", str(checkpoint), says=says)
     assert_same(resumed, (expected_losses, expected_validations))
 
 
@@ -152,6 +154,7 @@ def test_torchrun_passes_sigterm_on(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=60)
     assert "Stopped by SIGTERM after step" in output, errors[-4000:]
     (checkpoint,) = tmp_path.glob("step-*")
+    assert f"Saved {checkpoint} (" in output
     last = max(read_log(log)[0])
     assert checkpoint.name == f"step-{last:06}"
     resumed, _ = train(tmp_path, IMPL, 1, "--resume", str(checkpoint), "--steps", str(last + 1))
