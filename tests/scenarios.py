@@ -261,8 +261,9 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    # foreach: DTensor plans one operation on all parameters, rather than one for each shape among them.
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.25, "momentum": 0.5, "foreach": True, **options})
+    # foreach: DTensor plans one operation on all parameters, rather than one for each shape among them, as it does for
+    # the buffers of momentum.
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.25, "foreach": True, **options})
 
 
 Wrap = Callable[..., None]
@@ -314,7 +315,7 @@ def train_and_evaluate(run: Run, model: nn.Module, steps: int) -> None:
 
 def train_beside(model: nn.Module, plain: nn.Module, batches: Callable[[int], Tensor]) -> None:
     """Three steps of SGD, the second of two micro-batches of which the first is not synchronised."""
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, foreach=True) for each in (model, plain)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=True) for each in (model, plain)]
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(3):
         for part in range(2 if step == 1 else 1):

@@ -107,7 +107,7 @@ def test_zero_grad_to_zero_and_no_further_backward() -> None:
     def scenario(run: Run, zero: str, sync: bool) -> None:
         model = run.build(Towers)
         blocks(run, model)
-        optimizer = sgd(model, weight_decay=0.1)
+        optimizer = sgd(model, momentum=0.5, weight_decay=0.1)
         backward(run, model, seed=1)
         run.step("first", model, optimizer)
         backward(run, model, seed=2, sync=sync)

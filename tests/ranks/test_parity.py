@@ -139,7 +139,7 @@ class Case:
         AdamW has a large `eps`: where the true gradient is 0 (a key bias), g / (|g| + 1e-8) would blow rounding up.
         """
         if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=2.0**-2, momentum=0.5, foreach=True)
+            return torch.optim.SGD(model.parameters(), lr=2.0**-2, foreach=True)
         return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
 

@@ -154,7 +154,7 @@ class Case:
 
     def optimizer_for(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=2.0**-2, momentum=0.5, foreach=True)
+            return torch.optim.SGD(model.parameters(), lr=2.0**-2, foreach=True)
         return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
     def batch(self, model: TinyModel, step: int) -> Tensor:

@@ -177,7 +177,7 @@ class Case:
 
     def optimizer_for(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5, foreach=False)
+            return torch.optim.SGD(model.parameters(), lr=0.25, foreach=False)
         # DTensors on two meshes can't be in one foreach operation.
         return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
 
