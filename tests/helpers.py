@@ -318,7 +318,7 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def is_plainly_cut(tensor: Tensor) -> bool:
-    """True of a DTensor on this rank's mesh, of whole parts (no sums), each cut from its neighbours' by `Tensor.chunk`."""
+    """True of a DTensor on a mesh that has this rank, if its parts are no sums, and cut as `Tensor.chunk` cuts."""
     return (
         isinstance(tensor, DTensor)
         and tensor.device_mesh.get_coordinate() is not None

@@ -115,7 +115,7 @@ class Layout:
                 parallelize_module(block, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             library(block, mesh=mesh)
         library(model, mesh=mesh)
-        return model, adamw(model)
+        return model, adamw(model, foreach=self.tp == 1)
 
 
 def plain_model(seed: int = 1) -> Stack:
@@ -123,9 +123,9 @@ def plain_model(seed: int = 1) -> Stack:
     return Stack().double()
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module, foreach: bool = True) -> torch.optim.Optimizer:
     """DTensors on two meshes can't be in one foreach operation."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=foreach)
 
 
 def train(
