@@ -38,12 +38,17 @@ from fsdp2.sharded_dtensor import as_sharded
 from hostile import hostile
 
 NIGHTLY = bool(os.environ.get("FSDP2_NIGHTLY"))
-"""Run many more of what is drawn at random, and for longer."""
+"""Run many more of what is drawn at random, for longer, and on numbers of ranks that say little more than others."""
 GRACE_S = 1.0
 """After one rank failed, how long the others may take to report their own errors before they are killed."""
 
 _FRAMES_OF_PYTEST = re.compile(r"\n.* in _run_in_group\n(  File .*\n)*")
 WHERE_ARE_YOU = signal.SIGUSR1
+
+
+def world_sizes(*sizes: int, nightly: Sequence[int] = ()) -> list[int]:
+    """How many ranks a test runs on: `sizes`, and in the nightly run `nightly` too."""
+    return sorted({*sizes, *nightly}) if NIGHTLY else list(sizes)
 
 
 class RankError(RuntimeError):

@@ -35,7 +35,7 @@ from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPol
 from fsdp2.comm import PairwiseComm
 from fsdp2.mesh import DataMesh
 from fsdp2.state import states_below
-from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
+from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch, world_sizes
 from models import ConvNet, Experts, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd
 from stand_in import apart
@@ -273,7 +273,7 @@ def directly(check: Callable[[Case], None]) -> Callable[[Case], None]:
 PLACES = (largest, last, second, various)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 4, nightly=[3]))
 def test_dims(world_size: int) -> None:
     """Chunks along another dim interleave in the parameter: each must come to its place, and padding to none."""
     cases = [
