@@ -36,7 +36,6 @@ WAYS: dict[str, Options] = {
     "as usual": dict,
     "replicas": replicas,
     "kept": lambda: {"reshard_after_forward": False},
-    "offloaded": lambda: {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
 }
 if NIGHTLY:  # it differs from the default in what the root and the last two groups do
     WAYS["resharded"] = lambda: {"reshard_after_forward": True}
