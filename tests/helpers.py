@@ -346,15 +346,19 @@ def own_part(whole: Tensor, like: DTensor) -> Tensor:
     assert coordinate is not None
     for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):
-            chunks = whole.chunk(like.device_mesh.size(axis), placement.dim)
-            whole = chunks[coordinate[axis]] if coordinate[axis] < len(chunks) else whole.narrow(placement.dim, 0, 0)
+            whole = chunk_of(whole, placement.dim, coordinate[axis], like.device_mesh.size(axis))
     return whole
+
+
+def chunk_of(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """Returns what `rank` of `size` holds of `whole`, as torch.chunk cuts it; then empty shards."""
+    chunks = whole.chunk(size, dim)
+    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
 
 
 def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
     """What `rank` holds of `whole` under Shard(0): row counts as torch.chunk gives them, then empty shards."""
-    chunks = whole.chunk(world_size)
-    return chunks[rank] if rank < len(chunks) else whole[:0]
+    return chunk_of(whole, 0, rank, world_size)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard
 from helpers import NIGHTLY, alone, assert_same, assert_shard_of, run_ranks, shard_batch
-from models import mean_loss
+from models import TanhBlock, mean_loss
 
 ROWS = 6  # divides by 2 and 3 ranks
 WIDTH = 5
@@ -180,16 +180,11 @@ def describe(case: dict[str, Any]) -> str:
 # ---- models and ways to wrap them ------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Two linears and a residual; odd widths."""
+class Block(TanhBlock):
+    """Odd widths."""
 
     def __init__(self, width: int = WIDTH, inner: int = 3) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+        super().__init__(width, inner)
 
 
 class Net(nn.Module):

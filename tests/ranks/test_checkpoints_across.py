@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp2 import fully_shard
 from helpers import NIGHTLY, Differences, alone, assert_same, assert_same_names, full, run_checks, shard_batch
-from models import TinyModel, mean_loss
+from models import NormedBlock, TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
 
@@ -53,17 +53,6 @@ LIBRARIES: dict[str, Library] = {"fsdp2": fully_shard, "torch": torch_fully_shar
 OTHER = {"fsdp2": "torch", "torch": "fsdp2"}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(10)
-        self.up = nn.Linear(10, 12)
-        self.down = nn.Linear(12, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Stack(TinyModel):
     """10 rows divide by 2 ranks only, and 3 rows leave one of 4 without any.
 
@@ -75,7 +64,7 @@ class Stack(TinyModel):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(7, 10)
-        self.blocks = nn.ModuleList([Block()])
+        self.blocks = nn.ModuleList([NormedBlock(10, 12)])
         self.head = nn.Linear(10, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -279,7 +268,7 @@ def save_by_fsdp1(folder: Path, original: bool) -> None:
     """As FSDP1's users do. `original`: its use_orig_params."""
     model = FullyShardedDataParallel(
         plain_model(),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        auto_wrap_policy=ModuleWrapPolicy({NormedBlock}),
         device_id=torch.device("cpu"),
         use_orig_params=original,
     )

@@ -35,7 +35,7 @@ from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPol
 from fsdp2.comm import PairwiseComm
 from fsdp2.mesh import DataMesh
 from fsdp2.state import states_below
-from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch, world_sizes
+from helpers import Differences, assert_same, assert_same_names, chunk_of, full, run_checks, shard_batch, world_sizes
 from models import ConvNet, Experts, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd
 from stand_in import apart
@@ -96,12 +96,6 @@ def various(p: nn.Parameter) -> Shard:
 def dim_of(place: Place | None, p: Tensor) -> int:
     placement = place(p) if place is not None else None  # type: ignore[arg-type]
     return 0 if placement is None else placement.dim % p.dim()
-
-
-def part(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """What `rank` of `size` holds of `whole`, as torch.chunk cuts it; then empty shards."""
-    chunks = whole.chunk(size, dim)
-    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
 
 
 # ---- training, plain and sharded -------------------------------------------------------------------------------------
@@ -209,7 +203,7 @@ def assert_part(
     assert actual.placements == placements, f"{name}: {actual.placements}"
     assert (actual.shape, actual.stride()) == (whole.shape, whole.stride()), name
     assert actual.to_local().is_contiguous(), name
-    own = part(whole, dim, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    own = chunk_of(whole, dim, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     assert_same(actual.to_local(), own, **tolerance, name=name)
 
 
