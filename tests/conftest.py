@@ -35,15 +35,17 @@ def _no_leaked_process_group() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
     """The first DeviceMesh imports 300 modules, the first optimizer as many: here once, not in every forked rank."""
-    if torch.version.cuda is None:  # 2.11 built for CUDA: a forked process that had it crashes in its second thread
-        importlib.import_module("torch._dynamo")
-
     from helpers import fake_world
 
     with fake_world(1):
         model = fully_shard(torch.nn.Linear(1, 1))
         with torch.no_grad():
             model(torch.ones(1))
+        if (
+            torch.version.cuda is not None
+        ):  # 2.11 built for CUDA: a forked process that had it crashes in its second thread
+            return
+        importlib.import_module("torch._dynamo")
         model.reshard()
         for param in model.parameters():
             param.grad = torch.zeros_like(param)
