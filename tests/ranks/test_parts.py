@@ -17,7 +17,7 @@ from fsdp2 import dtensor_compat, fully_shard
 from fsdp2.corrections.parts import Part
 from fsdp2.corrections.table import correct_torch
 from fsdp2.sharded_dtensor import ShardedDTensor
-from helpers import assert_same, run_ranks, sharded
+from helpers import assert_same, run_ranks, sharded, world_sizes
 
 PLAIN = torch.arange(24, dtype=torch.float64).reshape(6, 4) - 9
 PLACEMENTS = (Shard(0), Shard(1), Replicate())
@@ -91,7 +91,7 @@ WRITES_OF_PLAIN_TENSORS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 4, nightly=[2]))
 def test_what_is_written_to_a_part_is_written(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -131,7 +131,7 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 4, nightly=[2]))
 def test_what_is_written_to_a_view_of_parts_of_numbers_is_written(world_size: int) -> None:
     """As torch writes it up to 2.13; then it has copies of parts of norms."""
 
