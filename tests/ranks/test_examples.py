@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from examples.tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, make_gpt
-from helpers import alone
+from helpers import NIGHTLY, alone
 from programs import kill_at, run_forked
 
 Curve = dict[int, float]
@@ -69,7 +69,7 @@ def test_tensor_parallel(plain_losses: Curve) -> None:
     assert "mlp_out.weight is (64, 256), on this rank (32, 128)" in output
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", *(["InterleavedZeroBubble"] if NIGHTLY else [])])
 def test_pipeline(schedule: str, plain_losses: Curve) -> None:
     """A stage whose gradients are not reduced, or not all there, goes another way from the second step on."""
     assert_same(losses(run_forked("pipeline.py", 4, "--schedule", schedule)), plain_losses)

@@ -13,14 +13,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdp2 import fully_shard
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.dtensor.fixes import correct_torch
-from helpers import assert_same, run_ranks, sharded
+from helpers import assert_same, run_ranks, sharded, world_sizes
 
 
 def distributed(whole: Tensor, placement: Any) -> Any:
     return sharded(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [placement], src_data_rank=None)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_draws_like_a_weight_are_those_like_a_plain_tensor(world_size: int) -> None:
     draws: list[Callable[[Any], Any]] = [
         torch.rand_like,
@@ -70,7 +70,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_draws_are_those_into_a_plain_tensor(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()

@@ -4,6 +4,7 @@ Nothing of fsdp2 is imported here; each rule walks the syntax trees and reports 
 """
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -347,9 +348,12 @@ RULES: tuple[Rule, ...] = (
     no_tests_and_no_paths,
 )
 
+source_of = functools.cache(Source)  # of the package as it is, which all rules read
+
 
 def problems(rule: Rule, package: Path) -> list[str]:
-    found = [Source(path, package) for path in sorted(package.rglob("*.py")) if not is_apart(path, package)]
+    make = source_of if package == PACKAGE else Source
+    found = [make(path, package) for path in sorted(package.rglob("*.py")) if not is_apart(path, package)]
     sources = {source.name: source for source in found}
     return sorted({f"{package.name}/{source.path}:{line}: {what}" for source, line, what in rule(sources)})
 
