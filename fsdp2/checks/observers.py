@@ -197,7 +197,7 @@ class WrittenParameters(Check):
             refuse_written(written)
 
     def before_reshard(self, group: FSDPParamGroup) -> None:
-        refuse_lost(self._versions.of(group).take_written())
+        refuse_lost([*self._versions.of(group).take_written(), *take_moved(group)])  # both, before either is refused
 
     def forward_failed(self, group: FSDPParamGroup) -> None:
         if group.root.backward is None:
