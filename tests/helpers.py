@@ -26,13 +26,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 import fake_gpu
 import fsdp2  # noqa: F401  imported before the fork, so that no rank pays for it
+from fsdp2.core import events
+from fsdp2.core.api import sharded_class
 from hostile import hostile
 
 NIGHTLY = bool(os.environ.get("FSDP2_NIGHTLY"))
@@ -270,6 +272,24 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def strategies_replaced(**changes: Any) -> Iterator[None]:
+    """Puts other strategies in force for what is sharded inside, and takes away afterwards what was added since."""
+    before = events._Current.strategies
+    events._Current.strategies = dataclasses.replace(before, **changes)
+    try:
+        yield
+    finally:
+        events._Current.strategies = before
+
+
+def public_methods() -> frozenset[str]:
+    """Returns the names of what a sharded module has besides what every module has."""
+    return frozenset(
+        name for name in dir(sharded_class(nn.Module)) if not name.startswith("_") and not hasattr(nn.Module, name)
+    )
 
 
 def full(tensor: Tensor) -> Tensor:

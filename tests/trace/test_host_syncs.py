@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from vector_clocks import Stream
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, full_params, fully_shard, reduce_plan
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.checks import questions
 from fsdp2.checks.looks import is_time_to_look
+from fsdp2.core import buckets
 
 STEPS = 9
 MOST = 3
@@ -151,8 +152,8 @@ def hooked(model: Net) -> None:
 @pytest.mark.parametrize("way", [plain, cast, cast_replicas, hooked], ids=lambda way: way.__name__)
 def test_no_stream_is_entered_inside_itself(way: Callable[[Net], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 keeps one context in each stream object, and refuses, or restores the wrong stream."""
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 64)
     enter, leave, entered, times = Stream.__enter__, Stream.__exit__, set[int](), Counter[str]()
 
     def enter_once(stream: Stream) -> Stream:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.launches import LaunchMeter, count_group
 from benchmarks.libraries import load_library
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.core import gather
 from fsdp2.core.layout import MAX_OPERATIONS
 from helpers import fake_world
 
@@ -106,7 +107,7 @@ def test_copies_of_one_call_have_one_pair_of_dtypes(ranks: int, few: int) -> Non
     """torch 2.11 on CUDA writes to all destinations as to the first. In gathers whose casts differ, on one rank, in
     copies of a part that stays, and where parameters that aren't cast are packed beside others.
     """
-    with fake_world(ranks), mock.patch("fsdp2.core.gather.costs_launches", return_value=True):
+    with fake_world(ranks), mock.patch.object(gather, "costs_launches", return_value=True):
         model = Mixed()
         fully_shard(
             model, mesh=init_device_mesh("cpu", (ranks,)), mp_policy=keep_scales(model), reshard_after_forward=few

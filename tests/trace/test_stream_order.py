@@ -21,23 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
-from fsdp2 import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    bucket,
-    comm,
-    fully_shard,
-    param_group,
-    reduce,
-    reduce_plan,
-    replicate,
-    streams,
-)
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.core import backends, buckets, param_group, reduce, streams
 from fsdp2.core.mesh import DataMesh
 from fsdp2.core.reduce import PendingReduce
 from fsdp2.core.schedule import ReductionQueue
-from fsdp2.core.streams import GroupStreams
-from fsdp2.core.streams import Transfers
+from fsdp2.core.streams import GroupStreams, Transfers
 
 RANKS, BLOCKS, DIM = 4, 2, 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -203,9 +192,9 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 16)
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 64)
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(backends.CoalescedComm, "direct_min_bytes", 16)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 64)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 64)
 
 
 class Program:
@@ -455,7 +444,7 @@ class Beside(nn.Module):
 def beside(simulation: Simulation, **options: Any) -> None:
     """Trains three of them, all of whose gradients of one dtype are reduced together."""
     side = simulation.stream("expert")
-    with mock.patch.object(bucket, "MIN_BUCKET_BYTES", 1 << 20):
+    with mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1 << 20):
         blocks = [Beside(simulation, side, is_first) for is_first in (True, False, True)]
         model: Any = nn.Sequential(*(fully_shard(block, **options) for block in blocks))
         Program(simulation, fully_shard(model, **options)).usual()
@@ -524,8 +513,8 @@ def test_compute_does_not_wait_for_pieces_to_be_sent() -> None:
             for (what, stream), count in simulation.collective_waits.items()
             if what == "reduce-scatter" and stream != "main"
         ]
-        pieces = 2 * DIM * DIM * 4 // reduce_plan.MIN_PIECE_BYTES
-        assert sum(beside) >= min(pieces, reduce_plan.MAX_PIECES) - 2 * reduce.PIECES_IN_FLIGHT
+        pieces = 2 * DIM * DIM * 4 // buckets.MIN_PIECE_BYTES
+        assert sum(beside) >= min(pieces, buckets.MAX_PIECES) - 2 * reduce.PIECES_IN_FLIGHT
 
 
 def delete(program: Program) -> None:
@@ -633,26 +622,26 @@ def finishes_where_called() -> Any:
     finish = ReductionQueue._finish_oldest
 
     def finish_oldest(queue: ReductionQueue) -> None:
-        owner = queue._running[0].owner.streams
+        owner = queue._running[0].gradients.streams
         assert owner is not None
-        before, owner._is_inside = owner._is_inside, True
+        before, owner._guests = owner._guests, []
         try:
             finish(queue)
         finally:
-            owner._is_inside = before
+            owner._guests = before
 
     return mock.patch.object(ReductionQueue, "_finish_oldest", finish_oldest)
 
 
 def drops_inputs() -> Any:
     """What a collective beside the stream that computes reads is held by nobody."""
-    advance = PendingReduce._advance_if_free
+    begin = PendingReduce.__init__
 
-    def advance_if_free(pending: PendingReduce) -> None:
-        advance(pending)
+    def forgetful(pending: PendingReduce, *args: Any, **kwargs: Any) -> None:
+        begin(pending, *args, **kwargs)
         pending._held_beside = None
 
-    return mock.patch.object(PendingReduce, "_advance_if_free", advance_if_free)
+    return mock.patch.object(PendingReduce, "__init__", forgetful)
 
 
 def run_program(name: str, program: Callable[[Program], None]) -> Callable[[Simulation], None]:

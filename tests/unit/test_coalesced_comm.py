@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2.core.backends import CoalescedComm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.core.backends import CoalescedComm
 from fsdp2.core.comm import Comm, Purpose
 from fsdp2.core.layout import MAX_OPERATIONS
 from fsdp2.ext.collectives import CustomComm

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from fsdp2.core.module import public_methods
+from helpers import public_methods
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

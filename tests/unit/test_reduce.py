@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp2.core.backends import SoloComm
 from torch import Tensor
 
 from fsdp2.core import buckets, reduce
-from fsdp2.core.backends import SoloComm
 from fsdp2.core.buckets import ReducePlan
 from fsdp2.core.comm import Purpose
 from fsdp2.core.layout import ParamSpec, bucket_layout, split_pieces
