@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2.comm import make_comm
+from fsdp2.mesh import default_mesh
+from fsdp2.sharded_class import sharded_class
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,11 +39,8 @@ from fsdp2 import (
     fully_shard,
     replicate,
 )
-from fsdp2.comm import make_comm
 from fsdp2.dtensor import sharded_dtensor
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
-from fsdp2.mesh import default_mesh
-from fsdp2.sharded_class import sharded_class
 from helpers import assert_same, full, own_rows, run_ranks, sharded
 
 ROWS, WIDTH = 12, 6

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from fsdp2.state import require_state
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -23,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import full_params, fully_shard
-from fsdp2.state import require_state
 from helpers import assert_same, run_ranks
 from scenarios import (
     WIDTH,

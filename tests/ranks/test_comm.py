@@ -8,15 +8,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2.any_comm import AnyComm
+from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, make_comm, moves_data
+from fsdp2.headers import HEADER_NBYTES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import fully_shard, group_compat
-from fsdp2.any_comm import AnyComm
-from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, make_comm, moves_data
-from fsdp2.headers import HEADER_NBYTES
 from helpers import run_checks, run_ranks
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2.state import states_below
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_shard, register_fsdp_forward_method
-from fsdp2.state import states_below
 from helpers import assert_same, full, run_checks
 from models import TinyGPT, TinyModel, mean_loss
 from scenarios import train_beside

@@ -9,9 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from fsdp2 import gather, pack, reduce
 from fsdp2.bucket import split_buckets
 from fsdp2.comm import PairwiseComm
 from fsdp2.gather import GatherPlan
@@ -19,6 +16,9 @@ from fsdp2.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.pack import view_bytes
 from fsdp2.reduce import Reduction
 from fsdp2.reduce_plan import ReducePlan
+from torch import Tensor
+
+from fsdp2 import gather, pack, reduce
 from helpers import own_rows, run_checks
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

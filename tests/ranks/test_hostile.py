@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2.comm import PairwiseComm
+from fsdp2.work import Work
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.comm import PairwiseComm
-from fsdp2.work import Work
 from helpers import full, run_checks
 from hostile import hostile
 from scenarios import Net, Run, check, loss_of, sgd

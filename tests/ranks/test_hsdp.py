@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsdp2.comm import CoalescedComm
+from fsdp2.state import states_below
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,8 +34,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, fully_shard
-from fsdp2.comm import CoalescedComm
-from fsdp2.state import states_below
 from helpers import alone, assert_same, own_rows, run_checks, run_ranks, shard_batch
 from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
 from scenarios import (

@@ -19,6 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsdp2.comm import PairwiseComm
+from fsdp2.mesh import DataMesh
+from fsdp2.state import states_below
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,9 +35,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, cheapest_placement, fully_shard
-from fsdp2.comm import PairwiseComm
-from fsdp2.mesh import DataMesh
-from fsdp2.state import states_below
 from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
 from models import ConvNet, Experts, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd

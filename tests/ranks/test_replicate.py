@@ -7,13 +7,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fsdp2.comm import PairwiseComm
+from fsdp2.work import AllWork
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, bucket, fully_shard, replicate
-from fsdp2.comm import PairwiseComm
-from fsdp2.work import AllWork
 from helpers import assert_same, full, run_checks, shard_batch
 from models import OddMLP, TinyGPT, TinyModel, mean_loss
 from scenarios import train_beside

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsdp2.comm import PairwiseComm
+from fsdp2.state import states_below
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -36,8 +38,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.comm import PairwiseComm
-from fsdp2.state import states_below
 from helpers import Differences, assert_same, assert_same_names, full, run_checks, run_ranks, shard_batch
 from models import TinyModel, mean_loss
 

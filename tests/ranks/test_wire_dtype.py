@@ -15,6 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, SoloComm
+from fsdp2.state import states_below
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,8 +37,6 @@ from fsdp2 import (
     reduce,
     reduce_plan,
 )
-from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, SoloComm
-from fsdp2.state import states_below
 from helpers import Differences, assert_same, full, run_checks
 from stand_in import apart
 
