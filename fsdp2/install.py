@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .bridge.torch_interface import RegisteredStates
-from .checks import entry_points, named_comm, table
+from .checks import entry_points, named_comm, table, unnoticed_writes
 from .checks.plan import check_plan
 from .core.events import Observer, extend
 from .dtensor import fixes
@@ -16,6 +16,7 @@ from .ext import (
     module_class,
     optimizer_in_backward,
     owners,
+    passes,
     post_forward,
     replacements,
     subclasses,
@@ -26,6 +27,7 @@ from .ext import (
 from .ext.unsharded_versions import UnshardedVersions
 from .module import FSDPModule
 from .tools.audit import AuditAtDebugLevel
+from .tools.padding import WasteLog
 
 
 def install() -> None:
@@ -45,6 +47,8 @@ def install() -> None:
         plan=(check_plan, units.plan_units),
         class_attributes=(entry_points.class_attributes, module_class.class_attributes),
         observers=(
+            _each(passes.OutOfStep),
+            unnoticed_writes.make_unnoticed_writes,
             _each(owners.Roots),
             _each(owners.ShardPlaces),
             _each(RegisteredStates),
@@ -57,6 +61,7 @@ def install() -> None:
             _each(subclasses.MethodsSetLater),
             _each(module_class.StateDictHooks),
             _each(AuditAtDebugLevel),
+            _each(WasteLog),
             _each(_TorchFunc),
         ),
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2 import FSDPModule
-from fsdp2.checks.unsynchronized import UnsyncedGrad
+from fsdp2.checks.unsynchronized import UnsynchronizedGrad
 from helpers import assert_same, assert_same_names, shard_batch
 
 
@@ -116,7 +116,7 @@ def assert_alike_param(actual: nn.Parameter, expected: nn.Parameter, name: str, 
     """A gradient that waits is compared when it has been reduced."""
     assert_part(actual.detach(), expected.detach(), name, tolerance)
     assert actual.requires_grad == expected.requires_grad, f"{name}.requires_grad: {actual.requires_grad}"
-    if isinstance(actual.grad, UnsyncedGrad):
+    if isinstance(actual.grad, UnsynchronizedGrad):
         assert expected.grad is not None, f"{name}.grad waits, expected None"
     else:
         assert_part(actual.grad, expected.grad, f"{name}.grad", tolerance)

@@ -127,7 +127,8 @@ def _check_initialised(roots: Sequence[nn.Module], ignored: Any) -> None:
     for i, root in enumerate(roots):
         below = modules_below(root, "" if len(roots) == 1 else f"[{i}]", and_sharded=False)
         for module, prefix in below.items():
-            for name, parameter in module._parameters.items():
+            parameters: dict[str, Any] = module._parameters
+            for name, parameter in parameters.items():
                 if isinstance(parameter, UninitializedParameter) and parameter not in ignored:
                     raise ValueError(
                         f"{fqn(prefix, name)} is uninitialised. Run the lazy module once before fully_shard."

@@ -32,9 +32,7 @@ LAUNCHES_TIMES = 16
 LITTLE_BYTES = 64 * 1024
 
 
-def wire_dtypes(
-    specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool
-) -> tuple[torch.dtype, ...]:
+def wire_dtypes(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool) -> tuple[torch.dtype, ...]:
     """Returns the dtypes in which gradients travel.
 
     `as_computed`: a gradient that is computed in a narrower dtype than it is summed in travels in the narrower one,
@@ -207,6 +205,7 @@ class ReducePlan:
         # Elements behind the last of them, of all segments; and zeros for them, which a user's hook sees.
         self._tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
         self._tails: dict[torch.dtype, list[Tensor]] = {}
+
     def take_segments(self, device: torch.device) -> Segments:
         """Returns memory to pack into. `give_back` follows when it has been read."""
         segments, self._spare = self._spare, None

@@ -204,5 +204,3 @@ def extend(**changes: Any) -> None:
     now = _Current.strategies
     joined = {n: (*getattr(now, n), *each) if isinstance(each, tuple) else each for n, each in changes.items()}
     _Current.strategies = replace(now, **joined)
-
-

@@ -61,8 +61,7 @@ class GroupGradients:
 
     def is_pending(self) -> bool:
         """Returns True if gradients have not come to `.grad` yet: they are unsynchronized, or in flight."""
-        queue = self.group.queue  # None until the group has a root
-        return bool(self.unsynchronized or self.partial) or (queue is not None and queue.has(self))
+        return bool(self.unsynchronized or self.partial or (self.group.queue and self.group.queue.has(self)))
 
     # ---- plans
 
@@ -201,16 +200,6 @@ class GroupGradients:
             layout, self.group.purpose.part = self._plan(indices, True).layout, self._names(indices)
             device = self._params[0].unsharded.device
             self.group.queue.add(self, reduce.resume(carried, layout, self.reduction, device))
-
-    def reduce_unsynchronized(self) -> None:
-        """Between backward passes: does what one more, that computes nothing, would do with unsynchronized gradients.
-
-        Gradients that somebody has assigned to the unsharded parameters are included.
-        """
-        if self.owes:
-            self.begin_backward(object())
-            self.flush()
-            self.end_backward()
 
     def discard(self) -> None:
         """After an error: drops the gradients of the backward pass that failed, and keeps those of earlier ones, unless

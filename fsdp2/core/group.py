@@ -118,9 +118,7 @@ class FSDPParamGroup(ParamGroup):
             stays = Hold.BACKWARD if self.settings.reshard_after_backward else Hold.NEXT_PASS
             self.hold = max(self.hold, stays)
             self.unregister()
-        elif (
-            backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory
-        ):
+        elif backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
             self.hold = Hold.BACKWARD
             self.shrink()
         else:

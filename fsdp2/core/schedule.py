@@ -13,7 +13,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from .events import strategies
 from .gradients import GroupGradients
-
 from .param_group import Hold, Phase
 from .policy import RootSettings
 from .reduce import Pending

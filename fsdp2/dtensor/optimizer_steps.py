@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import finalize, ref
 
@@ -61,6 +62,7 @@ _seen: dict[int, _Seen] = {}
 
 
 class _Calls:
+    counter = count(1)  # not `number += 1`: other threads may be ranks of their own
     number = 0
 
 
@@ -68,7 +70,7 @@ class ShardingCalls(Observer):
     """Counts fully_shard calls: after each, optimizers are looked at anew."""
 
     def attached(self, root: Any) -> None:
-        _Calls.number += 1
+        _Calls.number = next(_Calls.counter)
 
 
 def follow_optimizer_steps() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from threading import Lock
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,8 +18,9 @@ from .compat import share_versions
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
 SHARDED_AS = "_fsdp2_sharded_as"
 
-# All roots that are alive. Never changed, but replaced: other threads may be ranks of their own.
+# All roots that are alive. Never changed, but replaced, by one thread at a time: others may be ranks of their own.
 _roots: list[weakref.ref[Any]] = []
+_replacing = Lock()
 
 
 class Owned(NamedTuple):
@@ -33,7 +35,8 @@ class Roots(Observer):
 
     def attached(self, root: Any) -> None:
         global _roots
-        _roots = [*(each for each in _roots if each() is not None), weakref.ref(root)]
+        with _replacing:
+            _roots = [*(each for each in _roots if each() is not None), weakref.ref(root)]
 
 
 def all_groups() -> Iterator[FSDPParamGroup]:

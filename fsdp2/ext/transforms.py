@@ -84,9 +84,13 @@ def _disable(error_message: str) -> Iterator[None]:
     active = top_saved_tensor_hooks(False)
     hooks_of_ours = getattr(active[0], "__self__", None) if active else None
     if isinstance(hooks_of_ours, SavedTensors):
-        with hooks_of_ours.suspended(), _disable(error_message):
-            yield
+        hooks_of_ours.before_absence()
+        hooks_of_ours.deactivate()
+        try:
+            with _disable(error_message):
+                yield
+        finally:
+            hooks_of_ours.activate()
     else:
         with _DISABLE(error_message):
             yield
-

@@ -152,7 +152,11 @@ def test_gradients_that_wait_are_visible_and_refuse_other_uses() -> None:
             for use in (optimizer.step, clip, waiting.to_local, waiting.full_tensor, waiting.clone, waiting.norm):
                 with pytest.raises(RuntimeError, match="not synchronised"):
                     use()
-            repr(waiting)
+            for text in (repr(waiting), f"{waiting}", str(waiting)):
+                assert (
+                    "is not synchronised between ranks yet: the next backward after set_requires_gradient_sync(True)"
+                    in text
+                )
         run.params("unchanged", model)
         backward(run, model, seed=2, sync=True)
         run.step("then", model, optimizer)

@@ -16,9 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2.comm import make_comm
-from fsdp2.mesh import default_mesh
-from fsdp2.sharded_class import sharded_class
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,8 +36,12 @@ from fsdp2 import (
     fully_shard,
     replicate,
 )
+from fsdp2.core.api import sharded_class
+from fsdp2.core.comm import Purpose
+from fsdp2.core.mesh import default_mesh
 from fsdp2.dtensor import sharded_dtensor
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
+from fsdp2.ext.collectives import make_comm
 from helpers import assert_same, full, own_rows, run_ranks, sharded
 
 ROWS, WIDTH = 12, 6
@@ -583,7 +584,7 @@ def test_a_group_without_a_backend_for_the_mesh_is_refused_before_anything_commu
     def body(rank: int, size: int) -> None:
         group = dist.new_group([*range(size)], backend="cuda:gloo")
         with pytest.raises(RuntimeError, match="a backend for cpu, got one for cuda"):
-            make_comm(group, torch.device("cpu"))
+            make_comm(group, torch.device("cpu"), Purpose())
 
     run_ranks(2, body)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2.state import require_state
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import full_params, fully_shard
+from fsdp2.core.state import groups_of
 from helpers import assert_same, run_ranks
 from scenarios import (
     WIDTH,
@@ -678,10 +678,11 @@ def test_what_stays_over_a_step_stays_after_a_graph_of_gradients() -> None:
 @contextmanager
 def fails_to_gather(model: nn.Module) -> Iterator[None]:
     """What gathers the group of `model` fails."""
-    group = require_state(model).group
-    group._comm, kept_comm = None, group._comm
+    (group,) = groups_of(model)
+    kept_comms = group.comms
+    group.comms = kept_comms._replace(gathers=None)
     yield
-    group._comm = kept_comm
+    group.comms = kept_comms
 
 
 class Potential(nn.Module):

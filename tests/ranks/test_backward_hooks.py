@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2.core.state import groups_of
 from helpers import assert_same, full, run_checks, run_ranks
 from models import TanhBlock
 
@@ -126,7 +127,7 @@ def test_groups_without_such_hooks_are_freed_with_their_last_gradient() -> None:
         found = []
         for _ in range(2):  # from the second on, counting gradients is known to be enough
             model(torch.ones(1, WIDTH).double()).sum().backward()
-            found = [block._get_fsdp_state().completes for block in model.blocks]
+            found = [groups_of(block)[0].counting_is_enough for block in model.blocks]
         assert found == expected
 
     run_checks(

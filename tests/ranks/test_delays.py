@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp2.comm import PairwiseComm
 from torch import nn
 
 from fsdp2 import FSDPModule
+from fsdp2.ext.gloo import PairwiseComm
 from scenarios import Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd
 
 LONGEST = 0.003

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2.state import states_below
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.core.state import groups_of
 from helpers import assert_same, full, run_checks
 from models import mean_loss
 from scenarios import train_beside
@@ -218,17 +218,17 @@ def memory_comes_and_goes() -> None:
     for part in (*model.ins, *model.mids, *model.outs):
         fully_shard(part)
     fully_shard(model)
-    group = next(states_below(model.mids[0])).group
+    group = groups_of(model.mids[0])[0]
     mean_loss(model(batch(0))).backward()
     held = [
         storage.nbytes()
-        for extension in group.adopted.extensions.members
+        for extension in group.parameters.extension.members
         for storage, _ in extension._storages.values()
     ]
     assert held == [0, 0], "the gathered bytes, and the cast made of them"
     model.mids[0].unshard()  # type: ignore[operator]
-    assert group.nbytes == 2 * WIDTH * WIDTH + group.adopted.buffers.layout.full_nbytes  # type: ignore[union-attr]
-    assert_same(model.mids[0].weight, value_of_group(group), 0, 0, "the full parameter")
+    assert group.nbytes == 2 * WIDTH * WIDTH + group.parameters.buffers.layout.full_nbytes  # type: ignore[union-attr]
+    assert_same(model.mids[0].weight, value_of_group(group), 0, 0, "the unsharded parameter")
     model.mids[0].reshard()  # type: ignore[operator]
 
 
@@ -355,7 +355,7 @@ def test_on_two_ranks() -> None:
         ("quantised, checkpointed", partial(quantised_and_frozen, checkpointed=True)),
         ("set by hand", set_by_hand_after_to_empty),
         ("set by hand while gradients wait", set_by_hand_while_gradients_wait),
-        ("rank_guard", ranks_must_agree),
+        ("checks of ranks", ranks_must_agree),
         ("wrong signature", wrong_signature),
         ("other shape", other_shape),
     ]

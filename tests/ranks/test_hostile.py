@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2.comm import PairwiseComm
-from fsdp2.work import Work
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.core.comm import Purpose, Work
 from helpers import full, run_checks
 from hostile import hostile
 from scenarios import Net, Run, check, loss_of, sgd
@@ -30,7 +30,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def gathering() -> tuple[Work, Tensor, Tensor]:
-    comm = PairwiseComm(dist.group.WORLD)
+    comm = NamedPairwiseComm(dist.group.WORLD, Purpose())
     output, own = torch.zeros(2 * BYTES, dtype=torch.uint8), torch.full((BYTES,), comm.rank, dtype=torch.uint8)
     return comm.all_gather([output], [own]), output, own
 

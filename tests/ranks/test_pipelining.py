@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, patch_torch, replicate
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_shard, patch_torch, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.core.state import groups_below
 from helpers import Differences, assert_same, full, run_checks, shard_batch
@@ -400,11 +400,24 @@ def held_until_freed() -> None:
 
 
 def post_backward_of_all_groups_delivers() -> None:
-    """As OLMo-core's stages do it: nothing else is called before the optimizer steps."""
+    """As OLMo-core's stages do it: nothing else is called before the optimizer steps. Modules with parameters on
+    several meshes have several groups: a client that asks for one gets all.
+    """
+    replicas = init_device_mesh("cpu", (2, 1))
+
+    def on_another_mesh(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(None, replicas) if parameter.dim() == 1 else None
+
+    for place in (None, on_another_mesh):
+        _post_backward_delivers(place)
+
+
+def _post_backward_delivers(place: Any) -> None:
     plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     model: Any = copy.deepcopy(plain)
     for module in (model[0], model[2], model):
-        fully_shard(module)
+        fully_shard(module, shard_placement_fn=place)
+    assert len(model[0]._get_fsdp_state()._fsdp_param_groups) == (1 if place is None else 2)
     for step in range(2):
         whole = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
         for settle in (model.set_is_last_backward, model.set_reshard_after_backward, model.set_requires_gradient_sync):

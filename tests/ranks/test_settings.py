@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, reduce, register_fsdp_forward_method, share_comm_ctx
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method, share_comm_ctx
+from fsdp2.core import reduce
 from helpers import run_checks
 from scenarios import (
     ROWS,

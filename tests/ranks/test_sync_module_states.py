@@ -265,6 +265,31 @@ def what_is_not_sharded_yet() -> None:
     fully_shard(model)(torch.ones(2, 5)).sum().backward()
 
 
+def memory_that_was_never_initialised() -> None:
+    """Shards of it are refused on all ranks, if one rank has some; a replica of it gets the first one's values. What a
+    collective has filled is initialised, though no version counter shows it.
+    """
+    is_last = mine() == dist.get_world_size() - 1
+    for is_filled in (False, True):
+        model: Any = fully_shard(nn.Linear(4, 8, device="meta")).to_empty(device="cpu")
+        with torch.no_grad():
+            model.bias.fill_(1)
+            if not is_last:
+                model.weight.to_local().fill_(1)
+        if is_filled:
+            dist.broadcast(model.weight.to_local().detach(), 0)
+            sync_module_states(model)
+        else:
+            with pytest.raises(RuntimeError, match="weight: to_empty gave it memory, and nobody has initialised it"):
+                sync_module_states(model)
+    model = replicate(nn.Linear(4, 4, device="meta")).to_empty(device="cpu")
+    if mine() == 0:
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+    sync_module_states(model)
+    assert all(parameter.to_local().eq(1).all() for parameter in model.parameters())
+
+
 # ---- refused, on every rank
 
 
@@ -343,6 +368,7 @@ ON_TWO: tuple[Callable[[], None], ...] = (
     all_kinds_of_tensors,
     graphs_of_before_notice,
     memory_is_bounded,
+    memory_that_was_never_initialised,
     inference_tensors_and_subclasses,
     models_that_differ,
     tensors_that_cannot_be_sent,

@@ -17,8 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp2.comm import PairwiseComm
-from fsdp2.state import states_below
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,6 +36,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.core.state import groups_below
 from helpers import Differences, assert_same, assert_same_names, full, run_checks, run_ranks, shard_batch
 from models import TinyModel, mean_loss
 
@@ -316,18 +316,18 @@ def clips(case: Case) -> None:
 
 def gathers_again_in_backward(case: Case) -> None:
     """DTensor operations save local weights: those are freed after forward, too, and come back for backward."""
-    model, all_gather, seen = case.make(), PairwiseComm.all_gather, []
+    model, all_gather, seen = case.make(), NamedPairwiseComm.all_gather, []
 
-    def recorded(self: PairwiseComm, *args: Any) -> Any:
+    def recorded(self: NamedPairwiseComm, *args: Any) -> Any:
         seen.append(self.size)
         return all_gather(self, *args)
 
-    groups = [state.group for state in states_below(model)]
-    with mock.patch.object(PairwiseComm, "all_gather", recorded):
+    groups = groups_below(model)
+    with mock.patch.object(NamedPairwiseComm, "all_gather", recorded):
         loss = mean_loss(model(case.own(case.batch(model, 0))))
         assert seen == [case.mesh["shard"].size()] * len(groups)
         for group in groups:
-            assert group.adopted.buffers._full.untyped_storage().nbytes() == 0, group.name  # type: ignore[union-attr]
+            assert group.parameters.buffers.storage.nbytes() == 0, group.name  # type: ignore[union-attr]
         loss.backward()
     assert len(seen) == 2 * len(groups)
 
@@ -386,7 +386,7 @@ def one_rank_gathers_nothing(case: Case) -> None:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=case.dp, offload_policy=CPUOffloadPolicy())
     refused = mock.Mock(side_effect=AssertionError("nobody to talk to"))
-    with mock.patch.multiple(PairwiseComm, all_gather=refused, reduce_scatter=refused, all_reduce=refused):
+    with mock.patch.multiple(NamedPairwiseComm, all_gather=refused, reduce_scatter=refused, all_reduce=refused):
         mean_loss(model(case.own(case.batch(plain, 0)))).backward()
     plain_loss(case, plain, 0)
     compare(case, model, plain, different, "gradients", gradients=True)

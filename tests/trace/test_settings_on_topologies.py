@@ -425,7 +425,7 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
 
     with (
         mock.patch.dict(os.environ, row.environment if with_it else {}),
-        mock.patch("fsdp2.checks.rank_guard.connects", connects),
+        mock.patch("fsdp2.checks.running_stats.connects", connects),
         mock.patch("fsdp2.checks.running_stats.all_reduce_over", note_statistics),
         fake_world(topology.ranks),
     ):
