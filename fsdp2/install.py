@@ -14,6 +14,7 @@ from .ext import (
     conditional,
     home_streams,
     module_class,
+    nested,
     optimizer_in_backward,
     owners,
     passes,
@@ -44,6 +45,8 @@ def install() -> None:
         gather_extension=subclasses.SubclassGather,
         find_replacements=replacements.find_replacements,
         deliver=optimizer_in_backward.deliver,
+        tensors_in=nested.tensors_in,
+        map_tensors=nested.map_tensors,
         plan=(check_plan, units.plan_units),
         class_attributes=(entry_points.class_attributes, module_class.class_attributes),
         observers=(

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .comm import Comm, make_comm
 from .mesh import distribute
+from .user_code import map_tensors, tensors_in
 
 
 class Observer:
@@ -170,6 +171,7 @@ class Strategies:
         before_next_write: has a function called before the next write to a shard; at once, if nothing would tell.
         deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
         find_replacements: (group, accept_whole, may_be_untied) -> [(param, what a user has registered for it)].
+        tensors_in, map_tensors: find, or change, all tensors in the inputs and outputs of modules.
     """
 
     observers: tuple[Callable[[Any], Observer | None], ...] = ()
@@ -188,6 +190,8 @@ class Strategies:
     before_next_write: Callable[[Callable[[], object]], None] = lambda action: action()
     deliver: Callable[..., Any] = lambda gradients, pending, of_pass: None
     find_replacements: Callable[..., Any] | None = None
+    tensors_in: Callable[..., list[Tensor]] = tensors_in
+    map_tensors: Callable[..., Any] = map_tensors
 
 
 class _Current:

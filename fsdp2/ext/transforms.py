@@ -16,9 +16,11 @@ from torch.autograd.forward_ad import unpack_dual
 from ..core import hooks
 from ..core.autograd import SavedTensors
 from ..core.compat import runs_transform, top_saved_tensor_hooks, untraced
+from ..core.hooks import cast_floating
 from ..core.state import FSDPState
-from ..core.user_code import cast_floating, hidden, outside_transforms, tensors_in
+from ..core.user_code import hidden, outside_transforms
 from . import compat
+from .nested import tensors_in
 from .once import once
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..core.events import strategies
 from ..core.group import FSDPParamGroup
 from ..core.state import FSDPState
-from ..core.user_code import map_tensors, tensors_in
+from ..ext.nested import map_tensors, tensors_in
 from ..ext.passes import finalize, reset
 from .audit import Held
 from .difference import Distance, measure
