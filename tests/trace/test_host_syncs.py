@@ -20,6 +20,7 @@ from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.checks import questions
 from fsdp2.checks.looks import is_time_to_look
 from fsdp2.core import buckets
+from fsdp2.ext import large_gradients
 from models import NormedBlock
 
 STEPS = 9
@@ -145,7 +146,7 @@ def hooked(model: Net) -> None:
 def test_no_stream_is_entered_inside_itself(way: Callable[[Net], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 keeps one context in each stream object, and refuses, or restores the wrong stream."""
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 64)
     enter, leave, entered, times = Stream.__enter__, Stream.__exit__, set[int](), Counter[str]()
 
     def enter_once(stream: Stream) -> Stream:
