@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload_policy: OffloadPolicy = OffloadPolicy()
     ignored_params: Collection[nn.Parameter] | None = None
-    extras: dict[str, Any] = {}
+    extras: dict[str, Any] = {}  # noqa: RUF012  nobody writes to it
 
 
 class ParameterPlan(NamedTuple):
