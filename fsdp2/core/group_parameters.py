@@ -191,20 +191,15 @@ class GroupParameters:
         return range(i, i + 1)
 
 
-def find_replacements(group: Any, accept_whole: bool = False, may_be_untied: bool = False) -> list[Any]:
-    """Returns (param, what is registered in its place now) for all parameters of `group`: the strategy of the core
-    alone, which extensions replace by one that looks more closely.
+def find_replacements(group: Any, accept_whole: bool, may_be_untied: bool) -> list[Any]:
+    """Returns (param, what is registered in its place now) for all parameters of `group`: of the core alone, which takes
+    DTensors only; extensions look more closely.
 
     Raises:
-        ValueError: nothing is there, or a parameter of another shape, or a plain tensor unless `accept_whole`.
+        ValueError: something else is there.
     """
-    found = []
-    for param in group.params:
-        parameter = param.slots[0].module._parameters.get(param.slots[0].name)
-        if parameter is None or tuple(parameter.shape) != param.shape:
-            got = "nothing" if parameter is None else f"shape {tuple(parameter.shape)}"
-            raise ValueError(f"{param.name}: expected a parameter of global shape {param.shape}, got {got}.")
-        if not accept_whole and not isinstance(parameter, DTensor):
-            raise ValueError(f"{param.name}: expected a DTensor, got a plain {type(parameter).__name__}.")
-        found.append((param, parameter))
+    found = [(param, param.slots[0].module._parameters.get(param.slots[0].name)) for param in group.params]
+    wrong = [p.name for p, now in found if not isinstance(now, DTensor) or tuple(now.shape) != p.shape]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: expected sharded parameters of the shapes that fully_shard has seen")
     return found

@@ -23,7 +23,8 @@ class Registration:
     """Which parameters of one group are registered in its modules, and the version counters of the sharded ones.
 
     A tensor counts the in-place operations on it, together with those on its views. A gathered copy is stale when the
-    counters have moved on since.
+    counters have moved on since. `watched`: in which dicts of modules, under which names, the sharded parameters were
+    registered, with which local tensors.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Registration:
         self._dict_slots: tuple[list[Any], list[Any]] = ([], [])
         self._setattr_slots: tuple[list[Any], list[Any]] = ([], [])
         # In which dicts of modules, under which names, the sharded ones were registered, with which local tensors.
-        self._watched: tuple[tuple[Any, ...], ...] = ((),) * 4
+        self.watched: tuple[tuple[Any, ...], ...] = ((),) * 4
         # Entries (dict, key, value) that are there only while the sharded parameters are registered; for extensions.
         self.while_sharded: list[tuple[dict[Any, Any], Any, Any]] = []
         # Version counters are read from both: an operation on a DTensor need not count for its local tensor. The last
@@ -82,25 +83,16 @@ class Registration:
         rows = [
             (slot.module._parameters, slot.name, param.sharded, param.local) for param in params for slot in param.slots
         ]
-        self._watched = tuple(zip(*rows, strict=True)) or ((),) * 4
+        self.watched = tuple(zip(*rows, strict=True)) or ((),) * 4
         self._sharded = [*(param.sharded for param in params), self._replacements]
         self._locals = [*(param.local for param in params), self._replacements]
 
     def is_replaced(self) -> bool:
         """Returns True if a sharded parameter that should be registered is not, or has another local tensor."""
         # No loop: it takes twice as long, in every gather.
-        slots, names, sharded, locals_ = self._watched
+        slots, names, sharded, locals_ = self.watched
         are_registered = all(map(is_, map(dict.get, slots, names), sharded))
         return not (are_registered and all(map(is_, map(local_of, sharded), locals_)))
-
-    def replaced(self, params: Sequence[FSDPParam]) -> list[FSDPParam]:
-        """Returns those of `params`, which are watched, that a user has replaced."""
-        gone = {
-            id(sharded)
-            for slots, name, sharded, local in zip(*self._watched, strict=True)
-            if slots.get(name) is not sharded or local_of(sharded) is not local
-        }
-        return [param for param in params if id(param.sharded) in gone]
 
     def note_replacement(self) -> None:
         """Counts that parameters, or their local tensors, were replaced."""

@@ -99,11 +99,6 @@ class Root:
     def set(self, **changes: Any) -> None:
         """Changes settings of the root, between steps."""
         self.settings = self.prefetcher.settings = replace(self.settings, **changes)
-        if "saved_tensor_hooks" in changes:
-            for group in self.groups:
-                group.versions = ()  # what earlier graphs have saved is refused
-            if not self.settings.saved_tensor_hooks:
-                self.note_unseen()
 
     def note_unseen(self) -> None:
         """Autograd may save weights from now on where no hook sees them."""
