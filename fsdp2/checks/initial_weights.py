@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from ..core.api import Plan
 from ..core.compat import is_python_group, local_of, no_torch_function
 from ..core.group import FSDPParamGroup
+from ..core.group_parameters import version_if_counted
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
-from ..core.registration import version_if_counted
 from .checksum import bits_of, checksum
 from .looks import Look, RankCheck
 from .questions import Question, ask, bounds_over, connects, some_of

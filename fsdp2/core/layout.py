@@ -179,17 +179,6 @@ class GatherLayout:
         tails = align(self.tail_nbytes * self.world_size, RANK_ALIGNMENT)  # of which there are views in all dtypes
         return self.packed_start + self.packed_nbytes * self.world_size + tails
 
-    @property
-    def payload_nbytes(self) -> int:
-        """What each rank gives to a gather: its chunk of each parameter, and up to 15 bytes behind the packed ones.
-
-        R rows over W ranks need (-R) mod W rows of padding, so all ranks' payloads together have at most (W - 1) rows
-        of each parameter and 15 * W bytes above the parameters' own.
-        """
-        if self.world_size == 1:
-            return 0
-        return sum(self.specs[i].compute_nbytes for i in self.direct) + self.packed_nbytes
-
 
 @lru_cache(1024)
 def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_bytes: int) -> GatherLayout:

@@ -222,6 +222,18 @@ class FSDPParam:
         gradient = self.distribution.gathered_gradient(gradient)
         return gradient.repeat(self.gathered_shape) if self.is_scalar else gradient
 
+    def add_to_gradient(self, accumulated: Any, gradient: Any) -> None:
+        """Adds `gradient`, distributed like the sharded parameter, to its `.grad`, which is `accumulated`."""
+        if not isinstance(accumulated, DTensor):
+            raise TypeError(
+                f"{self.name}: expected .grad to be None or a DTensor, got a {type(accumulated).__name__}. Use "
+                "distribute_tensor(gradient, p.device_mesh, p.placements)."
+            )
+        if accumulated.placements != gradient.placements:
+            # Computed on shards, with DTensors: not all operations leave it as the parameter is.
+            self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)  # type: ignore[assignment]
+        local_of(accumulated).add_(local_of(gradient))
+
 
 @torch.no_grad()
 def _rows_of_subclass(whole: Tensor, dim: int, mesh: DataMesh, device: torch.device) -> Tensor:

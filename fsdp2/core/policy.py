@@ -56,30 +56,23 @@ class MixedPrecisionPolicy:
     wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise TypeError(
-                "MixedPrecisionPolicy.param_dtype_override_fn: expected a function or None, got "
-                f"{self.param_dtype_override_fn!r}"
-            )
+        where, choose = "MixedPrecisionPolicy", self.param_dtype_override_fn
+        if choose is not None and not callable(choose):
+            raise TypeError(f"{where}.param_dtype_override_fn: expected a function or None, got {choose!r}")
         if not isinstance(self.cast_forward_inputs, bool):
-            raise TypeError(
-                f"MixedPrecisionPolicy.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}"
-            )
+            raise TypeError(f"{where}.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}")
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"MixedPrecisionPolicy.{name}: expected a torch.dtype or None, got {dtype!r}")
+                raise TypeError(f"{where}.{name}: expected a torch.dtype or None, got {dtype!r}")
             if not dtype.is_floating_point or dtype.itemsize < 2:
-                raise ValueError(
-                    f"MixedPrecisionPolicy.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}"
-                )
+                raise ValueError(f"{where}.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}")
         wire, summed = self.wire_dtype, self.reduce_dtype
         if wire and summed and wire != summed and wire.itemsize >= summed.itemsize:
             raise ValueError(
-                f"MixedPrecisionPolicy.wire_dtype: expected a dtype narrower than reduce_dtype, or that, {summed}, got "
-                f"{wire}."
+                f"{where}.wire_dtype: expected a dtype narrower than reduce_dtype, or that, {summed}, got {wire}."
             )
 
     def keeps_dtype(self, parameter: nn.Parameter) -> bool:

@@ -72,7 +72,8 @@ class Root:
         self.saved_tensors = SavedTensors(self.note_unseen)
         self.queue = ReductionQueue()
         self.events = NO_EVENTS
-        self.prefetcher: Prefetcher = (strategies().make_prefetcher or _make_prefetcher)(self)
+        make = strategies().make_prefetcher
+        self.prefetcher: Prefetcher = Prefetcher(self.groups) if make is None else make(self)
         for each in self.states:
             each.root = self
         for group in self.groups:
@@ -260,7 +261,3 @@ class Root:
         self.prefetcher.drop()
         self.prefetcher.forget_forwards()
         self.settle_transfers()
-
-
-def _make_prefetcher(root: Root) -> Prefetcher:
-    return Prefetcher(root.groups)
