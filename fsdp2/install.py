@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .bridge.torch_interface import RegisteredStates
-from .checks import entry_points, named_comm, table
+from .checks import entry_points, named_comm, table, unnoticed_writes
 from .checks.plan import check_plan
 from .core.events import Observer, extend
 from .dtensor import fixes
@@ -14,8 +14,10 @@ from .ext import (
     conditional,
     home_streams,
     module_class,
+    nested,
     optimizer_in_backward,
     owners,
+    passes,
     post_forward,
     replacements,
     subclasses,
@@ -23,9 +25,11 @@ from .ext import (
     transforms,
     units,
 )
+from .ext.requires_grad import RequiresGrad
 from .ext.unsharded_versions import UnshardedVersions
 from .module import FSDPModule
 from .tools.audit import AuditAtDebugLevel
+from .tools.padding import WasteLog
 
 
 def install() -> None:
@@ -42,9 +46,14 @@ def install() -> None:
         gather_extension=subclasses.SubclassGather,
         find_replacements=replacements.find_replacements,
         deliver=optimizer_in_backward.deliver,
+        tensors_in=nested.tensors_in,
+        map_tensors=nested.map_tensors,
         plan=(check_plan, units.plan_units),
         class_attributes=(entry_points.class_attributes, module_class.class_attributes),
         observers=(
+            _each(passes.OutOfStep),
+            _each(RequiresGrad),
+            unnoticed_writes.make_unnoticed_writes,
             _each(owners.Roots),
             _each(owners.ShardPlaces),
             _each(RegisteredStates),
@@ -57,6 +66,7 @@ def install() -> None:
             _each(subclasses.MethodsSetLater),
             _each(module_class.StateDictHooks),
             _each(AuditAtDebugLevel),
+            _each(WasteLog),
             _each(_TorchFunc),
         ),
     )

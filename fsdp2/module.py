@@ -7,8 +7,8 @@ from typing import Any
 
 from . import core
 from .bridge.torch_interface import require_torch_state
-from .core.module import groups_of_all
-from .ext.group_methods import GroupMethods
+from .ext.group_methods import GroupMethods, groups_of_all
+from .ext.passes import share_reductions
 from .ext.root_methods import RootMethods
 
 
@@ -49,7 +49,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     groups = groups_of_all("modules", modules)
     for group in groups[1:]:
-        group.root.share_reductions(groups[0].root)
+        share_reductions(group.root, groups[0].root)
 
 
 @cache

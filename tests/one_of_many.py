@@ -30,6 +30,7 @@ if __name__ == "__main__":
 from benchmarks.cuda_group import start_wire_group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.core import buckets
+from fsdp2.ext import large_gradients
 from helpers import assert_same
 from models import TinyGPT, mean_loss
 
@@ -128,7 +129,7 @@ def run(kind: str, world: str, name: str) -> None:
     """Raises AssertionError: not as the plain model."""
     way = WAYS[name]
     pieces = mock.patch.multiple(buckets, MIN_BUCKET_BYTES=1) if way.in_pieces else nullcontext()
-    halves = mock.patch.multiple(buckets, MIN_PIECE_BYTES=1024) if way.in_pieces else nullcontext()
+    halves = mock.patch.multiple(large_gradients, MIN_PIECE_BYTES=1024) if way.in_pieces else nullcontext()
     with WORLDS[world](kind) as size, pieces, halves:
         if kind == "cuda" and way.beside:
             side = torch.cuda.Stream()

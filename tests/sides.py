@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
-from fsdp2.checks.unsynchronized import UnsyncedGrad
-from helpers import assert_same, assert_same_names, shard_batch
+from fsdp2.checks.unsynchronized import UnsynchronizedGrad
+from helpers import assert_same, assert_same_names, own_part, shard_batch
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,17 +79,6 @@ class Side:
             param.grad = None
 
 
-def own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank holds of `whole` if it is sharded as `like` is."""
-    coordinate = like.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, placement in enumerate(like.placements):
-        if placement != Replicate():
-            chunks = whole.chunk(like.device_mesh.size(axis), placement.dim)
-            whole = chunks[coordinate[axis]] if coordinate[axis] < len(chunks) else whole.narrow(placement.dim, 0, 0)
-    return whole
-
-
 def assert_part(actual: Tensor | None, expected: Tensor | None, name: str, tolerance: dict[str, float]) -> None:
     if actual is None or expected is None:
         return assert_same(actual, expected, **tolerance, name=name)
@@ -116,7 +105,7 @@ def assert_alike_param(actual: nn.Parameter, expected: nn.Parameter, name: str, 
     """A gradient that waits is compared when it has been reduced."""
     assert_part(actual.detach(), expected.detach(), name, tolerance)
     assert actual.requires_grad == expected.requires_grad, f"{name}.requires_grad: {actual.requires_grad}"
-    if isinstance(actual.grad, UnsyncedGrad):
+    if isinstance(actual.grad, UnsynchronizedGrad):
         assert expected.grad is not None, f"{name}.grad waits, expected None"
     else:
         assert_part(actual.grad, expected.grad, f"{name}.grad", tolerance)

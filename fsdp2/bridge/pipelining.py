@@ -9,6 +9,7 @@ from typing import Any
 from ..core.group import UNSHARDED, FSDPParamGroup
 from ..core.state import groups_below
 from ..dtensor.switches import is_on
+from ..ext.passes import finalize, reduce_unsynchronized
 from .when_imported import when_imported
 
 
@@ -38,10 +39,10 @@ def _adapt(stage: ModuleType) -> None:
             for group in groups:
                 _register_sharded(group)
                 group.gradients.owes |= backward_type == "weight"  # autograd does not tell us of assigned gradients
-                group.root.reduce_unsynchronized([group])
+                reduce_unsynchronized(group.root, [group])
             for root in dict.fromkeys(group.root for group in groups):
                 if root.settings.finalize_backward:
-                    root.finalize()
+                    finalize(root)
 
     cls.backward_maybe_with_nosync = backward
 

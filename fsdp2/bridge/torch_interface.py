@@ -12,6 +12,7 @@ from ..core.events import Observer
 from ..core.group import FSDPParamGroup
 from ..core.state import STATE, FSDPState, require_state, state_of
 from ..ext.compat import ComposableState, register_composable
+from ..ext.passes import finalize, reduce_unsynchronized
 
 # The name under which a state keeps its TorchState, so that it stays the same object: torch's table does not keep it
 # alive.
@@ -33,9 +34,9 @@ class TorchParamGroup:
         flight.
         """
         root = self._groups[0].root
-        root.reduce_unsynchronized(self._groups)
+        reduce_unsynchronized(root, self._groups)
         if not any(group.params and group.gradients.owes for group in root.groups):
-            root.finalize()
+            finalize(root)
 
     @property
     def reshard_after_backward(self) -> bool:
@@ -88,8 +89,8 @@ class TorchState(ComposableState):
     def _root_post_backward_final_callback(self) -> None:
         """Reduces unsynchronized gradients of all groups under the root, and has `.grad` hold them."""
         root = self.state.root
-        root.reduce_unsynchronized()
-        root.finalize()
+        reduce_unsynchronized(root)
+        finalize(root)
 
 
 class RegisteredStates(Observer):

@@ -22,7 +22,7 @@ from ..core.state import groups_of, names_below
 from .checksum import values_of
 from .levels import is_on
 from .looks import ForwardCheck, Look, RankCheck
-from .questions import Question, connects
+from .questions import Question, ask, connects
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -118,21 +118,33 @@ def unwritten_buffers(group: FSDPParamGroup) -> list[Tensor]:
 
 def find_unwritten(groups: Iterable[FSDPParamGroup]) -> set[FSDPParam | Tensor]:
     """Returns the parameters and buffers that `unwritten_params` and `unwritten_buffers` find."""
-    return {each for group in groups for each in (*unwritten_params(group), *unwritten_buffers(group))}
+    found: set[FSDPParam | Tensor] = set()
+    for group in groups:
+        found.update(unwritten_params(group), unwritten_buffers(group))
+    return found
 
 
 class EmptyMemory(RankCheck):
     """Refuses to train with memory that nobody has initialised, at the first look, and the first after loading."""
 
     def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
-        if not look.is_anew:
-            return
-        on_mesh: dict[DataMesh, list[FSDPParamGroup]] = {}
-        for group in look.root.groups:
-            on_mesh.setdefault(group.mesh, []).append(group)
-        for mesh, groups in on_mesh.items():
-            if connects(mesh):
-                yield mesh, _question(groups)
+        if look.is_anew:
+            yield from _questions(look.root.groups)
+
+
+def refuse_empty_memory(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raises RuntimeError, on all ranks, if nobody has initialised memory of `groups`. All ranks of the groups' meshes
+    must call it.
+    """
+    for mesh, question in _questions(groups):
+        ask(mesh, [question])
+
+
+def _questions(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, Question]]:
+    on_mesh: dict[DataMesh, list[FSDPParamGroup]] = {}
+    for group in groups:
+        on_mesh.setdefault(group.mesh, []).append(group)
+    return ((mesh, _question(members)) for mesh, members in on_mesh.items() if connects(mesh))
 
 
 def _question(groups: Sequence[FSDPParamGroup]) -> Question:

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from ..core.group import UNSHARDED, FSDPParamGroup
 from ..core.parameter import FSDPParam
 from ..core.state import FSDPState, names_below, state_of
-from ..core.user_code import attribute_names, fields_of, is_dataclass, tensors_in
 from ..ext.compat import watch_calls
+from ..ext.nested import attribute_names, fields_of, is_dataclass, tensors_in
 from ..ext.owners import all_groups
 from .looks import Check
 

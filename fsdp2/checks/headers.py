@@ -15,14 +15,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..ext.gloo import REDUCING, SUMMING
 from ..core.comm import Purpose
+from ..ext.gloo import REDUCING, SUMMING
 
 HEADER_NBYTES = 192
 _DIGEST_NBYTES = 8
 _LONGEST_NAME = 100
 DIVIDED = ", divided by "
 TABLE = "\nWhere each rank was:"
+
 
 class Header(NamedTuple):
     """Says what a collective is about. `data`: the bytes that cross: `digest`, which is compared, and `text`."""

@@ -167,8 +167,8 @@ class InitialWeights(RankCheck):
 
 
 def compare_initial_weights(groups: Sequence[FSDPParamGroup]) -> None:
-    """Raises RuntimeError, on all ranks, if they have cut groups from different weights. All ranks of the groups' meshes
-    must call it.
+    """Raises RuntimeError, on all ranks, if they have cut groups from different weights. All ranks of the meshes must
+    call it.
     """
     for mesh, question in _questions(groups):
         ask(mesh, [question])

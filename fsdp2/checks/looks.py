@@ -65,7 +65,7 @@ class RankCheck(Check):
 
 
 class ForwardCheck(Check):
-    """Looks at the forwards of a group. Everything it needs of a device's values, it has read at the end of the pass."""
+    """Looks at the forwards of a group. The host reads what it computes on a device when the pass ends (reads.py)."""
 
     def looks_at(self, group: Any, number: int, is_thorough: bool) -> None:
         """Forward number `number` of `group` begins, at which this check looks. `is_thorough`: at every value."""

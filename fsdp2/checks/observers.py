@@ -25,8 +25,10 @@ _UNKNOWN = object()
 
 
 class RankLooks(Observer):
-    """Has the rank checks of a root compare ranks when one of the groups that all ranks use is gathered, at the times of
-    looks.py. Ranks need not all begin a pass, if parameters are unsharded already; each gathers that group as often.
+    """Has the rank checks of a root compare ranks, at the times of looks.py.
+
+    They do when one of the groups that all ranks use is gathered. Ranks need not all begin a pass, if parameters are
+    unsharded already; each gathers that group as often.
     """
 
     def __init__(self, root: Any) -> None:
@@ -75,13 +77,15 @@ class RankLooks(Observer):
         due = checks if self._is_asked else [each for each in checks if is_time_to_look(number, each.always)]
         for check in due:
             check.refuse(root)
-        look, asked = Look(root, number, is_anew, self._mesh), {}
+        look = Look(root, number, is_anew, self._mesh)
+        asked: dict[DataMesh | None, list[Question]] = {}
         for check in due:
             for mesh, question in check.questions(look):
                 asked.setdefault(mesh, []).append(question)
-        of_all: list[Question] = asked.pop(self._mesh, [])
-        for mesh, questions in asked.items():
-            ask(mesh, questions, root)
+        of_all = asked.pop(self._mesh, [])
+        for other, questions in asked.items():
+            assert other is not None, "checks ask over meshes only"
+            ask(other, questions, root)
         if self._mesh is not None:
             ask(self._mesh, of_all, root)
         # If that has raised, ranks look again next time.
@@ -197,7 +201,9 @@ class WrittenParameters(Check):
             refuse_written(written)
 
     def before_reshard(self, group: FSDPParamGroup) -> None:
-        refuse_lost([*self._versions.of(group).take_written(), *take_moved(group)])  # both, before either is refused
+        groups = _resharded_with(group)
+        written = [name for each in groups for name in self._versions.of(each).take_written()]
+        refuse_lost([*written, *(name for each in groups for name in take_moved(each))])
 
     def forward_failed(self, group: FSDPParamGroup) -> None:
         if group.root.backward is None:
@@ -231,7 +237,7 @@ class MovedData(ForwardCheck):
         self._places.pop(group, None)
 
     def before_reshard(self, group: FSDPParamGroup) -> None:
-        refuse_lost(self.take_moved(group))
+        refuse_lost([name for each in _resharded_with(group) for name in self.take_moved(each)])
 
     def backward_failed(self, root: Any) -> None:
         for group in root.groups:
@@ -255,3 +261,8 @@ def take_moved(group: FSDPParamGroup) -> list[str]:
     """Returns what `MovedData.take_moved` does; nothing if that check is off."""
     observer = group.root.events.of(MovedData)
     return [] if observer is None else observer.take_moved(group)
+
+
+def _resharded_with(group: FSDPParamGroup) -> list[FSDPParamGroup]:
+    """Returns the groups that a user's call of `reshard` reaches with `group`: nothing of any may be left for later."""
+    return [each for state in (group.state, *group.state.parts) for each in state.groups]

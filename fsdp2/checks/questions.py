@@ -66,7 +66,7 @@ def _to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def greatest(numbers: Sequence[Tensor]) -> Tensor | int:
-    """Returns the greatest of some numbers that are not negative, of one device, where they lie; 0 if there are none."""
+    """Returns the greatest of some numbers of one device that are not negative, where they lie; 0 if there are none."""
     return torch.stack([*numbers]).amax() if numbers else 0
 
 

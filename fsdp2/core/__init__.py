@@ -1,23 +1,13 @@
 """The engine: shards, gathers and reduces. It imports nothing of fsdp2 outside this folder."""
 
-from .api import fully_shard, replicate
-from .events import Observer, Strategies, extend, strategies
-from .mesh import DataParallelMeshDims, ShardPlacementResult
-from .module import FSDPModule, UnshardHandle
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-__all__ = [
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "Observer",
-    "OffloadPolicy",
-    "ShardPlacementResult",
-    "Strategies",
-    "UnshardHandle",
-    "extend",
-    "fully_shard",
-    "replicate",
-    "strategies",
-]
+from .api import fully_shard as fully_shard
+from .api import replicate as replicate
+from .events import Observer as Observer
+from .events import Strategies as Strategies
+from .events import extend as extend
+from .events import strategies as strategies
+from .module import FSDPModule as FSDPModule
+from .module import UnshardHandle as UnshardHandle
+from .policy import CPUOffloadPolicy as CPUOffloadPolicy
+from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+from .policy import OffloadPolicy as OffloadPolicy

@@ -17,17 +17,7 @@ from .compat import untraced
 from .events import strategies
 from .group import FSDPParamGroup, make_group
 from .hooks import run_forward
-from .mesh import (
-    DataMesh,
-    DataParallelMeshDims,
-    Distribution,
-    data_mesh,
-    default_mesh,
-    described_data_mesh,
-    distribute,
-    named_data_mesh,
-    replicated_data_mesh,
-)
+from .mesh import DataMesh, Distribution, data_mesh, distribute, replicated_data_mesh
 from .module import FSDPModule
 from .parameter import FSDPParam, Slot, fqn
 from .policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
@@ -39,16 +29,18 @@ Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call of `fully_shard` or `replicate`. `extras`: those of extensions."""
+    """The arguments of one call of `fully_shard` or `replicate`.
 
-    mesh: DeviceMesh | None = None
-    dp_mesh_dims: DataParallelMeshDims | None = None
+    `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
+    return a Shard and a DataMesh for a parameter on a mesh of its own. `extras`: those of extensions.
+    """
+
+    mesh: DeviceMesh | DataMesh
     reshard_after_forward: bool | int | None = None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload_policy: OffloadPolicy = OffloadPolicy()
     ignored_params: Collection[nn.Parameter] | None = None
-    replicates: bool = False
     extras: dict[str, Any] = {}
 
 
@@ -80,40 +72,21 @@ class Plan:
     units: dict[nn.Module, list[str]] = field(default_factory=dict)
 
 
-def fully_shard(
-    module: Modules,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> Modules:
+def fully_shard(module: Modules, *, mesh: DeviceMesh | DataMesh, **arguments: Any) -> Modules:
     """Shards the parameters of `module` over the ranks of `mesh`, in place, and returns `module`.
 
-    `fsdp2.fully_shard` describes the arguments; it adds checks and `conditional`. Every rank of the mesh must call it.
+    `arguments` are further fields of Arguments. `fsdp2.fully_shard` names and describes them; it adds checks, and
+    arguments of extensions. Every rank of the mesh must call it.
     """
-    return apply(
-        module,
-        Arguments(
-            mesh, dp_mesh_dims, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params
-        ),
-    )
+    return apply(module, Arguments(mesh, **arguments))
 
 
-def replicate(
-    module: Modules,
-    *,
-    mesh: DeviceMesh | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
-    ignored_params: set[nn.Parameter] | None = None,
-) -> Modules:
-    """Keeps a whole copy of the parameters of `module` on each rank of `mesh`, and averages their gradients: DDP."""
-    given = Arguments(mesh, None, None, None, mp_policy, offload_policy, ignored_params, replicates=True)
-    return apply(module, given)
+def replicate(module: Modules, *, mesh: DeviceMesh, **arguments: Any) -> Modules:
+    """Keeps a whole copy of the parameters of `module` on each rank of `mesh`, and averages their gradients: DDP.
+
+    `arguments` are further fields of Arguments, see `fsdp2.replicate`. Every rank of the mesh must call it.
+    """
+    return apply(module, Arguments(replicated_data_mesh(mesh), **arguments))
 
 
 @hides_modes
@@ -154,11 +127,7 @@ def _plan(module: Any, given: Arguments) -> Plan:
             raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
     nested = {inner for outer in roots for inner in outer.modules() if inner is not outer} if len(roots) > 1 else ()
     roots = [each for each in roots if each not in nested]
-    mesh = given.mesh if given.mesh is not None else default_mesh()
-    if given.replicates:
-        shared = replicated_data_mesh(mesh)
-    else:
-        shared = data_mesh(mesh) if given.dp_mesh_dims is None else named_data_mesh(mesh, given.dp_mesh_dims)
+    shared = given.mesh if isinstance(given.mesh, DataMesh) else data_mesh(given.mesh)
     inside = list(states_among(names_below(roots)))
     managed: dict[nn.Module, str] = {}
     for i, root in enumerate(roots):
@@ -185,10 +154,12 @@ def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Argum
     try:
         if given.shard_placement_fn is not None:
             placement = given.shard_placement_fn(parameter)
-            if hasattr(placement, "mesh_info"):
-                mesh, placement = described_data_mesh(placement.mesh_info), placement.placement
+            if isinstance(placement, tuple):  # also a mesh of its own
+                placement, mesh = placement
         dim = 0 if placement is None else _dim_of(placement, parameter)
-        distribution = (distribute if type(parameter) is nn.Parameter else strategies().distribute)(parameter, mesh, dim)
+        distribution = (distribute if type(parameter) is nn.Parameter else strategies().distribute)(
+            parameter, mesh, dim
+        )
         return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
@@ -224,14 +195,17 @@ def _make_groups(
     plan: Plan, modules: list[nn.Module], parameters: list[ParameterPlan], policy: MixedPrecisionPolicy
 ) -> list[FSDPParamGroup]:
     """Returns a group for each mesh of `parameters`; one, which may be empty, on the mesh of the call if there are none."""
-    given, on_mesh = plan.given, {}
+    given = plan.given
+    on_mesh: dict[DataMesh, list[ParameterPlan]] = {}
     for each in parameters:
         on_mesh.setdefault(each.mesh, []).append(each)
     groups = []
     for mesh, members in (on_mesh or {plan.mesh: []}).items():
         device, pin = storage_place(given.offload_policy, mesh.device)
         with torch.no_grad():
-            params = [FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype) for each in members]
+            params = [
+                FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype) for each in members
+            ]
         choice, size = given.reshard_after_forward, mesh.size
         is_int = choice is not None and not isinstance(choice, bool)
         reshard = choice if not is_int else choice != 1

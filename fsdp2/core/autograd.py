@@ -6,8 +6,7 @@ unpacks it first, whether the module returned its tensors, kept them on `self`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +32,7 @@ class SavedTensors:
     def __init__(self, before_absence: Callable[[], None]) -> None:
         self.owners: dict[int, Any] = {}
         # Called when autograd is about to save weights while the hooks are not in force.
-        self._before_absence = before_absence
+        self.before_absence = before_absence
         self._hooks: saved_tensors_hooks | None = None
         # Those of a sharded model inside whose forward this one is called.
         self._outer: SavedTensors | None = None
@@ -47,7 +46,7 @@ class SavedTensors:
         if self._hooks is not None:
             return
         if compat.why_no_hooks() is not None:
-            self._before_absence()
+            self.before_absence()
             return
         active = compat.top_saved_tensor_hooks(False)
         self._outer = getattr(active[0], "__self__", None) if active else None
@@ -60,17 +59,6 @@ class SavedTensors:
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Context: the hooks, which are on top, are not in force."""
-        self._before_absence()
-        assert self._hooks is not None, "they are in force"
-        self._hooks.__exit__()
-        try:
-            yield
-        finally:
-            self._hooks.__enter__()
 
     def are_on_top(self) -> bool:
         """Returns True if these hooks, not somebody else's on top of them, are called."""

@@ -32,9 +32,7 @@ LAUNCHES_TIMES = 16
 LITTLE_BYTES = 64 * 1024
 
 
-def wire_dtypes(
-    specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool
-) -> tuple[torch.dtype, ...]:
+def wire_dtypes(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool) -> tuple[torch.dtype, ...]:
     """Returns the dtypes in which gradients travel.
 
     `as_computed`: a gradient that is computed in a narrower dtype than it is summed in travels in the narrower one,
@@ -138,6 +136,7 @@ class Segments:
         with torch.inference_mode(False):  # they outlive it
             self.of_ranks = torch.empty(world_size, layout.packed_numel, dtype=layout.wire_dtype, device=device)
         self.flat = self.of_ranks.view(-1)
+        self._has_single_rows = all(spec.has_single_rows for spec in self._specs)
         self.storage, self.nbytes = self.flat.untyped_storage(), self.flat.nbytes
 
     def fill(self, gradients: list[Tensor]) -> None:
@@ -145,7 +144,9 @@ class Segments:
 
         Padding keeps whatever it held: nobody reads the sums made of it.
         """
-        sources = [part for each, spec in zip(gradients, self._specs, strict=True) for part in _parts(each, spec)]
+        sources = gradients
+        if not self._has_single_rows:
+            sources = [part for each, spec in zip(gradients, self._specs, strict=True) for part in _parts(each, spec)]
         compat.copy_all(self._places, sources)
 
     @cached_property
@@ -204,6 +205,7 @@ class ReducePlan:
         # Elements behind the last of them, of all segments; and zeros for them, which a user's hook sees.
         self._tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
         self._tails: dict[torch.dtype, list[Tensor]] = {}
+
     def take_segments(self, device: torch.device) -> Segments:
         """Returns memory to pack into. `give_back` follows when it has been read."""
         segments, self._spare = self._spare, None

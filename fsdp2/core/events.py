@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .comm import Comm, make_comm
 from .mesh import distribute
+from .user_code import map_tensors, tensors_in
 
 
 class Observer:
@@ -163,13 +164,14 @@ class Strategies:
         group_class: (device, FSDPParamGroup) -> class of groups on that device.
         distribute: (parameter, mesh, dim) -> Distribution of a parameter that is a tensor subclass, a DTensor for example.
         gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
-        gather_extension: (params, mesh, policy) -> what gathers these parameters, see `GatherExtension`.
+        gather_extension: (params, mesh, policy) -> what gathers these parameters, see SubclassGather in ext/subclasses.py.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
         module_class: class that sharded modules get besides their own; None: core.FSDPModule.
         make_prefetcher: (root) -> Prefetcher.
         before_next_write: has a function called before the next write to a shard; at once, if nothing would tell.
         deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
         find_replacements: (group, accept_whole, may_be_untied) -> [(param, what a user has registered for it)].
+        tensors_in, map_tensors: find, or change, all tensors in the inputs and outputs of modules.
     """
 
     observers: tuple[Callable[[Any], Observer | None], ...] = ()
@@ -188,6 +190,8 @@ class Strategies:
     before_next_write: Callable[[Callable[[], object]], None] = lambda action: action()
     deliver: Callable[..., Any] = lambda gradients, pending, of_pass: None
     find_replacements: Callable[..., Any] | None = None
+    tensors_in: Callable[..., list[Tensor]] = tensors_in
+    map_tensors: Callable[..., Any] = map_tensors
 
 
 class _Current:
@@ -204,5 +208,3 @@ def extend(**changes: Any) -> None:
     now = _Current.strategies
     joined = {n: (*getattr(now, n), *each) if isinstance(each, tuple) else each for n, each in changes.items()}
     _Current.strategies = replace(now, **joined)
-
-

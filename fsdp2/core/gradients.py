@@ -201,16 +201,6 @@ class GroupGradients:
             device = self._params[0].unsharded.device
             self.group.queue.add(self, reduce.resume(carried, layout, self.reduction, device))
 
-    def reduce_unsynchronized(self) -> None:
-        """Between backward passes: does what one more, that computes nothing, would do with unsynchronized gradients.
-
-        Gradients that somebody has assigned to the unsharded parameters are included.
-        """
-        if self.owes:
-            self.begin_backward(object())
-            self.flush()
-            self.end_backward()
-
     def discard(self) -> None:
         """After an error: drops the gradients of the backward pass that failed, and keeps those of earlier ones, unless
         the pass has included them already: `taken`.

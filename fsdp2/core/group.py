@@ -118,9 +118,7 @@ class FSDPParamGroup(ParamGroup):
             stays = Hold.BACKWARD if self.settings.reshard_after_backward else Hold.NEXT_PASS
             self.hold = max(self.hold, stays)
             self.unregister()
-        elif (
-            backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory
-        ):
+        elif backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
             self.hold = Hold.BACKWARD
             self.shrink()
         else:
@@ -146,10 +144,13 @@ class FSDPParamGroup(ParamGroup):
             self.unregister()
 
     def forget_stale(self) -> None:
-        """Between passes: frees what earlier passes have left, unless another one may use it."""
-        if self.hold is Hold.NOTHING or (self.hold >= Hold.NEXT_PASS and self.is_up_to_date()):
-            return
-        self.release()
+        """Between passes: frees what earlier passes have left, unless another one may use it. What the user holds stays
+        held: the next forward gathers it anew.
+        """
+        hold = self.hold
+        if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
+            self.release()
+            self.hold = hold if hold is Hold.USER else self.hold
 
     def give_up(self) -> None:
         """Reshards, whoever holds the unsharded parameters."""

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from .autograd import after_leaf, after_tensors, before_nodes
 from .compat import graph_task, num_dispatch_modes, num_function_modes, storage_id, untraced
+from .events import strategies
 from .state import FSDPState
-from .user_code import are_in_force, cast_floating, hidden, map_tensors, run_shown, tensors_in, to_device
+from .user_code import are_in_force, cast, hidden, run_shown
 
 
 @untraced
@@ -56,9 +57,6 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
     finally:
         root.depth -= 1
         root.leave()
-        if not in_backward:
-            for group in state.groups:
-                group.parameters.keep_requires_grad()
     output_dtype = state.policy.output_dtype
     return output if output_dtype is None else cast_floating(output, output_dtype)
 
@@ -81,7 +79,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
     if not in_backward:
         args, kwargs = inputs_on_device(state, args, kwargs)
     if dtype is not None:
-        inputs = tensors_in(args, kwargs)
+        inputs = strategies().tensors_in(args, kwargs)
         if any(tensor.dtype != dtype and tensor.is_floating_point() for tensor in inputs):
             if not in_backward:
                 for notify in root.events.inputs_cast:
@@ -98,7 +96,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
         counting_is_enough = counting_is_enough and group.counting_is_enough
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
     if not counting_is_enough and torch.is_grad_enabled() and state.running == 1:
-        inputs = tensors_in(args, kwargs) if inputs is None else inputs
+        inputs = strategies().tensors_in(args, kwargs) if inputs is None else inputs
         _call_after_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
     return args, kwargs
 
@@ -118,15 +116,15 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     if in_backward:
         if not root.settings.saved_tensor_hooks and torch.is_grad_enabled():
             # Checkpointing runs it again: another forward of the group may free it before backward comes to this one.
-            hook_outputs(state, tensors_in(output))
+            hook_outputs(state, strategies().tensors_in(output))
         return output
-    outputs = tensors_in(output)
+    outputs = strategies().tensors_in(output)
     for group in state.groups:
         weights = group.parameters.storage_ids
         for tensor in outputs:
             if storage_id(tensor) in weights:
                 output = _without_weights(weights, output)
-                outputs = tensors_in(output)
+                outputs = strategies().tensors_in(output)
                 break
     is_grad_enabled = torch.is_grad_enabled()
     differentiable = hook_outputs(state, outputs)
@@ -147,7 +145,7 @@ def _without_weights(weights: frozenset[int], output: Any) -> Any:
     def copy_weight(tensor: Tensor) -> Tensor:
         return tensor.clone() if storage_id(tensor) in weights else tensor
 
-    return map_tensors(output, copy_weight, everywhere=True)
+    return strategies().map_tensors(output, copy_weight, everywhere=True)
 
 
 def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
@@ -207,3 +205,17 @@ def after_backward(state: FSDPState) -> None:
             return after_backward(state)
     for group in state.groups:
         group.after_backward()
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Returns `value` with its floating-point tensors cast to `dtype`; see Strategies.map_tensors."""
+    return strategies().map_tensors(
+        value, lambda tensor: cast(tensor, dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
+    )
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Returns `value` with its tensors on `device`; copies from page-locked memory are asynchronous."""
+    return strategies().map_tensors(
+        value, lambda tensor: tensor.to(device, non_blocking=True) if tensor.device != device else tensor
+    )

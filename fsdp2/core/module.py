@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .group import Hold
-from .state import groups_below, groups_of, require_state
+from .state import groups_below, groups_of
 from .user_code import hides_modes
 
 
@@ -77,7 +77,6 @@ class FSDPModule:
                     notify(group)
         finally:
             for group in groups:
-                group.parameters.keep_requires_grad()
                 group.hold = min(group.hold, Hold.NEXT_PASS)
                 group.release()
 
@@ -146,118 +145,6 @@ class FSDPModule:
         check_bool("reshard_after_backward", reshard_after_backward)
         set_groups(self, recurse, reshard_after_backward=reshard_after_backward)
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """Chooses whether backward gathers the parameters as soon as it reaches the module.
-
-        While it is False, they are gathered only if backward reads one of them. That saves an all-gather for a module
-        whose backward reads no weight, such as an embedding. It has no effect where a rank holds whole parameters.
-        Every rank must call it.
-
-        Args:
-            unshard_in_backward: True, the default, gathers them.
-            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
-        """
-        check_bool("unshard_in_backward", unshard_in_backward)
-        set_groups(self, recurse, unshard_in_backward=unshard_in_backward)
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Chooses which modules are gathered ahead when the forward of this module begins.
-
-        The list replaces the order that the last pass has recorded, for this module only, and stays in force.
-        All-gathers begin in the order of the list. Modules under another root stay unsharded until that root runs.
-        Where ranks hold whole parameters there is nothing to gather. Every rank must call it, with the same modules.
-
-        Args:
-            modules: sharded modules. An empty list gathers nothing ahead.
-
-        Raises:
-            ValueError: an element is not a sharded module.
-
-        Example:
-            `first.set_modules_to_forward_prefetch([second, third])` gathers two blocks ahead.
-        """
-        set_groups(self, False, forward_prefetch=groups_of_all("modules", modules))
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Chooses which modules are gathered ahead when backward reaches this module.
-
-        The list replaces the reverse of the order of the forwards, for this module only, and stays in force. For
-        modules under another root, and where ranks hold whole parameters, see `set_modules_to_forward_prefetch`. Every
-        rank must call it, with the same modules.
-
-        Args:
-            modules: sharded modules, in the order in which their all-gathers begin. An empty list gathers nothing
-                ahead.
-
-        Raises:
-            ValueError: an element is not a sharded module.
-        """
-        set_groups(self, False, backward_prefetch=groups_of_all("modules", modules))
-
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
-        """Chooses whether a parameter without a gradient on this rank takes part in reductions, with zeros.
-
-        Use it where ranks use different parameters of one group, so that another rank may have a gradient of it.
-        Gradients are then reduced when backward leaves the module, not before. A parameter that no rank uses gets a
-        gradient of zeros instead of None, also on one rank. For whole modules that only some ranks run, use
-        `fully_shard(module, conditional=True)`. Every rank must call it.
-
-        Args:
-            enable: False is the default.
-            recurse: True, the default, also sets it for the sharded modules inside this one.
-        """
-        check_bool("enable", enable)
-        for group in set_groups(self, recurse, reduce_unused=enable):
-            group.counting_is_enough = False
-
-    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
-        """Divides the sum of all ranks' gradients by `factor`, in place of the number of ranks.
-
-        Call it on the root with `recurse=True`: without, it reaches the groups of this module only, not those of its
-        blocks. All groups of a model on one mesh must divide by the same number, else the next optimizer step raises a
-        RuntimeError, and `check` reports it. Groups on another mesh (experts) may divide by another number. Every rank
-        must call it.
-
-        Args:
-            factor: a positive number. 1.0 sums gradients.
-            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
-
-        Raises:
-            ValueError: not a positive number.
-
-        Example:
-            `model.set_gradient_divide_factor(1.0, recurse=True)` for a loss that is divided by the tokens of all ranks.
-        """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
-            raise ValueError(f"factor: expected a positive number, got {factor!r}")
-        set_groups(self, recurse, divide_factor=float(factor))
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Chooses whether a backward ends the forwards that have run, or further backward passes go through them.
-
-        With several backward passes through the same forwards (`retain_graph=True`, a loss for each output), pass False
-        before all but the last. Then the record of the forwards is kept, so that their groups are gathered ahead in
-        each of these passes. Numbers are right in any case. It may be called on any module under the root, and acts on
-        the whole model.
-
-        Args:
-            is_last_backward: True, the default: no backward comes back to the forwards that have run. False: one does.
-        """
-        check_bool("is_last_backward", is_last_backward)
-        require_state(self).root.set(is_last_backward=is_last_backward)
-
-    @hides_modes
-    def reset_iter_state(self) -> None:
-        """Drops what an exception in forward or backward has left half done. On the root only.
-
-        That is: unsharded parameters, gradients on their way, and unsynchronized gradients. After a failed backward
-        this happens by itself, but then the gradients of earlier, complete passes stay. Every rank must call it.
-
-        Raises:
-            RuntimeError: not the root.
-        """
-        root_of(self, "reset_iter_state").reset()
-
 
 class UnshardHandle:
     """An all-gather in flight, started by `FSDPModule.unshard(async_op=True)`."""
@@ -280,18 +167,6 @@ class UnshardHandle:
             group.root.settle_transfers()
 
 
-def groups_of_all(name: str, modules: Any) -> tuple[Any, ...]:
-    """Returns the groups of `modules`, the value of the argument `name`.
-
-    Raises:
-        ValueError: one is not a sharded module.
-    """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")
-    return tuple(group for module in modules for group in groups_of(module))
-
-
 def chosen_groups(module: Any, recurse: bool) -> list[Any]:
     """Returns the groups that a method with `recurse` acts on."""
     check_bool("recurse", recurse)
@@ -304,18 +179,6 @@ def set_groups(module: Any, recurse: bool, **changes: Any) -> list[Any]:
     for group in groups:
         group.set(**changes)
     return groups
-
-
-def root_of(module: Any, what: str) -> Any:
-    """Returns the Root of a module that must be the outermost sharded one; `what` is the method that asks.
-
-    Raises:
-        RuntimeError: it is not.
-    """
-    state = require_state(module)
-    if state.root.state is not state:
-        raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")
-    return state.root
 
 
 def check_bool(name: str, value: object) -> None:

@@ -7,15 +7,13 @@ from dataclasses import replace
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .buffers import GroupBuffers, PendingGather
+from .buffers import PendingGather
 from .comm import Comm, Purpose
 from .events import NO_EVENTS, Events, strategies
 from .gradients import GroupGradients
 from .group_parameters import GroupParameters, find_replacements
-from .layout import gather_layout
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
 from .policy import GroupSettings
@@ -287,21 +285,6 @@ class ParamGroup:
         """Notes that modules have the sharded parameters again."""
         if self.phase is LENT:
             self.phase = SHARDED
-
-    def copy_unsharded(self, params: Sequence[FSDPParam], dtype: torch.dtype | None) -> list[Tensor]:
-        """Returns what the ranks share of `params`, in new memory, in the dtypes in which they are stored, or, of
-        floating-point ones, in `dtype`. Every rank must call it.
-        """
-        specs = []
-        for spec in (param.spec(self.settings.policy) for param in params):
-            wanted = dtype if dtype is not None and spec.storage_dtype.is_floating_point else spec.storage_dtype
-            specs.append(replace(spec, compute_dtype=wanted))
-        with torch.inference_mode(False), torch.no_grad():
-            layout = gather_layout(tuple(specs), self.mesh.size, self.comms.gathers.direct_min_bytes)
-            buffers = GroupBuffers(layout, self.mesh.rank, self.mesh.device, self.transfers)
-            buffers.move_into_shards([param.local for param in params])
-            buffers.start_gather(self.comms.gathers).finish()
-            return [buffers.unsharded_parameter(i) for i in range(len(specs))]
 
     def _locate(self, error: RuntimeError) -> None:
         """Says in the message which group it was: neither allocators nor process groups know."""

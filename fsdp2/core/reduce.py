@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import compat, streams
 from .buckets import ReducePlan
-from .comm import AllWork, Comm, Work
+from .comm import Comm, Work
 from .layout import BucketLayout
 from .streams import Transfer, Transfers
 

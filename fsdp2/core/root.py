@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any
@@ -65,16 +65,10 @@ class Root:
         self.backward_pass: object = object()
         self.num_backwards = self.num_resets = 0
         self.frees_memory = True
-        # Ranks were out of step: each may have left another part of a pass undone.
-        self._is_out_of_step = False
-        # An event of the optimizer's stream, for which the next pass waits.
-        self.post_optim_event: Any = None
         # Where the inputs of a pass are moved.
         device = self.group.mesh.device
         self.input_device = None if device.type in ("cpu", "meta") else device
         self._transfers = {group.transfers for group in self.groups if group.transfers is not None}
-        # Offloaded groups whose shards may still be copied to the device, behind a forward, and the shards' versions.
-        self._unsettled: list[tuple[FSDPParamGroup, tuple[int, ...]]] = []
         self.saved_tensors = SavedTensors(self.note_unseen)
         self.queue = ReductionQueue()
         self.events = NO_EVENTS
@@ -113,21 +107,14 @@ class Root:
 
     def note_unseen(self) -> None:
         """Autograd may save weights from now on where no hook sees them."""
-        self._notify(self.events.saved_unseen)
-
-    def share_reductions(self, other: Root) -> None:
-        """Queues reductions with those of another root from now on."""
-        other.queue.take_over(self.queue)
-        self.queue = other.queue
-        for group in self.groups:
-            group.queue = self.queue
+        self.notify(self.events.saved_unseen)
 
     def note_out_of_step(self) -> None:
         """Ranks do not run the same: has none remember what it recorded, from the next pass on."""
-        self._is_out_of_step = True
-        self._notify(self.events.out_of_step)
+        self.notify(self.events.out_of_step)
 
-    def _notify(self, follow: Iterable[Callable[[Any], None]]) -> None:
+    def notify(self, follow: Iterable[Callable[[Any], None]]) -> None:
+        """Tells observers of an event of the whole root: `notify(self.events.finalized)`."""
         for notify in follow:
             notify(self)
 
@@ -164,20 +151,12 @@ class Root:
             if self.backward is None:
                 self.prefetcher.drop()
                 if self._transfers:
-                    self._unsettled = [(g, g.shard_versions()) for g in self.groups if g.transfers is not None]
                     strategies().before_next_write(self.settle_transfers)
 
     def _begin_pass(self) -> None:
-        self._refuse_unnoticed_writes()
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             raise NotImplementedError(f"{self.group}: its gathers can be in no graph. {compat.EXPORT_PLAIN}")
-        if self._is_out_of_step:
-            self._is_out_of_step = False
-            self.prefetcher.forget_order()
-            for group in self.groups:
-                with suppress(RuntimeError):  # gathers that never were
-                    group.release()
-        self._notify(self.events.pass_began)
+        self.notify(self.events.pass_began)
         self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
         self.prefetcher.begin_pass()
         sent = [group.gradients.sent_nbytes for group in self.groups]
@@ -185,11 +164,8 @@ class Root:
         self.forget_stale(self.groups)
 
     def forget_stale(self, groups: Iterable[FSDPParamGroup]) -> None:
-        """Between passes, behind the optimizer's event: frees what earlier passes have left, unless it may be used."""
+        """Between passes: frees what earlier passes have left, unless it may be used."""
         self.is_in_backward()
-        event, self.post_optim_event = self.post_optim_event, None
-        if event is not None:
-            event.wait()
         for group in groups:
             if group.hold is not Hold.NOTHING:
                 group.forget_stale()
@@ -207,19 +183,6 @@ class Root:
         """Waits until no shard is copied to the device any more: somebody may write to shards next."""
         for transfers in self._transfers:
             transfers.settle()
-        self._refuse_unnoticed_writes()
-
-    def _refuse_unnoticed_writes(self) -> None:
-        if not self._unsettled:
-            return
-        unsettled, self._unsettled = self._unsettled, []
-        written = [group for group, versions in unsettled if group.registration.versions() != versions]
-        if written:
-            raise RuntimeError(
-                f"{', '.join(map(str, written))}: a shard was written to by its private local tensor, behind a "
-                "forward, perhaps while it was still copied to the device. Write to the sharded parameter, or to what "
-                "its to_local() returns; and load a checkpoint before you go on."
-            )
 
     # ---- backward
 
@@ -244,119 +207,64 @@ class Root:
             self._begin_backward()
         if torch.is_grad_enabled() and not recomputes and self.backward and not self.backward.builds_graph:
             self.backward.builds_graph = True
-            self._notify(self.events.graph_built)
+            self.notify(self.events.graph_built)
 
     def _begin_backward(self) -> None:
-        self._refuse_unnoticed_writes()
         self.backward = BackwardPass(graph_task())
         at_backward_end(self.end_backward, self.recover)
         self.prefetcher.begin_backward()
         self.queue.finish_partial()
         self.backward_pass = object()
-        self._notify(self.events.backward_began)
+        self.notify(self.events.backward_began)
         for group in self.groups:
-            group.parameters.begin_backward()
             group.gradients.begin_backward(self.backward_pass)
 
     def end_backward(self) -> None:
         """All gradients are computed: reduces what is left, frees what is left, delivers everything."""
         for group in reversed(self.groups):
             group.gradients.end_backward()
-        self._resume_reductions(reversed(self.groups))
+        self.resume_reductions(reversed(self.groups))
         for group in self.groups:
             if group.ready_in is not None:
                 group.counting_is_enough = False
             group.release_after_backward()
         self.prefetcher.drop()
         if self.settings.finalize_backward:
-            self._deliver()
+            self.deliver()
         self.settle_transfers()  # behind gradients on the CPU, which come behind all copies to the device
         assert self.backward is not None, "it ends"
         if self.settings.is_last_backward and not self.backward.builds_graph:
             self.prefetcher.forget_forwards()
-        self._notify(self.events.backward_ended)
+        self.notify(self.events.backward_ended)
         self.backward = None
         self.num_backwards += 1
 
-    def _resume_reductions(self, groups: Iterable[FSDPParamGroup]) -> None:
-        self._notify(self.events.gradients_computed)
+    def resume_reductions(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """All gradients are being reduced: sums between replicas what earlier passes have left of those of `groups`."""
+        self.notify(self.events.gradients_computed)
         for group in groups:
             if group.gradients.partial:
                 group.gradients.resume()
 
-    def reduce_unsynchronized(self, groups: Iterable[FSDPParamGroup] | None = None) -> None:
-        """Between backward passes: begins to reduce unsynchronized gradients, of all groups or of some, and frees what a
-        backward pass would have freed at its end. `finalize` delivers.
-
-        Raises:
-            RuntimeError: during a backward pass.
-        """
-        if self.is_in_backward():
-            raise RuntimeError("unsynchronized gradients are reduced by the backward pass that runs: ask afterwards")
-        with self._all_or_nothing():
-            self.queue.finish_partial()
-            chosen = list(reversed(self.groups) if groups is None else groups)
-            if any(group.gradients.owes for group in chosen):
-                self._notify(self.events.backward_began)
-            for group in chosen:
-                group.gradients.reduce_unsynchronized()
-                group.release_after_backward()
-            self._resume_reductions(chosen)
-            if self.settings.is_last_backward:
-                self.prefetcher.forget_forwards()
-
-    def finalize(self) -> None:
-        """Between backward passes: finishes the reductions in flight, and has `.grad` show what there is."""
-        with self._all_or_nothing():
-            self._deliver()
-
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Finishes the reductions in flight."""
         self.queue.finish_all()
-        self._notify(self.events.finalized)
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Context: after an error, what is in flight is not delivered later as if it were all."""
-        try:
-            yield
-        except BaseException:
-            self.queue.abandon(None)
-            self.recover()
-            raise
+        self.notify(self.events.finalized)
 
     def recover(self) -> None:
         """A backward pass has raised: drops what it left half done."""
         self.backward = None
-        self._unsettled = []  # the other error comes first
         self.queue.abandon(self.backward_pass)
         self.settings = self.prefetcher.settings = replace(self.settings, is_last_backward=True)
         for group in self.groups:
             group.gradients.discard()
-        self._notify(self.events.backward_failed)
+        self.notify(self.events.backward_failed)
         for group in self.groups:
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the parameters any more
                 group.release()
         self.prefetcher.drop()
         self.prefetcher.forget_forwards()
         self.settle_transfers()
-
-    def reset(self) -> None:
-        """Drops everything that is under way, unsynchronized gradients, too."""
-        self.num_resets += 1
-        self.queue.abandon(None)
-        self.recover()
-        for group in self.groups:
-            group.gradients.unsynchronized.clear()
-            group.gradients.partial.clear()
-            group.hold = min(group.hold, Hold.NEXT_PASS)
-        self._notify(self.events.reset)
-        for state in self.running:
-            state.running = 0
-        self.running.clear()
-        self.depth = 0
-        self.saved_tensors.deactivate()
-        for group in self.groups:
-            group.release()
 
 
 def _make_prefetcher(root: Root) -> Prefetcher:

@@ -13,7 +13,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from .events import strategies
 from .gradients import GroupGradients
-
 from .param_group import Hold, Phase
 from .policy import RootSettings
 from .reduce import Pending
@@ -138,9 +137,9 @@ class Prefetcher:
         self._backward.visit(group)
         chosen = group.settings.backward_prefetch
         if chosen is None:
-            chosen = self._within_budget(
-                [each for each in self._backward.ahead() if each.settings.unshard_in_backward], self._bytes_to_have
-            )
+            # No list: that would be one of all groups, for each group.
+            expected = (each for each in self._backward.ahead() if each.settings.unshard_in_backward)
+            chosen = self._within_budget(expected, self._bytes_to_have)
         self._start(chosen, True)
 
     def forget_forwards(self) -> None:

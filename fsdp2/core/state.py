@@ -23,9 +23,7 @@ class FSDPState:
 
     root: Any  # a Root: another one when an outer module is sharded
 
-    def __init__(
-        self, modules: list[nn.Module], groups: list[FSDPParamGroup], policy: MixedPrecisionPolicy
-    ) -> None:
+    def __init__(self, modules: list[nn.Module], groups: list[FSDPParamGroup], policy: MixedPrecisionPolicy) -> None:
         self.modules, self.groups, self.policy = modules, groups, policy
         self.parts: list[FSDPState] = []
         self.running = 0

@@ -53,7 +53,6 @@ def _stream_beside(stream: torch.Stream, device: torch.device) -> torch.Stream:
 # ---- collectives in flight
 
 
-
 class Work(Protocol):
     """A collective in flight."""
 

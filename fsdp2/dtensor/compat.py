@@ -22,9 +22,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as _norms_foreac
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..core import compat
-from ..ext import compat as ext_compat
 from ..core.compat import local_of, new_dtensor
 from ..core.events import strategies
+from ..ext import compat as ext_compat
 
 # True if an operation on a subclass of DTensor calls its `__torch_dispatch__`.
 DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"

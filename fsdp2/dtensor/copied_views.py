@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.compat import local_of, new_dtensor, set_local
-from ..core.user_code import map_tensors, tensors_in
+from ..ext.nested import map_tensors, tensors_in
 from .compat import (
     DISPATCHES_TO_SUBCLASSES,
     cut,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..core.compat import dtensor_spec, local_if_any, local_of
-from ..core.user_code import map_tensors, tensors_in
+from ..ext.nested import map_tensors, tensors_in
 from .compat import (
     FINDS_PLACES,
     argument_names,

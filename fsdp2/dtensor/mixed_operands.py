@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core.compat import local_of
-from ..core.user_code import tensors_in
+from ..ext.nested import tensors_in
 from ..ext.owners import all_groups, sharded_in
 from .compat import DISPATCHES_TO_SUBCLASSES, name_of
 from .foreach_operations import overloads

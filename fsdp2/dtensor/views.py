@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.compat import local_of
-from ..core.user_code import map_tensors
+from ..ext.nested import map_tensors
 from .compat import (
     cut,
     dtensor,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 

@@ -10,16 +10,13 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
-from torch.autograd import Variable, graph
+from torch.autograd import graph
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh

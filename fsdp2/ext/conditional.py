@@ -22,8 +22,8 @@ from ..core.events import Observer
 from ..core.group import SHARDED, FSDPParamGroup
 from ..core.policy import ReduceWhen
 from ..core.schedule import Cursor, Prefetcher
-from ..core.user_code import map_tensors, tensors_in
 from .compat import alias, has_backend
+from .nested import map_tensors, tensors_in
 from .rank_facts import all_reduce_now
 from .user_collectives import watch_collectives
 

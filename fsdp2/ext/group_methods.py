@@ -9,13 +9,99 @@ import torch
 from torch import Tensor
 
 from ..core import streams
-from ..core.module import check_bool, chosen_groups, set_groups
+from ..core.module import FSDPModule, check_bool, chosen_groups, set_groups
 from ..core.state import groups_of, states_of
 from . import collectives
 
 
 class GroupMethods:
     """The methods of FSDPModule that choose how groups communicate."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
+        """Chooses whether backward gathers the parameters as soon as it reaches the module.
+
+        While it is False, they are gathered only if backward reads one of them. That saves an all-gather for a module
+        whose backward reads no weight, such as an embedding. It has no effect where a rank holds whole parameters.
+        Every rank must call it.
+
+        Args:
+            unshard_in_backward: True, the default, gathers them.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
+        """
+        check_bool("unshard_in_backward", unshard_in_backward)
+        set_groups(self, recurse, unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Chooses which modules are gathered ahead when the forward of this module begins.
+
+        The list replaces the order that the last pass has recorded, for this module only, and stays in force.
+        All-gathers begin in the order of the list. Modules under another root stay unsharded until that root runs.
+        Where ranks hold whole parameters there is nothing to gather. Every rank must call it, with the same modules.
+
+        Args:
+            modules: sharded modules. An empty list gathers nothing ahead.
+
+        Raises:
+            ValueError: an element is not a sharded module.
+
+        Example:
+            `first.set_modules_to_forward_prefetch([second, third])` gathers two blocks ahead.
+        """
+        set_groups(self, False, forward_prefetch=groups_of_all("modules", modules))
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Chooses which modules are gathered ahead when backward reaches this module.
+
+        The list replaces the reverse of the order of the forwards, for this module only, and stays in force. For
+        modules under another root, and where ranks hold whole parameters, see `set_modules_to_forward_prefetch`. Every
+        rank must call it, with the same modules.
+
+        Args:
+            modules: sharded modules, in the order in which their all-gathers begin. An empty list gathers nothing
+                ahead.
+
+        Raises:
+            ValueError: an element is not a sharded module.
+        """
+        set_groups(self, False, backward_prefetch=groups_of_all("modules", modules))
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Chooses whether a parameter without a gradient on this rank takes part in reductions, with zeros.
+
+        Use it where ranks use different parameters of one group, so that another rank may have a gradient of it.
+        Gradients are then reduced when backward leaves the module, not before. A parameter that no rank uses gets a
+        gradient of zeros instead of None, also on one rank. For whole modules that only some ranks run, use
+        `fully_shard(module, conditional=True)`. Every rank must call it.
+
+        Args:
+            enable: False is the default.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("enable", enable)
+        for group in set_groups(self, recurse, reduce_unused=enable):
+            group.counting_is_enough = False
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+        """Divides the sum of all ranks' gradients by `factor`, in place of the number of ranks.
+
+        Call it on the root with `recurse=True`: without, it reaches the groups of this module only, not those of its
+        blocks. All groups of a model on one mesh must divide by the same number, else the next optimizer step raises a
+        RuntimeError, and `check` reports it. Groups on another mesh (experts) may divide by another number. Every rank
+        must call it.
+
+        Args:
+            factor: a positive number. 1.0 sums gradients.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
+
+        Raises:
+            ValueError: not a positive number.
+
+        Example:
+            `model.set_gradient_divide_factor(1.0, recurse=True)` for a loss that is divided by the tokens of all ranks.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"factor: expected a positive number, got {factor!r}")
+        set_groups(self, recurse, divide_factor=float(factor))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Bounds how many reductions of gradients may be in flight while the next one is packed.
@@ -215,6 +301,18 @@ class GroupMethods:
         """
         check_bool("keep", keep)
         set_groups(self, recurse, keep_storage=keep)
+
+
+def groups_of_all(name: str, modules: Any) -> tuple[Any, ...]:
+    """Returns the groups of `modules`, the value of the argument `name`.
+
+    Raises:
+        ValueError: one is not a sharded module.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")
+    return tuple(group for module in modules for group in groups_of(module))
 
 
 def _on_stream(hook: Callable[[Tensor], None], stream: torch.Stream) -> Callable[[Tensor], None]:

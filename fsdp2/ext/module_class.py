@@ -108,7 +108,9 @@ class StateDictHooks(Observer):
     """Has state dicts hold sharded parameters, also between unshard() and reshard(), and adopts what is loaded."""
 
     def attached(self, root: Any) -> None:
-        for module in dict.fromkeys(module for state in root.states for module in state.modules if STATE in vars(module)):
+        for module in dict.fromkeys(
+            module for state in root.states for module in state.modules if STATE in vars(module)
+        ):
             if _before_state_dict not in module._state_dict_pre_hooks.values():
                 module.register_state_dict_pre_hook(_before_state_dict)
                 module.register_state_dict_post_hook(_after_state_dict)

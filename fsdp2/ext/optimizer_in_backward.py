@@ -21,6 +21,7 @@ from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
 from ..core.reduce import Pending
 from ..dtensor.write_notices import notices
+from .passes import finalize
 
 _EXTRA = "optimizer_in_backward"
 
@@ -102,7 +103,7 @@ def use_in_backward(root: Any, optimizer: Optimizer | None) -> None:
         group.adopt_replacements()
     params = [param.sharded for group in root.groups for param in group.params]
     stepper = None if optimizer is None else Stepper(optimizer, params, root.group.mesh.device)
-    root.finalize()  # what is in flight belongs to the one before
+    finalize(root)  # what is in flight belongs to the one before
     for group in root.groups:
         group.set(extras={**group.settings.extras, _EXTRA: stepper})
     others = [each for each in root.events.observers if not isinstance(each, OptimizerInBackward)]

@@ -81,7 +81,9 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
         all_reduce_over(nbytes, [group], largest=True)
         # What follows a pickle is not read.
         comm = strategies().make_comm(group, device, Purpose())
-        found = [each for row in all_gather_now(data.ljust(int(nbytes), b"\0"), comm, device) for each in pickle.loads(row)]
+        found = [
+            each for row in all_gather_now(data.ljust(int(nbytes), b"\0"), comm, device) for each in pickle.loads(row)
+        ]
     return found
 
 

@@ -6,16 +6,43 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..core.module import check_bool, root_of
+from ..core.module import check_bool
 from ..core.state import require_state
 from ..core.user_code import hides_modes
 from ..tools.audit import AuditAtDebugLevel
 from . import collectives
 from .optimizer_in_backward import use_in_backward
+from .passes import finalize, reduce_unsynchronized, reset, wait_for
 
 
 class RootMethods:
     """The methods of FSDPModule that act on a whole model. Call them on every rank alike, between steps."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Chooses whether a backward ends the forwards that have run, or further backward passes go through them.
+
+        With several backward passes through the same forwards (`retain_graph=True`, a loss for each output), pass False
+        before all but the last. Then the record of the forwards is kept, so that their groups are gathered ahead in
+        each of these passes. Numbers are right in any case. It may be called on any module under the root, and acts on
+        the whole model.
+
+        Args:
+            is_last_backward: True, the default: no backward comes back to the forwards that have run. False: one does.
+        """
+        check_bool("is_last_backward", is_last_backward)
+        require_state(self).root.set(is_last_backward=is_last_backward)
+
+    @hides_modes
+    def reset_iter_state(self) -> None:
+        """Drops what an exception in forward or backward has left half done. On the root only.
+
+        That is: unsharded parameters, gradients on their way, and unsynchronized gradients. After a failed backward
+        this happens by itself, but then the gradients of earlier, complete passes stay. Every rank must call it.
+
+        Raises:
+            RuntimeError: not the root.
+        """
+        reset(root_of(self, "reset_iter_state"))
 
     def set_prefetch_budget(self, nbytes: int | None) -> None:
         """Bounds the bytes of unsharded parameters that are gathered ahead, in forward and backward. On the root only.
@@ -102,8 +129,7 @@ class RootMethods:
             raise RuntimeError("set_debug_level: call it between steps, not during a forward or backward")
         for group in root.groups:
             collectives.choose(group, checked=level == 1)
-        if level:
-            root.events.of(AuditAtDebugLevel).ask()
+        root.events.of(AuditAtDebugLevel).ask(level == 1)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Has the next forward of the root wait for `event`, once, before it reads the parameters.
@@ -119,7 +145,7 @@ class RootMethods:
         """
         if event is not None and not callable(getattr(event, "wait", None)):
             raise TypeError(f"event: expected a torch.Event or None, got {event!r}")
-        require_state(self).root.post_optim_event = event
+        wait_for(require_state(self).root, event)
 
     @hides_modes
     def set_optimizer_in_backward(self, optimizer: Optimizer | None) -> None:
@@ -183,7 +209,7 @@ class RootMethods:
         """
         check_bool("async_op", async_op)
         root = root_of(self, "finalize_backward")
-        root.reduce_unsynchronized()
+        reduce_unsynchronized(root)
         handle = GradientReductionHandle(root)
         if async_op:
             return handle
@@ -210,4 +236,16 @@ class GradientReductionHandle:
             return
         if root.num_resets != self._resets:
             raise RuntimeError("the reductions this handle waits for were dropped by reset_iter_state")
-        root.finalize()
+        finalize(root)
+
+
+def root_of(module: Any, what: str) -> Any:
+    """Returns the Root of a module that must be the outermost sharded one; `what` is the method that asks.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    state = require_state(module)
+    if state.root.state is not state:
+        raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")
+    return state.root

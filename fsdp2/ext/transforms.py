@@ -16,9 +16,11 @@ from torch.autograd.forward_ad import unpack_dual
 from ..core import hooks
 from ..core.autograd import SavedTensors
 from ..core.compat import runs_transform, top_saved_tensor_hooks, untraced
+from ..core.hooks import cast_floating
 from ..core.state import FSDPState
-from ..core.user_code import cast_floating, hidden, outside_transforms, tensors_in
+from ..core.user_code import hidden, outside_transforms
 from . import compat
+from .nested import tensors_in
 from .once import once
 
 
@@ -84,9 +86,13 @@ def _disable(error_message: str) -> Iterator[None]:
     active = top_saved_tensor_hooks(False)
     hooks_of_ours = getattr(active[0], "__self__", None) if active else None
     if isinstance(hooks_of_ours, SavedTensors):
-        with hooks_of_ours.suspended(), _disable(error_message):
-            yield
+        hooks_of_ours.before_absence()
+        hooks_of_ours.deactivate()
+        try:
+            with _disable(error_message):
+                yield
+        finally:
+            hooks_of_ours.activate()
     else:
         with _DISABLE(error_message):
             yield
-

@@ -17,7 +17,7 @@ from ..checks.questions import widest_mesh
 from ..checks.unsynchronized import UnsynchronizedGrad
 from ..core.compat import local_of
 from ..core.events import strategies
-from ..core.user_code import tensors_in
+from ..ext.nested import tensors_in
 from ..ext.rank_facts import gather_objects
 from .audit import Held, sharded_groups, tensors_of
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure

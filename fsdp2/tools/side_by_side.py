@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from ..core.events import strategies
 from ..core.group import FSDPParamGroup
 from ..core.state import FSDPState
-from ..core.user_code import map_tensors, tensors_in
+from ..ext.nested import map_tensors, tensors_in
+from ..ext.passes import finalize, reset
 from .audit import Held
 from .difference import Distance, measure
 
@@ -110,7 +111,7 @@ class Sides:
                 handles.callback(module.register_forward_hook(self._look_at_gathered).remove)
             run = self._run(self.model, self.rows)
         for root in dict.fromkeys(group.root for group in self.groups):
-            root.finalize()
+            finalize(root)
         run.gradients = {held.name: held.tensor.grad for held in self.tensors}
         return run
 
@@ -221,7 +222,7 @@ def restored(reference: nn.Module, tensors: Sequence[Held], groups: Sequence[FSD
         yield
     except BaseException:
         for root in dict.fromkeys(group.root for group in groups):
-            root.reset()
+            reset(root)
         raise
     finally:
         for group in groups:

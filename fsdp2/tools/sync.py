@@ -13,14 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
 from ..checks.questions import bounds_over, widest_mesh
 from ..core.compat import inner_tensors, no_torch_function
 from ..core.group import LENT, FSDPParamGroup
-from ..core.mesh import DataMesh, default_mesh
+from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam, fqn
 from ..core.state import modules_below, states_among
 from ..dtensor.write_notices import notices
+from ..ext.meshes import default_mesh
 from ..ext.owners import sharded_owner
 from ..ext.rank_facts import broadcast_over, gather_objects
 
@@ -53,7 +55,8 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
         ValueError: this rank is not part of `mesh`; names, shapes or dtypes differ between ranks; ranks of `mesh` hold
             different parts of a DTensor. The last two are raised on all ranks, and before anything is sent.
         RuntimeError: a parameter or buffer is on meta or uninitialised, or a forward or backward runs, on any rank. It
-            is raised on all ranks, and before anything is sent. Or the shards were cut from different weights.
+            is raised on all ranks, and before anything is sent. Or the shards were cut from different weights, or are
+            as `to_empty` left them.
         NotImplementedError: a sparse or quantized tensor, or a tensor subclass that does not say what it consists of.
     """
     if not isinstance(module, nn.Module):
@@ -86,6 +89,7 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
         _broadcast(found, ranks.device)
     for values in known:
         values.note_place()
+    refuse_empty_memory(groups)
     compare_initial_weights(groups)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
+from ..core.buffers import GroupBuffers
 from ..core.compat import local_if_any
 from ..core.group import FSDPParamGroup
+from ..core.layout import gather_layout
 from ..core.parameter import FSDPParam
 from ..dtensor.write_notices import notices
 from ..ext.rank_facts import all_gather_now
@@ -21,6 +24,23 @@ _CHANGED_MEANWHILE = (
     "the sharded parameters were changed inside the block, by an optimizer, for example. Step before the block, or "
     "after it"
 )
+
+
+def copy_unsharded(group: FSDPParamGroup, params: Sequence[FSDPParam], dtype: torch.dtype | None) -> list[Tensor]:
+    """Returns what the ranks share of `params`, in new memory, in the dtypes in which they are stored, or, of
+    floating-point ones, in `dtype`. Every rank must call it.
+    """
+    specs = []
+    for spec in (param.spec(group.settings.policy) for param in params):
+        wanted = dtype if dtype is not None and spec.storage_dtype.is_floating_point else spec.storage_dtype
+        specs.append(replace(spec, compute_dtype=wanted))
+    comm, mesh = group.comms.gathers, group.mesh
+    with torch.inference_mode(False), torch.no_grad():
+        layout = gather_layout(tuple(specs), mesh.size, comm.direct_min_bytes)
+        buffers = GroupBuffers(layout, mesh.rank, mesh.device, group.transfers)
+        buffers.move_into_shards([param.local for param in params])
+        buffers.start_gather(comm).finish()
+        return [buffers.unsharded_parameter(i) for i in range(len(specs))]
 
 
 class UnshardedCopies:
@@ -38,7 +58,7 @@ class UnshardedCopies:
         """
         self._group.adopt_replacements(may_be_meta=False)
         self._versions = self._group.shard_versions()
-        gathered = self._group.copy_unsharded(self._params, dtype)
+        gathered = copy_unsharded(self._group, self._params, dtype)
         self._group.lend()
         with torch.inference_mode(False), torch.no_grad():
             for param, memory in zip(self._params, gathered, strict=True):

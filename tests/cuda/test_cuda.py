@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, comm, fully_shard
 from fsdp2.checks import questions
-from fsdp2.core.state import states_below
+from fsdp2.core.state import groups_below
 from helpers import assert_same, fake_world, full
 from models import TinyGPT, mean_loss
 
@@ -272,9 +272,9 @@ def test_offloaded_memory_is_page_locked(nccl: None) -> None:
         fully_shard(layer, offload_policy=CPUOffloadPolicy())
     fully_shard(model, offload_policy=CPUOffloadPolicy())
     mean_loss(model(torch.randn(8, 2048))).backward()
-    for state in states_below(model):
-        assert state.group.adopted.buffers is not None
-        assert state.group.adopted.buffers.shards.is_pinned() or not state.group.params
+    for group in groups_below(model):
+        assert group.parameters.buffers is not None
+        assert group.parameters.buffers.shards.is_pinned() or not group.params
     assert all(param.grad.to_local().is_pinned() for param in model.parameters())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fake_gpu
 from fake_gpu.training import EXACT, OFFLOAD, Net, build, judged, loss_of, same, train
-from fsdp2 import comm, transfers
+from fsdp2.core import comm, streams
 from helpers import run_checks
 
 
@@ -80,17 +80,17 @@ def beside_unordered(net: Net, x: Tensor) -> Tensor:
         return net.tower(x)
 
 
-def start_in_unordered(copies: transfers.Transfers, target: Tensor, source: Tensor, then: Any) -> Any:
+def start_in_unordered(copies: streams.Transfers, target: Tensor, source: Tensor, then: Any) -> Any:
     """The gather does not wait for the copy to the device."""
     with copies._inward:
         target.copy_(source, non_blocking=True)
-    return transfers.Transfer(copies._inward.record_event(), (target, source), then())
+    return streams.Transfer(copies._inward.record_event(), (target, source), then())
 
 
 def write_to_shards(is_settled: bool) -> None:
     """A program does so after a forward. `is_settled`: the host waits for copies to the device before."""
     _, model = build(**OFFLOAD)
-    settle = mock.patch.object(transfers.Transfers, "settle")
+    settle = mock.patch.object(streams.Transfers, "settle")
     with torch.no_grad(), nullcontext() if is_settled else settle, judged("" if is_settled else "pinned"):
         for _ in range(5):  # at the first ones ranks compare what they hold, which the host waits for
             loss_of(model, 0, dist.get_rank(), False)
@@ -111,7 +111,7 @@ class Forgotten:
 
 def test_what_is_planted_is_found() -> None:
     """Where nothing is deferred most numbers stay right: the clocks see it, or NaN in memory that is not there yet."""
-    gather, copies = comm.CoalescedComm.all_gather, transfers.Transfers
+    gather, copies = comm.CoalescedComm.all_gather, streams.Transfers
 
     def forget(*args: Any) -> Forgotten:
         works.append(gather(*args))
@@ -122,7 +122,7 @@ def test_what_is_planted_is_found() -> None:
         ("a copy in", partial(planted, "race", copies, "start_in", start_in_unordered, **OFFLOAD)),
         ("shards that are written to", partial(write_to_shards, is_settled=False)),
         ("shards that are not copied any more", partial(write_to_shards, is_settled=True)),
-        ("a copy out", partial(planted, "", transfers.Transfer, "finish", lambda each: each._result, **OFFLOAD)),
+        ("a copy out", partial(planted, "", streams.Transfer, "finish", lambda each: each._result, **OFFLOAD)),
         ("a collective", partial(planted, "", comm.CoalescedComm, "all_gather", forget)),
         ("a tower", partial(planted, "race", Net, "_beside", beside_unordered)),
     ]

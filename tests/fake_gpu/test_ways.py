@@ -15,6 +15,7 @@ import fake_gpu
 from fake_gpu.training import OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.core import buckets, comm
+from fsdp2.ext import large_gradients
 from helpers import run_checks
 
 
@@ -23,7 +24,7 @@ def small_pieces() -> Iterator[None]:
     """Gradients travel one by one, in pieces; parameters are gathered straight into place: as large ones are."""
     with (
         mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1),
-        mock.patch.object(buckets, "MIN_PIECE_BYTES", 64),
+        mock.patch.object(large_gradients, "MIN_PIECE_BYTES", 64),
         mock.patch.object(comm.CoalescedComm, "direct_min_bytes", 64),
     ):
         yield

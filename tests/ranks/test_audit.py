@@ -1,7 +1,11 @@
 """`check`: every fault that is planted is found, alone, on every rank alike; a clean model has none."""
 
-from collections.abc import Callable
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -251,6 +255,48 @@ def wrong_arguments() -> None:
         check(sharded(), 3)
 
 
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What this rank logs."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp2").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("fsdp2").removeHandler(handler)
+
+
+def logs_at_the_debug_level() -> None:
+    """Once, before the next pass, on the first rank, also if the environment asks for it; not if it was switched off
+    again before that pass.
+    """
+
+    def run(*levels: int) -> list[str]:
+        model: Any = sharded(mesh=init_device_mesh("cpu", (2, 1)))
+        with torch.no_grad():
+            model.back.bias.add_(dist.get_rank())
+        for level in levels:
+            model.set_debug_level(level)
+        with logged() as messages:
+            for _ in range(2):
+                model(INPUT)
+        return messages
+
+    def expect_logged(messages: list[str], number: int) -> None:
+        assert len(messages) == (number if dist.get_rank() == 0 else 0), messages
+        assert all(each.startswith("before the first forward: replicas differ: back.bias") for each in messages)
+
+    expect_logged(run(), 0)
+    expect_logged(run(1), 1)
+    expect_logged(run(1, 0), 0)
+    expect_logged(run(1, 0, 1), 1)
+    with mock.patch.dict(os.environ, FSDP2_DEBUG="1"):
+        expect_logged(run(), 1)
+        expect_logged(run(0), 0)
+
+
 TWO_RANKS: list[Callable[[], None]] = [
     clean,
     built_before,
@@ -264,6 +310,7 @@ TWO_RANKS: list[Callable[[], None]] = [
     ranks_differ,
     settings_of_a_part,
     same_findings,
+    logs_at_the_debug_level,
     wrong_arguments,
 ]
 

@@ -22,7 +22,7 @@ from fsdp2.ext import rank_facts
 from fsdp2.ext.any_group import FallbackComm
 from fsdp2.ext.collectives import make_comm
 from fsdp2.ext.gloo import PairwiseComm
-from helpers import run_checks, run_ranks
+from helpers import run_checks, run_ranks, world_sizes
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
 MOVED = [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
@@ -226,7 +226,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=(2, 4)))
 def test_pairwise_exchange(world_size: int) -> None:
     run_on_comm(world_size, CHECKS)
 

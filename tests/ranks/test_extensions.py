@@ -355,7 +355,7 @@ def test_on_two_ranks() -> None:
         ("quantised, checkpointed", partial(quantised_and_frozen, checkpointed=True)),
         ("set by hand", set_by_hand_after_to_empty),
         ("set by hand while gradients wait", set_by_hand_while_gradients_wait),
-        ("rank_guard", ranks_must_agree),
+        ("checks of ranks", ranks_must_agree),
         ("wrong signature", wrong_signature),
         ("other shape", other_shape),
     ]

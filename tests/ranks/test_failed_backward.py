@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fake_gpu
 import fsdp2
-from fsdp2 import torch_compat
+from fsdp2.core import compat
+from fsdp2.core.state import groups_below
 from helpers import assert_same, full, run_checks, shard_batch
 
 WIDTH, BLOCKS, ROWS = 5, 3, 6
@@ -71,13 +72,13 @@ class Held:
 
     def __init__(self) -> None:
         self._callbacks: list[Any] = []
-        plain = torch_compat.on_backward_end
+        plain = compat.on_backward_end
 
         def keep(callback: Callable[[], None]) -> None:
             self._callbacks.append(callback)
             plain(callback)
 
-        self.patch = mock.patch.object(torch_compat, "on_backward_end", keep)
+        self.patch = mock.patch.object(compat, "on_backward_end", keep)
 
     def drop(self, *_: Any) -> None:
         thread = threading.Thread(target=self._callbacks.clear)
@@ -214,7 +215,7 @@ def test_a_backward_that_fails_gives_its_memory_back_before_anything_else_runs(d
         held = Held()
         with held.patch, pytest.raises(MemoryError):
             loss_of(model, 0, torch.distributed.get_rank(), 2).backward()
-        groups = [module._get_fsdp_state().group for module in (*model.blocks, model)]
+        groups = groups_below(model)
         assert not any(group.is_unsharded for group in groups)
 
     run_checks(2, [("freed", check)], device=device)

@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.core.events import strategies
-from fsdp2.core.group import SHARDED, FSDPParamGroup
+from fsdp2.core.group import SHARDED
 from fsdp2.core.state import groups_below
+from fsdp2.tools import unsharded_copies
 from helpers import assert_same, full, run_checks, shard_batch
 from scenarios import WIDTH, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, train_and_evaluate, whole
 
@@ -269,7 +270,7 @@ def test_writing_back(world_size: int, wraps: list[Wrap]) -> None:
     def scenario(run: Run, edit: Callable[[Net, bool], None], wrap: Wrap, to_cpu: bool) -> None:
         model = run.build(Net, 1)
         wrap(run, model)
-        optimizer = sgd(model)
+        optimizer = sgd(model, momentum=0.5)
         run.step("before", model, optimizer, loss_of(model(run.batch(seed=1))))
         model(run.batch(seed=2))
         with whole_params(run, model, writeback=True, **({"offload_to_cpu": True} if to_cpu else {})), torch.no_grad():
@@ -526,7 +527,7 @@ def one_group_at_a_time() -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    gather, seen = FSDPParamGroup.copy_unsharded, []
+    gather, seen = unsharded_copies.copy_unsharded, []
 
     def spy(*args: Any) -> list[Tensor]:
         assert all(reference() is None for reference in seen)
@@ -535,7 +536,7 @@ def one_group_at_a_time() -> None:
         return gathered
 
     with (
-        mock.patch.object(FSDPParamGroup, "copy_unsharded", spy),
+        mock.patch.object(unsharded_copies, "copy_unsharded", spy),
         full_params(model, offload_to_cpu=True, rank0_only=True),
     ):
         assert len(seen) == 17

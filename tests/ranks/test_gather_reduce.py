@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2 import gather, pack, reduce
-from fsdp2.bucket import split_buckets
-from fsdp2.comm import PairwiseComm
-from fsdp2.gather import GatherPlan
-from fsdp2.layout import ParamSpec, bucket_layout, gather_layout
-from fsdp2.pack import view_bytes
-from fsdp2.reduce import Reduction
-from fsdp2.reduce_plan import ReducePlan
-from helpers import own_rows, run_checks
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.core import buckets, gather, reduce
+from fsdp2.core.buckets import ReducePlan, split_buckets
+from fsdp2.core.comm import Purpose
+from fsdp2.core.gather import GatherPlan, view_bytes
+from fsdp2.core.layout import ParamSpec, bucket_layout, gather_layout
+from fsdp2.core.reduce import Reduction
+from helpers import own_rows, run_checks, world_sizes
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 ALL_PACKED, ALL_DIRECT = 1 << 40, 0
@@ -96,16 +95,16 @@ def random_cases() -> Iterator[Case]:
         yield Case(f"random {number}", params, rng.choice((0, 64, 256)), *dtypes)
 
 
-class Comm(PairwiseComm):
+class Comm(NamedPairwiseComm):
     def __init__(self, direct_min_bytes: int) -> None:
-        super().__init__(dist.group.WORLD)
+        super().__init__(dist.group.WORLD, Purpose())
         self.direct_min_bytes = direct_min_bytes
 
 
 def check_gather(case: Case, rank: int, world_size: int) -> None:
     """As on CPU, and as on a device that copies the packed parameters out by one kernel."""
     check_gather_once(case, rank, world_size)
-    with mock.patch.object(pack, "costs_launches", return_value=True):
+    with mock.patch.object(gather, "costs_launches", return_value=True):
         check_gather_once(case, rank, world_size)
 
 
@@ -121,7 +120,10 @@ def check_gather_once(case: Case, rank: int, world_size: int) -> None:
             rows = own_rows(case.whole(i, spec.storage_dtype, seed), rank, world_size)
             view_bytes(shards, layout.shard_offsets[i], rows.numel(), spec.storage_dtype).copy_(rows.reshape(-1))
         at_rest = shards.clone()
-        gather.start(plan, comm).finish()
+        work = plan.start(comm)
+        if work is not None:
+            work.wait()
+        plan.finish()
         assert torch.equal(shards, at_rest), "the shards at rest must not change"
         for i, spec in enumerate(specs):
             expected = case.whole(i, spec.storage_dtype, seed).to(spec.compute_dtype)
@@ -148,7 +150,7 @@ def expected_mean(case: Case, i: int, spec: ParamSpec, reduce_dtype: torch.dtype
 def check_reduce(case: Case, rank: int, world_size: int) -> None:
     """As on CPU, and as on a device that packs by few kernels."""
     check_reduce_once(case, rank, world_size)
-    with mock.patch.object(pack, "costs_launches", return_value=True):
+    with mock.patch.object(buckets, "costs_launches", return_value=True):
         check_reduce_once(case, rank, world_size)
 
 
@@ -157,9 +159,8 @@ def check_reduce_once(case: Case, rank: int, world_size: int) -> None:
     specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
     trainable = [i for i, spec in enumerate(specs) if spec.compute_dtype.is_floating_point]
     dtypes = [case.reduce_dtype] * len(specs)
-    buckets = split_buckets(specs, dtypes, dtypes, reversed(trainable), 4, 64)
     pending = []
-    for bucket in buckets:
+    for bucket in split_buckets(specs, dtypes, dtypes, reversed(trainable), 4, 64):
         gradients = {i: case.whole(i, specs[i].compute_dtype, rank) for i in bucket}
         layout = bucket_layout(specs, bucket, case.reduce_dtype, case.direct_min_bytes, case.wire_dtype)
         pending.append((bucket, reduce.start(gradients, ReducePlan(layout, specs, comm.size), Reduction(comm), {})))
@@ -174,7 +175,7 @@ def check_reduce_once(case: Case, rank: int, world_size: int) -> None:
             assert torch.equal(flat.as_strided(expected.shape, stride, offset), expected), f"gradient {i}: {specs[i]}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=(2, 4)))
 def test_gather_and_reduce_move_every_element(world_size: int) -> None:
     """Bitwise: against the whole tensors, their chunks, and means that are added up in rank order."""
 

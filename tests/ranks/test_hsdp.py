@@ -31,9 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, bucket, fully_shard
-from fsdp2.comm import CoalescedComm
-from fsdp2.state import states_below
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2.core import buckets
+from fsdp2.core.comm import CoalescedComm
+from fsdp2.core.state import groups_below
+from fsdp2.ext import collectives
 from helpers import alone, assert_same, own_rows, run_checks, run_ranks, shard_batch
 from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
 from scenarios import (
@@ -723,8 +725,8 @@ def forced_sums_do_not_average(mesh: DeviceMesh) -> None:
     sums, ranks = summed(new_net()), dist.get_world_size()
     operations: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        module = sys.modules["fsdp2.reduce"]
-        patch.setattr(module, "make_comm", lambda group, *_: CoalescedComm(Operations(group, operations)))  # type: ignore[arg-type]
+        make: Any = lambda group, _, purpose: CoalescedComm(Operations(group, operations), purpose)  # type: ignore[arg-type]
+        patch.setattr(collectives, "make_unchecked", make)
         for setter, value, average, divisor in (
             ("set_force_sum_reduction_for_comms", False, True, ranks),
             ("set_force_sum_reduction_for_comms", True, False, ranks),
@@ -772,7 +774,7 @@ def hook_sees_the_gradients_behind_the_all_reduce(mesh: DeviceMesh) -> None:
 
 
 def buckets_of(model: nn.Module) -> int:
-    return sum(len(state.group.gradients._buckets) for state in states_below(model))
+    return sum(len(group.gradients.buckets) for group in groups_below(model))
 
 
 def hook_is_called_once_per_bucket(mesh: DeviceMesh) -> None:
@@ -780,7 +782,7 @@ def hook_is_called_once_per_bucket(mesh: DeviceMesh) -> None:
     expected = {name: 2 * grad / dist.get_world_size() for name, grad in summed(new_net()).items()}
     for min_bytes in (1 << 20, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bucket, "MIN_BUCKET_BYTES", min_bytes)
+            patch.setattr(buckets, "MIN_BUCKET_BYTES", min_bytes)
             model = sharded_net(mesh, whole)
             blockwise = sharded_net(mesh)
         calls: list[int] = []
@@ -883,11 +885,9 @@ class Counted:
 
 def count(model: nn.Module) -> Counter:
     counts: Counter = Counter()
-    for state in states_below(model):
-        group, reduction = state.group, state.group.gradients.reduction
-        group._comm = reduction.shards = Counted(group._comm, group.name, counts)
-        if reduction.replicas is not None:
-            reduction.replicas = Counted(reduction.replicas, group.name, counts)
+    for group in groups_below(model):
+        comms = [each and Counted(each, group.name, counts) for each in group.comms]
+        group.use_comms(type(group.comms)(*comms))
     return counts
 
 
@@ -980,7 +980,7 @@ def ignore(mesh: DeviceMesh, build: Callable[[], TinyModel], chosen: Callable[[s
     assert originals
     values = {name: p.detach().clone() for name, p in originals.items()}
     wrap(Sharded(mesh=mesh, ignored_params=set(originals.values())), model)  # type: ignore[arg-type]
-    taken = {name for state in states_below(model) for param in state.group.params for name in param.names}
+    taken = {name for group in groups_below(model) for param in group.params for name in param.names}
     everything = dict(model.named_parameters(remove_duplicate=False))
     assert taken == set(everything) - set(originals)
     optimizers = [sgd(each, foreach=False) for each in (plain, model)]

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import helpers
-from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, comm, fully_shard
-from fsdp2.comm import CoalescedComm
+from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp2.core.comm import CoalescedComm
+from fsdp2.ext import collectives
 from helpers import RankError, alone, run_ranks
 from scenarios import Run, assert_none_differ, loss_of
 
@@ -194,7 +195,7 @@ class HeaderlessComm(CoalescedComm):
 @contextmanager
 def coalesced() -> Iterator[None]:
     """As on NCCL, where collectives have no header."""
-    with mock.patch.object(comm, "PairwiseComm", HeaderlessComm):
+    with mock.patch.object(collectives, "NamedPairwiseComm", HeaderlessComm):
         yield
 
 

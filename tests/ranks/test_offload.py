@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, bucket, clip_grad_norm_, full_params, reduce_plan
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, full_params
+from fsdp2.core import buckets
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.dtensor.write_notices import notices
+from fsdp2.ext import large_gradients
 from helpers import assert_same, full, run_ranks
 from scenarios import WIDTH, MayFail, Net, Run, check, loss_of, sgd
 from stand_in import StandIn, apart
@@ -104,13 +106,13 @@ def test_copies_are_waited_for_by_replicas() -> None:
 
 def test_copies_are_waited_for_in_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than may be on their way at once."""
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
     check(trains, 2, mode=("", "gradients add up"))
 
 
 def test_a_step_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that a failed pass has begun are waited for, and come to nothing."""
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
 
     def scenario(run: Run) -> None:
         model = run.build(MayFail)
@@ -265,14 +267,14 @@ def test_an_optimizer_that_steps_in_backward(world_size: int, modes: tuple[str, 
 
 def test_an_optimizer_that_steps_in_backward_with_replicas_and_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group is gathered again only when none of its shards is being stepped on."""
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
     check(steps_in_backward, 2, offload=(True, False), mode=("accumulation",), mesh=((2, 1),), kind=(Net, Recomputes))
 
 
 def test_steps_in_backward_beside_halves_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half of a gradient, which arrives on the thread that computes, ends in no step beside the others'."""
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
 
     def trained(run: Run, in_backward: bool) -> tuple[list[Tensor], set[int]]:
@@ -307,7 +309,7 @@ def test_steps_in_backward_beside_halves_of_gradients(monkeypatch: pytest.Monkey
 
 def test_a_step_after_an_error_amid_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What had been stepped on stays so, on all ranks alike; the next pass is exact from there."""
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
 
     def body(rank: int, world_size: int) -> tuple[int, list[str]]:
         run = Run(rank, world_size, [])

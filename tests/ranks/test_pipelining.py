@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, patch_torch, replicate
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_shard, patch_torch, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.core.state import groups_below
 from helpers import Differences, assert_same, full, run_checks, shard_batch
+from models import NormedBlock
 from scenarios import ROWS as SCENARIO_ROWS
 from scenarios import Net, Run, blocks, check, sgd
 from scenarios import loss_of as scenario_loss
@@ -41,17 +42,6 @@ V_SCHEDULES = () if torch.__version__ < "2.13" else ("ZBVZeroBubble", "DualPipeV
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SCHEDULES)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 7)
-        self.down = nn.Linear(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Stack(nn.Module):
     """Four blocks, a stem before the first and a head behind the last; a stage keeps some of them, under their names.
 
@@ -61,7 +51,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem: nn.Module | None = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleDict({str(i): Block() for i in range(4)})
+        self.blocks = nn.ModuleDict({str(i): NormedBlock(WIDTH, 7) for i in range(4)})
         self.head: nn.Module | None = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -400,11 +390,24 @@ def held_until_freed() -> None:
 
 
 def post_backward_of_all_groups_delivers() -> None:
-    """As OLMo-core's stages do it: nothing else is called before the optimizer steps."""
+    """As OLMo-core's stages do it: nothing else is called before the optimizer steps. Modules with parameters on
+    several meshes have several groups: a client that asks for one gets all.
+    """
+    replicas = init_device_mesh("cpu", (2, 1))
+
+    def on_another_mesh(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(None, replicas) if parameter.dim() == 1 else None
+
+    for place in (None, on_another_mesh):
+        _post_backward_delivers(place)
+
+
+def _post_backward_delivers(place: Any) -> None:
     plain = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     model: Any = copy.deepcopy(plain)
     for module in (model[0], model[2], model):
-        fully_shard(module)
+        fully_shard(module, shard_placement_fn=place)
+    assert len(model[0]._get_fsdp_state()._fsdp_param_groups) == (1 if place is None else 2)
     for step in range(2):
         whole = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
         for settle in (model.set_is_last_backward, model.set_reshard_after_backward, model.set_requires_gradient_sync):

@@ -32,10 +32,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, cheapest_placement, fully_shard
-from fsdp2.comm import PairwiseComm
-from fsdp2.mesh import DataMesh
-from fsdp2.state import states_below
-from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.core.mesh import DataMesh
+from fsdp2.core.state import groups_below
+from helpers import Differences, assert_same, assert_same_names, chunk_of, full, run_checks, shard_batch, world_sizes
 from models import ConvNet, Experts, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd
 from stand_in import apart
@@ -98,12 +98,6 @@ def dim_of(place: Place | None, p: Tensor) -> int:
     return 0 if placement is None else placement.dim % p.dim()
 
 
-def part(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """What `rank` of `size` holds of `whole`, as torch.chunk cuts it; then empty shards."""
-    chunks = whole.chunk(size, dim)
-    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
-
-
 # ---- training, plain and sharded -------------------------------------------------------------------------------------
 
 
@@ -154,7 +148,7 @@ class Case:
 
     def optimizer_for(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=2.0**-2, momentum=0.5, foreach=True)
+            return torch.optim.SGD(model.parameters(), lr=2.0**-2, foreach=True)
         return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
     def batch(self, model: TinyModel, step: int) -> Tensor:
@@ -209,7 +203,7 @@ def assert_part(
     assert actual.placements == placements, f"{name}: {actual.placements}"
     assert (actual.shape, actual.stride()) == (whole.shape, whole.stride()), name
     assert actual.to_local().is_contiguous(), name
-    own = part(whole, dim, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    own = chunk_of(whole, dim, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     assert_same(actual.to_local(), own, **tolerance, name=name)
 
 
@@ -254,7 +248,7 @@ def all_of(check: Callable[[Case], None], cases: list[Case]) -> list[tuple[str, 
 @contextlib.contextmanager
 def direct_from(nbytes: int) -> Iterator[None]:
     """Have parameters of `nbytes` on go straight to and from their place, as only large ones do otherwise."""
-    with mock.patch.object(PairwiseComm, "direct_min_bytes", nbytes):
+    with mock.patch.object(NamedPairwiseComm, "direct_min_bytes", nbytes):
         yield
 
 
@@ -273,7 +267,7 @@ def directly(check: Callable[[Case], None]) -> Callable[[Case], None]:
 PLACES = (largest, last, second, various)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 4, nightly=[3]))
 def test_dims(world_size: int) -> None:
     """Chunks along another dim interleave in the parameter: each must come to its place, and padding to none."""
     cases = [
@@ -508,13 +502,13 @@ Gather = tuple[int, ...]
 def gathers_recorded() -> Iterator[list[Gather]]:
     """The ranks of each gather that this rank begins."""
     seen: list[Gather] = []
-    all_gather = PairwiseComm.all_gather
+    all_gather = NamedPairwiseComm.all_gather
 
-    def recorded(self: PairwiseComm, *args: Any) -> Any:
+    def recorded(self: NamedPairwiseComm, *args: Any) -> Any:
         seen.append(tuple(dist.get_process_group_ranks(self.group)))
         return all_gather(self, *args)
 
-    with mock.patch.object(PairwiseComm, "all_gather", recorded):
+    with mock.patch.object(NamedPairwiseComm, "all_gather", recorded):
         yield seen
 
 
@@ -528,7 +522,7 @@ def backward_gathers_among_few(k: int) -> None:
     size = dist.get_world_size()
     case = Case(reshard=k)
     model = case.shard(case.plain(), case.device_mesh())
-    groups = sum(1 for state in states_below(model) if state.group.params)
+    groups = sum(1 for group in groups_below(model) if group.params)
     optimizer = case.optimizer_for(model)
     for _ in range(3):
         with gathers_recorded() as seen:
@@ -546,7 +540,7 @@ def backward_gathers_among_few(k: int) -> None:
 def a_bool_replaces_the_int() -> None:
     size, case = dist.get_world_size(), Case(reshard=2)
     model = case.shard(case.plain(), case.device_mesh())
-    groups = sum(1 for state in states_below(model) if state.group.params)
+    groups = sum(1 for group in groups_below(model) if group.params)
     for choice, expected in ((True, [tuple(range(size))] * groups), (False, [])):
         model.set_reshard_after_forward(choice)  # type: ignore[operator]
         loss = mean_loss(model(case.batch(model, 0)))
@@ -579,7 +573,7 @@ def calls_share_a_process_group() -> None:
     with mock.patch.object(dist, "new_group", counted):
         models = [case.shard(case.plain(), mesh) for _ in range(2)]
     assert len(made) <= 1, made
-    few = {state.group.adopted.few.group for model in models for state in states_below(model)}  # type: ignore[union-attr]
+    few = {group.comms.post_forward.group for model in models for group in groups_below(model)}  # type: ignore[union-attr]
     assert len(few) == 1
     assert tuple(dist.get_process_group_ranks(few.pop())) == neighbours(2)
 
@@ -758,8 +752,8 @@ def reshard_must_divide() -> None:
 def copies_are_given_up(case: Case) -> None:
     """What was copied to the mesh's device is there from the start of a gather to the end of forward or backward."""
     model = case.shard_one(case.plain(), case.device_mesh())
-    group = next(iter(states_below(model))).group
-    buffers = group.adopted.buffers
+    group = groups_below(model)[0]
+    buffers = group.parameters.buffers
     assert buffers is not None
     with gathers_recorded() as seen:
         for _ in range(2):
@@ -778,8 +772,8 @@ def staged(check: Callable[[Case], None]) -> Callable[[Case], None]:
     def run(case: Case) -> None:
         with apart():
             mesh = case.device_mesh()
-            state = next(iter(states_below(case.shard_one(case.plain(), mesh))))
-            assert state.group.adopted.rest != DataMesh(mesh, mesh.ndim - 1).device
+            group = groups_below(case.shard_one(case.plain(), mesh))[0]
+            assert group.parameters.storage_device != DataMesh(mesh, mesh.ndim - 1).device
             check(case)
 
     run.__name__ = f"{check.__name__}, staged"

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, bucket, fully_shard, replicate
-from fsdp2.comm import PairwiseComm
-from fsdp2.work import AllWork
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.core import buckets
+from fsdp2.core.streams import AllWork
 from helpers import assert_same, full, run_checks, shard_batch
 from models import OddMLP, TinyGPT, TinyModel, mean_loss
 from scenarios import train_beside
@@ -65,15 +66,15 @@ def a_gradient_that_backward_goes_on_with() -> None:
     """Each is summed on its own, where it lies if that is safe, and before the rest of backward runs."""
     plain = Positions()
     model = copy.deepcopy(plain)
-    all_reduce = PairwiseComm.all_reduce
+    all_reduce = NamedPairwiseComm.all_reduce
 
-    def sum_at_once(comm: PairwiseComm, tensor: Tensor, divisor: float) -> AllWork:
+    def sum_at_once(comm: NamedPairwiseComm, tensor: Tensor, divisor: float) -> AllWork:
         all_reduce(comm, tensor, divisor).wait()
         return AllWork([])
 
     whole = torch.randn(4 * dist.get_world_size(), WIDTH)
-    one_each = mock.patch.object(bucket, "MIN_BUCKET_BYTES", 1)
-    with one_each, mock.patch.object(PairwiseComm, "all_reduce", sum_at_once):
+    one_each = mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1)
+    with one_each, mock.patch.object(NamedPairwiseComm, "all_reduce", sum_at_once):
         replicate(model)
         mean_loss(model(shard_batch(whole, dist.get_rank(), dist.get_world_size()))).backward()
     for chunk in whole.chunk(dist.get_world_size()):

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard, reduce_plan, units
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
+from fsdp2.ext import large_gradients, units
 from helpers import full, run_ranks
 from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd, train_and_evaluate
 
@@ -25,8 +26,8 @@ VOCAB = 11
 
 @pytest.fixture(autouse=True)
 def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 1)
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(units, "MIN_BYTES", 1)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
 
 
 def calls(model: "Language", x: Tensor) -> Tensor:
@@ -130,7 +131,7 @@ def test_any_use(world_size: int) -> None:
         recipe(run, model, reshard_after_forward=reshard)
         train_and_evaluate(run, model, steps=3)
 
-    check(scenario, world_size, use=USES, reshard=(None, True, False) if world_size == 2 else (None,))
+    check(scenario, world_size, use=USES, reshard=(True, False) if world_size == 2 else (None,))
 
 
 def test_changes_between_steps() -> None:
@@ -241,7 +242,7 @@ def test_pieces_of_low_precision_gradients() -> None:
     """Sent in one or in many, in the dtype they come in or cast: on two ranks the same to the last bit."""
 
     def gradients(policy: MixedPrecisionPolicy, min_bytes: int) -> list[Tensor]:
-        units.MIN_UNIT_BYTES, reduce_plan.MIN_PIECE_BYTES = min_bytes, min_bytes
+        units.MIN_BYTES, large_gradients.MIN_PIECE_BYTES = min_bytes, min_bytes
         model = sharded(mp_policy=policy)
         torch.manual_seed(torch.distributed.get_rank())
         loss_of(model(torch.randn(4, WIDTH))).backward()
@@ -263,7 +264,7 @@ def test_what_is_no_unit() -> None:
     """
 
     def unit_names(model: nn.Module) -> list[str]:
-        return [name for name, module in model.named_modules() if "_fsdp2_unit" in vars(module)]
+        return [name for name, module in model.named_modules() if "_fsdp2_submodule_state" in vars(module)]
 
     class Unusual(nn.Linear):
         def __getattr__(self, name: str) -> Any:
@@ -282,7 +283,7 @@ def test_what_is_no_unit() -> None:
         beside = Language()
         beside.blocks.append(fully_shard(nn.Linear(20, 20)))
         assert unit_names(fully_shard(beside)) == []
-        units.MIN_UNIT_BYTES = VOCAB * WIDTH * 4 + 1
+        units.MIN_BYTES = VOCAB * WIDTH * 4 + 1
         assert unit_names(sharded()) == []
 
     run_ranks(1, body)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest import mock
 
@@ -27,17 +27,18 @@ from fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    bucket,
     clip_grad_norm_,
     fully_shard,
-    gradients,
     padding_report,
-    reduce,
-    reduce_plan,
 )
-from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, SoloComm
-from fsdp2.state import states_below
-from helpers import Differences, assert_same, full, run_checks
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.core import buckets, param_group, strategies
+from fsdp2.core.comm import CoalescedComm, Comm, Purpose, SoloComm
+from fsdp2.core.gradients import GroupGradients
+from fsdp2.core.state import groups_below
+from fsdp2.ext import large_gradients
+from fsdp2.ext.gloo import PairwiseComm
+from helpers import Differences, assert_same, full, run_checks, world_sizes
 from stand_in import apart
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -162,13 +163,16 @@ def expected_gradients(case: Case, replicas: list[list[int]]) -> dict[str, Tenso
 # ---- the same, sharded
 
 
-def comm_over(all_to_all: bool) -> Callable[[Any, torch.device], Comm]:
-    def make_comm(group: Any, device: torch.device, label: Any) -> Comm:
+def comm_over(all_to_all: bool) -> AbstractContextManager[Any]:
+    """In it, groups communicate that way."""
+
+    def make_comm(group: Any, device: torch.device, purpose: Purpose) -> Comm:
         if group is None:
             return SoloComm()
-        return CoalescedComm(group) if all_to_all else PairwiseComm(group)
+        return CoalescedComm(group, purpose) if all_to_all else NamedPairwiseComm(group, purpose)
 
-    return make_comm
+    changed = dataclasses.replace(strategies(), make_comm=make_comm)
+    return mock.patch.object(param_group, "strategies", lambda: changed)
 
 
 def shard(case: Case, model: Odd) -> None:
@@ -198,20 +202,20 @@ def check_gradients(case: Case) -> None:
     ranks = torch.arange(dist.get_world_size()).view(case.mesh or (1, -1)).tolist()
     expected = expected_gradients(case, ranks)
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(reduce, "make_comm", comm_over(case.all_to_all)))
+        patches.enter_context(comm_over(case.all_to_all))
         for comm in (PairwiseComm, CoalescedComm) if case.direct else ():
             patches.enter_context(mock.patch.object(comm, "direct_min_bytes", 16))
-            patches.enter_context(mock.patch.object(bucket, "MIN_BUCKET_BYTES", 1))
-            patches.enter_context(mock.patch.object(reduce_plan, "MIN_PIECE_BYTES", 16))
+            patches.enter_context(mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1))
+            patches.enter_context(mock.patch.object(large_gradients, "MIN_PIECE_BYTES", 16))
         if case.offload:
             patches.enter_context(apart())
         model = plain_model()
         shard(case, model)
         run_passes(case, model)
         seen = [
-            grads._plan(bucket.indices, grads._may_have_waited).layout
+            grads._plan(bucket.indices, grads._may_be_sums).layout
             for grads in all_gradients(model)
-            for bucket in grads._buckets
+            for bucket in grads.buckets
         ]
     assert goes_direct(case) in (None, any(layout.direct for layout in seen))
     for name, param in model.named_parameters():
@@ -219,8 +223,8 @@ def check_gradients(case: Case) -> None:
         assert_same(grad, expected.get(name), 0, 0, f"{name}.grad")
 
 
-def all_gradients(model: nn.Module) -> list[gradients.GroupGradients]:
-    return [state.group.gradients for state in states_below(model)]
+def all_gradients(model: nn.Module) -> list[GroupGradients]:
+    return [group.gradients for group in groups_below(model)]
 
 
 def goes_direct(case: Case) -> bool | None:
@@ -241,7 +245,7 @@ WAYS = [Case(policy, direct=direct) for policy in POLICIES for direct in (True, 
 NESTED = [Case(policy, nested=True) for policy in POLICIES]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 3, nightly=[4]))
 def test_gradients_are_means_of_what_ranks_send(world_size: int) -> None:
     """One rounding too many or too few, a sum of two in bf16, a wrong offset: each moves a bit."""
     more = [Case(policy, last_dim=True) for policy in POLICIES]
@@ -345,7 +349,7 @@ def reported_padding(policy: str) -> int:
 def padding_counts_what_travels() -> None:
     assert [reported_padding(policy) for policy in ("bf16", "bf16 as it comes")] == [2 * 16 * 24] * 2
     assert reported_padding("fp16 wire, fp64 sums") == 2 * 16 * 24
-    with mock.patch.object(reduce, "make_comm", comm_over(all_to_all=True)):
+    with comm_over(all_to_all=True):
         assert reported_padding("bf16 as it comes") == 4 * 16 * 24
 
 

@@ -5,7 +5,7 @@
     back    the first gradient inside a module's backward is computed
     reduce  a reduction begins          bytes that this rank puts in
     sum     a sum between replicas      bytes of this rank's shards
-    free    the full parameters are freed
+    free    the unsharded parameters are freed
 
 It wraps what passes through the narrow places (a group's Comm, `reshard`), and changes nothing else.
 """
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2.core.comm import Comm
-from fsdp2.core.param_group import SHARDED, FSDPParamGroup
-from fsdp2.core.state import states_below
-from fsdp2.core.comm import Work
+from fsdp2.core.comm import Comm, Work
+from fsdp2.core.group import SHARDED, FSDPParamGroup
+from fsdp2.core.state import groups_below
 
 
 class RecordingComm:
@@ -30,7 +29,7 @@ class RecordingComm:
         self.group, self.rank, self.size = inner.group, inner.rank, inner.size
         self.direct_min_bytes, self.force_sum = inner.direct_min_bytes, inner.force_sum
         self.sums_on_arrival = inner.sums_on_arrival
-        self.label = inner.label
+        self.purpose = inner.purpose
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         self._write("gather", outputs)
@@ -78,12 +77,14 @@ class Marked(nn.Module):
 def record(model: nn.Module) -> list[str]:
     """Start to record `model`; the list returned grows as it runs."""
     lines: list[str] = []
-    for state in dict.fromkeys(states_below(model)):  # one that a list of modules shares comes once for each
-        group = state.group
-        group._comm = group.gradients.reduction.shards = RecordingComm(group._comm, group, lines)
-        replicas = group.gradients.reduction.replicas
-        if replicas is not None:
-            group.gradients.reduction.replicas = RecordingComm(replicas, group, lines)
+    for group in groups_below(model):
+        gathers, reduces, replicas, _ = group.comms
+        recorded = {
+            each: RecordingComm(each, group, lines) for each in (gathers, reduces, replicas) if each is not None
+        }
+        group.use_comms(
+            group.comms._replace(gathers=recorded[gathers], reduces=recorded[reduces], replicas=recorded.get(replicas))
+        )
         group.reshard = _recorded_reshard(group, lines)
     for module in model.modules():
         if isinstance(module, Marked):
@@ -95,7 +96,7 @@ def _recorded_reshard(group: FSDPParamGroup, lines: list[str]) -> Any:
     reshard = group.reshard
 
     def recorded(free: bool = True) -> None:
-        if group.state is not SHARDED:
+        if group.phase is not SHARDED:
             lines.append(f"free   {group.name}")
         reshard(free)
 

@@ -13,7 +13,8 @@ import torch
 from recorder import record
 from torch import Tensor, nn
 
-from fsdp2 import agreement, fully_shard
+from fsdp2 import fully_shard
+from fsdp2.ext import conditional
 from fsdp2.ext.conditional import _COMMON, GATHER, REDUCE
 from helpers import fake_world
 
@@ -57,14 +58,14 @@ def test_what_meetings_on_a_device_cost_is_said_once(meets_on: str, warnings: in
         return request, event, event
 
     with (
-        mock.patch.object(agreement.group_compat, "has_backend", return_value=meets_on == "cpu"),
-        mock.patch.object(agreement.group_compat, "backend_name", return_value="nccl"),
-        mock.patch.object(agreement.Agreement, "_exchange", agree),
+        mock.patch.object(conditional.group_compat, "has_backend", return_value=meets_on == "cpu"),
+        mock.patch.object(conditional.group_compat, "backend_name", return_value="nccl"),
+        mock.patch.object(conditional.Agreement, "_exchange", agree),
     ):
         mesh = mock.Mock(ranks=range(4), axis_groups=[None], device=torch.device(meets_on), is_first=True)
-        found = [agreement.Agreement([], mesh, lambda: None)]
+        found = [conditional.Agreement([], mesh, lambda: None)]
         mesh.is_first = False
-        found.append(agreement.Agreement([], mesh, lambda: None))
+        found.append(conditional.Agreement([], mesh, lambda: None))
         with pytest.warns(UserWarning, match="conditional=True") if warnings else nullcontext([]) as seen:
             for _ in range(2):
                 for each in found:
@@ -92,7 +93,7 @@ def step(model: Any, others_ask: dict[int, list[int]] | None = None) -> list[str
         else:
             meetings += 1
 
-    with mock.patch.object(agreement, "all_reduce_now", all_reduce):
+    with mock.patch.object(conditional, "all_reduce_now", all_reduce):
         model(torch.ones(2, 8)).sum().backward()
     return lines
 
@@ -136,7 +137,7 @@ def test_ranks_at_different_places_raise() -> None:
 
     model = build()
     with (
-        mock.patch.object(agreement, "all_reduce_now", all_reduce),
+        mock.patch.object(conditional, "all_reduce_now", all_reduce),
         pytest.raises(RuntimeError, match=r"this one is gathering layer, one is reducing the gradients of tower\.0"),
     ):
         model(torch.ones(2, 8))

@@ -1,4 +1,4 @@
-"""How many collectives a step takes in each mode, as torch's CommDebugMode counts them: the README's table.
+"""How many collectives a step takes in each mode, as torch's CommDebugMode counts them: the table in fsdp2/README.md.
 
 On one of four ranks whose peers are simulated, through the interface that NCCL has, too. tests/ranks/test_comm.py
 counts on gloo, where ranks send and receive instead, which CommDebugMode does not know.
@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.core.state import groups_of
 from helpers import fake_world
 
 BLOCKS, WIDTH = 3, 8
@@ -106,7 +107,7 @@ def test_sharded(reshard: bool | int | None, gathers: int) -> None:
 
 
 def allow_ahead(model: Any, blocks: int, less: int = 0) -> None:
-    model.set_prefetch_budget(blocks * model.blocks[0]._get_fsdp_state().group.nbytes - less)
+    model.set_prefetch_budget(blocks * groups_of(model.blocks[0])[0].nbytes - less)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from recorder import RecordingComm, record
+from recorder import record
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -31,7 +31,7 @@ from fsdp2 import (
     share_comm_ctx,
     streams,
 )
-from fsdp2.core.state import states_below
+from fsdp2.core.state import groups_below, groups_of
 from helpers import fake_world
 from stand_in import Stream, apart
 
@@ -86,11 +86,8 @@ def backward(model: nn.Module) -> None:
 
 
 def trace(model: nn.Module, steps: int = 2) -> list[str]:
-    """What the last of some steps did; the first has no order to follow yet."""
-    shards = [(state.group, state.group.gradients.reduction.shards) for state in states_below(model)]
+    """Returns what the last of some steps did; the first has no order to follow yet."""
     lines = record(model)
-    for group, comm in shards:  # which may be another one than gathers use
-        group.gradients.reduction.shards = RecordingComm(comm, group, lines)
     for name, param in model.named_parameters():
         if "weight" in name:
             _, _, owner = name.rpartition(".weight")[0].rpartition(".")
@@ -109,7 +106,7 @@ class Seen:
     lines: list[str]
     # "AVG" or "SUM", of each reduction that was launched.
     ops: list[str]
-    # Bytes of the full storage between steps.
+    # Bytes of the unsharded parameters' storage between steps.
     resting: int
     # Whether reductions go through another process group than gathers.
     is_separate: bool
@@ -117,34 +114,31 @@ class Seen:
 
 def look(model: nn.Module) -> dict[str, Seen]:
     """By group."""
-    states = {state.group.name: state for state in states_below(model)}
-    ops = {name: spy_on(state.group.gradients.reduction.shards) for name, state in states.items()}
-    separate = {
-        name: state.group.gradients.reduction.shards.group is not state.group._comm.group
-        for name, state in states.items()
-    }
+    groups = {group.name: group for group in groups_below(model)}
+    ops = {name: spy_on(group.comms.reduces) for name, group in groups.items()}
+    separate = {name: group.comms.reduces.group is not group.comms.gathers.group for name, group in groups.items()}
     lines = trace(model)
     return {
         name: Seen(
             [line for line in lines if line.split()[1] == name and not line.startswith("grad")],
             ops[name],
-            state.group.adopted.buffers._full_storage.nbytes(),
+            group.parameters.buffers.storage.nbytes(),
             separate[name],
         )
-        for name, state in states.items()
+        for name, group in groups.items()
     }
 
 
 def spy_on(comm: Any) -> list[str]:
-    """The operations that a Comm asks the backend for, from now on."""
+    """Returns the operations that a Comm asks the backend for, from now on."""
     ops: list[str] = []
-    launch = comm._reduce_scatter_one
+    launch = comm._scatter_one
 
     def reduce_scatter(output: Tensor, source: Tensor, options: Any) -> Any:
         ops.append("AVG" if options.reduceOp == dist.ReduceOp.AVG else "SUM")
         return launch(output, source, options)
 
-    comm._reduce_scatter_one = reduce_scatter
+    comm._scatter_one = reduce_scatter
     return ops
 
 
@@ -189,9 +183,9 @@ def groups_that_raise_the_limit(configure: Callable[[Any], object], make: Callab
     for name in NAMES:
         model = make()
         configure(model)
-        for state in states_below(model):
-            if state.group.name != name:
-                state.modules[0].set_reduce_scatter_max_input_buffers(1, recurse=False)
+        for group in groups_below(model):
+            if group.name != name:
+                group.modules[0].set_reduce_scatter_max_input_buffers(1, recurse=False)
         lines = trace(model)
         if lines.index("reduce root  64") < lines.index("grad   b1"):
             names.add(name)
@@ -249,7 +243,7 @@ def gathers(lines: list[str]) -> list[str]:
 @checks("unshard", "reshard")
 def unshard_and_reshard() -> None:
     model = build()
-    state = model.b0._get_fsdp_state()
+    (group,) = groups_of(model.b0)
     lines = record(model)
     handle = model.b0.unshard(async_op=True)
     assert gathers(lines) == ["b0"]
@@ -260,10 +254,10 @@ def unshard_and_reshard() -> None:
     assert gathers(lines) == ["b0"]
     assert not isinstance(model.b0.weight, DTensor)
     assert isinstance(model.weight, DTensor), "its own group only"
-    assert state.group.adopted.buffers._full_storage.nbytes() > 0
+    assert group.parameters.buffers.storage.nbytes() > 0
     model.b0.reshard()
     assert isinstance(model.b0.weight, DTensor)
-    assert state.group.adopted.buffers._full_storage.nbytes() == 0
+    assert group.parameters.buffers.storage.nbytes() == 0
 
 
 def gathers_before_b0_runs(modules: list[Any] | None) -> list[str]:
@@ -355,7 +349,7 @@ def custom_all_gather() -> None:
     assert len(gather.calls) == 2, "forward and backward, of one group"
     assert gather.sizes == [(RANKS * 48,)] * 2
     assert [call["output_tensor"].dtype for call in gather.calls] == [torch.uint8] * 2
-    assert [call["group"] for call in gather.calls] == [model.b0._get_fsdp_state().group.mesh.shard_group] * 2
+    assert [call["group"] for call in gather.calls] == [groups_of(model.b0)[0].mesh.shard_group] * 2
 
 
 @checks("set_custom_reduce_scatter")
@@ -384,7 +378,7 @@ def bytes_gathered_ahead() -> None:
         return before[-1]
 
     model = build()
-    first, second = (block._get_fsdp_state().group.nbytes for block in (model.b1, model.b0))
+    first, second = (groups_of(block)[0].nbytes for block in (model.b1, model.b0))
     assert ahead(None) == ahead(first) == ahead(first + second - 1) == ["root", "b1"]
     assert ahead(first + second) == ["root", "b1", "b0"]
     assert ahead(first - 1) == ahead(0) == ["root"]
@@ -421,7 +415,7 @@ def statistics_are_averaged_or_left() -> None:
         root.b0 = nn.BatchNorm1d(4)
         model = build(root)
         model.set_running_stats_averaging(enabled)
-        with mock.patch("fsdp2.checks.rank_guard.connects", return_value=True):
+        with mock.patch("fsdp2.checks.running_stats.connects", return_value=True):
             for _ in range(2):  # in each of which ranks look
                 backward(model)
         with CommDebugMode() as seen:
@@ -536,7 +530,7 @@ def reset() -> None:
     model.unshard()
     model.reset_iter_state()
     assert isinstance(model.weight, DTensor)
-    assert model._get_fsdp_state().group.adopted.buffers._full_storage.nbytes() == 0
+    assert groups_of(model)[0].parameters.buffers.storage.nbytes() == 0
     assert all(param.grad is None for param in model.parameters()), "dropped"
 
 
@@ -654,8 +648,8 @@ def placements() -> None:
 @checks("fully_shard(offload_policy)")
 def offload() -> None:
     with apart():
-        assert build(offload_policy=CPUOffloadPolicy())._get_fsdp_state().group.adopted.buffers._stage is not None
-    assert build()._get_fsdp_state().group.adopted.buffers._stage is None
+        assert groups_of(build(offload_policy=CPUOffloadPolicy()))[0].parameters.buffers._stage is not None
+    assert groups_of(build())[0].parameters.buffers._stage is None
 
 
 @checks("fully_shard(dp_mesh_dims)")
@@ -810,18 +804,18 @@ def test_settings_of_communication_hold_together(settings: tuple[str, ...]) -> N
     model, calls = build(), {name: Collective() for name in COMMUNICATION}
     for setting in settings:
         COMMUNICATION[setting](model, calls[setting])
-    group = model._get_fsdp_state().group
+    group = groups_of(model)[0]
     backward(model)
     in_force = {
         "gather": len(calls["gather"].calls) == 1,
         "scatter": len(calls["scatter"].calls) == 1,
-        "separate": group.gradients.reduction.shards.group is not group._comm.group,
-        "sum": group.gradients.reduction.shards.force_sum,
+        "separate": group.comms.reduces.group is not group.comms.gathers.group,
+        "sum": group.comms.reduces.force_sum,
     }
     assert in_force == {name: name in settings for name in COMMUNICATION}
 
 
-def test_an_accumulation_that_keeps_full_parameters_gathers_once() -> None:
+def test_an_accumulation_that_keeps_unsharded_parameters_gathers_once() -> None:
     """set_reshard_after_backward(False): gathers in the first micro-batch only, and again after an optimizer step."""
     model = build(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
@@ -857,11 +851,11 @@ def test_storage_that_is_kept_stays_where_it_is() -> None:
             pointers.clear()
             model(torch.ones(2, 4)).sum().backward()
             found.add(tuple(pointers))
-            taken += [torch.empty(state.group.nbytes, dtype=torch.uint8) for state in states_below(model)]
-        sizes = [state.group.adopted.buffers._full_storage.nbytes() for state in states_below(model)]
-        assert sizes == [state.group.nbytes if keep else 0 for state in states_below(model)]
+            taken += [torch.empty(group.nbytes, dtype=torch.uint8) for group in groups_below(model)]
+        sizes = [group.parameters.buffers.storage.nbytes() for group in groups_below(model)]
+        assert sizes == [group.nbytes if keep else 0 for group in groups_below(model)]
         model.set_keep_unsharded_storage(False)
-        assert all(state.group.adopted.buffers._full_storage.nbytes() == 0 for state in states_below(model)), (
+        assert all(group.parameters.buffers.storage.nbytes() == 0 for group in groups_below(model)), (
             "given back at once"
         )
         return found
@@ -881,7 +875,7 @@ def test_modules_to_prefetch_that_never_run() -> None:
     lines = trace(model)
     assert gathers(lines).count("never") == 2
     assert [line.split()[1] for line in lines if line.startswith("free")].count("never") == 2
-    assert model.never._get_fsdp_state().group.adopted.buffers._full_storage.nbytes() == 0
+    assert groups_of(model.never)[0].parameters.buffers.storage.nbytes() == 0
 
 
 def test_modules_under_another_root_are_gathered_once() -> None:
@@ -896,7 +890,7 @@ def test_modules_under_another_root_are_gathered_once() -> None:
     first(torch.ones(2, 4))
     second.reshard()
     second.b0.reshard()
-    assert not any(state.group.adopted.buffers._full_storage.nbytes() for state in states_below(second))
+    assert not any(group.parameters.buffers.storage.nbytes() for group in groups_below(second))
 
 
 def test_roots_that_share_bound_their_reductions_together() -> None:
@@ -930,12 +924,12 @@ class OneOfTwo(nn.Module):
 def test_sums_between_replicas_that_were_put_off_have_their_own_names() -> None:
     """By which ranks compare what they do."""
     model = fully_shard(OneOfTwo(), mesh=init_device_mesh("cpu", (2, 2)))
-    group = model._get_fsdp_state().group
-    replicas, names = group.gradients.reduction.replicas, []
+    group = groups_of(model)[0]
+    replicas, names = group.comms.replicas, []
     sum_up = replicas.all_reduce
 
     def note(*args: Any) -> Any:
-        names.append(group.label.part)
+        names.append(group.purpose.part)
         return sum_up(*args)
 
     model.set_requires_all_reduce(False)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, units
+from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard
+from fsdp2.ext import units
 from helpers import fake_world
 
 

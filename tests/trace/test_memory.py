@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.meters import AllocationMeter, CopyMeter
-from fsdp2 import MixedPrecisionPolicy, bucket, fully_shard, headers, reduce, reduce_plan, replicate, units
-from fsdp2.core.comm import PairwiseComm, SoloComm
-from helpers import fake_world
+from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.core import buckets
+from fsdp2.core.comm import Comm, Purpose, SoloComm
+from fsdp2.ext import large_gradients, units
+from fsdp2.ext.gloo import PairwiseComm
+from helpers import fake_world, strategies_replaced
 
 RANKS, BLOCKS, DIM = 8, 6, 512
 GROUP = DIM * DIM * 4 * 4  # four fp32 matrices
@@ -182,7 +186,7 @@ def test_mixed_precision_step_holds_two_groups_and_the_gradients_on_their_way() 
 
 def test_large_matrices_are_cast_and_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, but of the fp32 copies three halves are there at once, two of them on their way, not two wholes."""
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 1 << 16)
     full = GROUP / 2
     gradients = full / 4 + 3 * (GROUP / 8)
     expected = 2 * full + gradients + (BLOCKS - 1) * GROUP / RANKS
@@ -191,7 +195,7 @@ def test_large_matrices_are_cast_and_sent_in_halves(monkeypatch: pytest.MonkeyPa
 
 def test_many_small_matrices_are_as_many_bytes_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, of eight buckets: three of the eighths in which a group is sent are there at once."""
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
     full = 8 * DIM * DIM * 2
     gradients = full / 8 + 3 * (2 * full / 8)
     expected = 2 * full + gradients + (BLOCKS - 1) * 2 * full / RANKS
@@ -206,24 +210,23 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
 
     The peak comes when the second block's last gradient is computed, two others travel, and what arrived of the older
     one is summed, for which the CPU casts one slice at a time. As much as for fp32 reductions by a reduce-scatter. On
-    gloo all gradients travel so; and there is what first messages of three reductions arrived in, and two that carry a
-    slice (simulated ranks take them at once).
+    gloo all gradients travel so.
     """
-    received, first_messages = 1.0, 0
-    if pairwise:
-        monkeypatch.setattr(reduce, "make_comm", lambda group, *_: PairwiseComm(group) if group else SoloComm())
-        monkeypatch.setattr(PairwiseComm, "direct_min_bytes", 16 * 1024)
-        monkeypatch.setattr(headers, "differ", lambda *_: False)  # those of simulated ranks never come
-        longest_first = PairwiseComm(dist.group.WORLD).longest_first
-        slice_nbytes = GROUP / 4 / 2 / RANKS
-        received, first_messages = (RANKS - 1) / RANKS, 3 * (RANKS - 1) * longest_first + 2 * slice_nbytes
-    full = GROUP / 2
-    gradients = (1 + 2 * (1 + received)) * full / 4
-    expected = 2 * full + gradients + (BLOCKS - 2 + 3 / 4 + 1 / 4) * GROUP / RANKS + first_messages
-    assert 0.98 * expected <= measure(mp_policy=BF16_WIRE)["step"] <= expected + SLACK
-    widened = 2 * full + full / 4 + 2 * GROUP / 4 + (BLOCKS - 1) * GROUP / RANKS
+    received = (RANKS - 1) / RANKS if pairwise else 1.0
+    monkeypatch.setattr(PairwiseComm, "direct_min_bytes", 16 * 1024)
+    unsharded = GROUP / 2
+    gradients = (1 + 2 * (1 + received)) * unsharded / 4
+    expected = 2 * unsharded + gradients + (BLOCKS - 2 + 3 / 4 + 1 / 4) * GROUP / RANKS
+    widened = 2 * unsharded + unsharded / 4 + 2 * GROUP / 4 + (BLOCKS - 1) * GROUP / RANKS
     ordinary = expected if pairwise else widened
-    assert 0.98 * ordinary <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= ordinary + SLACK
+    with strategies_replaced(make_comm=pairwise_comm) if pairwise else nullcontext():
+        assert 0.98 * expected <= measure(mp_policy=BF16_WIRE)["step"] <= expected + SLACK
+        assert 0.98 * ordinary <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= ordinary + SLACK
+
+
+def pairwise_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
+    """Returns what gloo gets."""
+    return SoloComm() if group is None else PairwiseComm(group, purpose)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=str)
@@ -293,7 +296,7 @@ def test_where_nothing_is_sharded_a_cast_is_the_only_copy(whole: Callable[[], di
 
 def test_small_gradients_of_replicas_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the memory that is summed in one call for all of them, and becomes their `.grad`."""
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 2 * GROUP)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 2 * GROUP)
     assert 4 + 4 <= copied(**replicas()) <= 4 + 4 + 0.01
 
 
@@ -317,7 +320,7 @@ def test_an_embedding_and_a_head_left_in_the_root(monkeypatch: pytest.MonkeyPatc
     """Forward holds the larger of them and a block; backward a head, its gradient, a block, and what is on its way: in
     mixed precision two of 16 pieces of the gradient in fp32. All sharded gradients are an eighth, in fp32.
     """
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 1 << 16)
     large = 2.25
     forward, step = peaks_of_language()
     assert large < forward <= large + 1 + 0.05

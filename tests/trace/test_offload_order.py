@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from benchmarks.overlap import BLOCKS, DIM, FORWARD_SECONDS, LATENCY_SECONDS, LAYERS, Compute, SlowStack
 from benchmarks.timed_group import Clock, Link, SimulatedClock, TimedWork, start_timed_group
-from fsdp2 import CPUOffloadPolicy, bucket, fully_shard, param_group, reduction_queue
+from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2.core import buckets, param_group, schedule
 from fsdp2.core.mesh import DataMesh
-from fsdp2.core.state import states_below
+from fsdp2.core.state import groups_below
 from helpers import fake_world
 from stand_in import DEVICE, Late, StandIn, apart
 
@@ -182,12 +183,12 @@ def test_page_locked_memory_is_bounded(buckets_of_one: int, mode: str, gradients
     """Shards, the gradients there are, and what at most MAX_RETURNING buckets bring: all else that is copied to the CPU
     finds its place again.
     """
-    assert reduction_queue.MAX_RETURNING == bucket.MAX_BUCKETS_OF_COPIES == 2 * bucket.MAX_BUCKETS
+    assert schedule.MAX_RETURNING == buckets.MAX_BUCKETS_OF_COPIES == 2 * buckets.MAX_BUCKETS
     with apart() as stand_in:
         model = Stack()
         for module in (*model, model):
             fully_shard(module, offload_policy=OFFLOAD)
-        shards = sum(state.group.adopted.buffers.shards.nbytes for state in states_below(model))  # type: ignore[union-attr]
+        shards = sum(group.parameters.buffers.shards.nbytes for group in groups_below(model))  # type: ignore[union-attr]
         assert stand_in.peak == shards == 24 * buckets_of_one
         if mode == "in backward":
             model.set_optimizer_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -195,7 +196,7 @@ def test_page_locked_memory_is_bounded(buckets_of_one: int, mode: str, gradients
             model(torch.ones(2, 64)).sum().backward()
             if mode != "gradients add up":
                 model.zero_grad()
-        most = reduction_queue.MAX_RETURNING + 1  # and the one whose place is sought
+        most = schedule.MAX_RETURNING + 1  # and the one whose place is sought
         assert stand_in.peak <= shards + (gradients_kept + most) * buckets_of_one
         model.zero_grad()
         assert stand_in.live == shards

@@ -36,10 +36,11 @@ from fsdp2 import (
     replicate,
     share_comm_ctx,
 )
-from fsdp2.core.module import public_methods
+from fsdp2.core.param_group import Comms
+from fsdp2.core.state import groups_below, require_state
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
-from fsdp2.core.state import states_below
-from helpers import fake_world
+from fsdp2.ext import conditional
+from helpers import fake_world, public_methods
 
 BF16 = torch.bfloat16
 
@@ -363,13 +364,12 @@ class SeenComm(RecordingComm):
 
 def watch(model: Any, lines: list[str]) -> None:
     """From now on, write down what its groups do, and when its modules run."""
-    for state in states_below(model):
-        group, reduction = state.group, state.group.gradients.reduction
-        group._comm, reduction.shards = (SeenComm(comm, group, lines) for comm in (group._comm, reduction.shards))
-        if reduction.replicas is not None:
-            reduction.replicas = SeenComm(reduction.replicas, group, lines)
-        if group.adopted.few is not None:
-            lines.append("few")
+    for group in groups_below(model):
+        gathers, reduces, replicas, post_forward = group.comms
+        seen = [None if comm is None else SeenComm(comm, group, lines) for comm in (gathers, reduces, replicas)]
+        group.use_comms(Comms(*seen, post_forward))  # type: ignore[arg-type]
+        if post_forward is not None:
+            lines.append("post-forward ranks")
 
     def show_backward(name: str, output: Tensor) -> None:
         output.register_hook(lambda _: lines.append(f"back {name}"))
@@ -379,12 +379,12 @@ def watch(model: Any, lines: list[str]) -> None:
         module.register_forward_hook(lambda _, args, out, name=name: show_backward(name, out))
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: lines.append(f"grad {name}"))
-    saved = model._get_fsdp_state().context.saved_tensors
+    saved = require_state(model).root.saved_tensors
     activate = saved.activate
 
-    def activated() -> None:
+    def activated() -> bool:
         lines.append("saved tensors are watched")
-        activate()
+        return activate()
 
     saved.activate = activated
 
@@ -398,9 +398,9 @@ def show(gradient: Tensor | None) -> Any:
 
 
 def resting_bytes(model: Any) -> list[int]:
-    """Of the full parameters, between passes."""
-    stores = [state.group.adopted.buffers for state in states_below(model)]
-    return [0 if store.layout.aliased else store._full_storage.nbytes() for store in stores]
+    """Of the unsharded parameters, between passes."""
+    stores = [group.parameters.buffers for group in groups_below(model)]
+    return [0 if store.layout.aliased else store.storage.nbytes() for store in stores]
 
 
 def train(topology: Topology, model: Any, row: Row, with_it: bool) -> torch.dtype:
@@ -425,7 +425,7 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
 
     with (
         mock.patch.dict(os.environ, row.environment if with_it else {}),
-        mock.patch("fsdp2.checks.rank_guard.connects", connects),
+        mock.patch("fsdp2.checks.running_stats.connects", connects),
         mock.patch("fsdp2.checks.running_stats.all_reduce_over", note_statistics),
         fake_world(topology.ranks),
     ):
@@ -446,7 +446,8 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
         seen["versions"] = [parameter._version for parameter in model.parameters()]
         seen["bytes"] = resting_bytes(model)
         seen["calls"] = Calls.count
-        seen["meet"] = [state.group.turn is not None for state in states_below(model)]
+        observers = require_state(model).root.events.observers
+        seen["meet"] = [type(each).__name__ for each in observers if type(each).__module__ == conditional.__name__]
     return seen
 
 

@@ -21,23 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
-from fsdp2 import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    bucket,
-    comm,
-    fully_shard,
-    param_group,
-    reduce,
-    reduce_plan,
-    replicate,
-    streams,
-)
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.core import buckets, comm, param_group, streams
 from fsdp2.core.mesh import DataMesh
 from fsdp2.core.reduce import PendingReduce
-from fsdp2.core.schedule import ReductionQueue
-from fsdp2.core.streams import GroupStreams
 from fsdp2.core.streams import Transfers
+from fsdp2.ext import home_streams, large_gradients
+from fsdp2.ext.home_streams import GradientsOnStreams, GroupStreams
 
 RANKS, BLOCKS, DIM = 4, 2, 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -204,8 +194,8 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 16)
-    monkeypatch.setattr(bucket, "MIN_BUCKET_BYTES", 64)
-    monkeypatch.setattr(reduce_plan, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 64)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 64)
 
 
 class Program:
@@ -455,7 +445,7 @@ class Beside(nn.Module):
 def beside(simulation: Simulation, **options: Any) -> None:
     """Trains three of them, all of whose gradients of one dtype are reduced together."""
     side = simulation.stream("expert")
-    with mock.patch.object(bucket, "MIN_BUCKET_BYTES", 1 << 20):
+    with mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1 << 20):
         blocks = [Beside(simulation, side, is_first) for is_first in (True, False, True)]
         model: Any = nn.Sequential(*(fully_shard(block, **options) for block in blocks))
         Program(simulation, fully_shard(model, **options)).usual()
@@ -524,8 +514,8 @@ def test_compute_does_not_wait_for_pieces_to_be_sent() -> None:
             for (what, stream), count in simulation.collective_waits.items()
             if what == "reduce-scatter" and stream != "main"
         ]
-        pieces = 2 * DIM * DIM * 4 // reduce_plan.MIN_PIECE_BYTES
-        assert sum(beside) >= min(pieces, reduce_plan.MAX_PIECES) - 2 * reduce.PIECES_IN_FLIGHT
+        pieces = 2 * DIM * DIM * 4 // large_gradients.MIN_PIECE_BYTES
+        assert sum(beside) >= min(pieces, large_gradients.MAX_PIECES) - 2 * large_gradients.PIECES_IN_FLIGHT
 
 
 def delete(program: Program) -> None:
@@ -607,7 +597,7 @@ class Possessive(GroupStreams):
 
 
 def of_streams(kind: type[GroupStreams]) -> Any:
-    return mock.patch.object(param_group, "GroupStreams", kind)
+    return mock.patch.object(home_streams, "GroupStreams", kind)
 
 
 def not_waited_for(collective: str) -> Any:
@@ -630,29 +620,18 @@ def one_for_all() -> Any:
 
 def finishes_where_called() -> Any:
     """Reductions end on the stream that calls."""
-    finish = ReductionQueue._finish_oldest
-
-    def finish_oldest(queue: ReductionQueue) -> None:
-        owner = queue._running[0].owner.streams
-        assert owner is not None
-        before, owner._is_inside = owner._is_inside, True
-        try:
-            finish(queue)
-        finally:
-            owner._is_inside = before
-
-    return mock.patch.object(ReductionQueue, "_finish_oldest", finish_oldest)
+    return mock.patch.object(GradientsOnStreams, "receive", large_gradients.LargeGradients.receive)
 
 
 def drops_inputs() -> Any:
     """What a collective beside the stream that computes reads is held by nobody."""
-    advance = PendingReduce._advance_if_free
+    begin = PendingReduce.__init__
 
-    def advance_if_free(pending: PendingReduce) -> None:
-        advance(pending)
+    def forgetful(pending: PendingReduce, *args: Any, **kwargs: Any) -> None:
+        begin(pending, *args, **kwargs)
         pending._held_beside = None
 
-    return mock.patch.object(PendingReduce, "_advance_if_free", advance_if_free)
+    return mock.patch.object(PendingReduce, "__init__", forgetful)
 
 
 def run_program(name: str, program: Callable[[Program], None]) -> Callable[[Simulation], None]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.checks.rollcall import level_from_environment
 from fsdp2.checks.headers import HEADER_NBYTES, Header, Label, differ, out_of_step, text_of
+from fsdp2.checks.rollcall import level_from_environment
 
 
 class Pass:

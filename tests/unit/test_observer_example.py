@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2.core import events
-from helpers import fake_world
+from helpers import fake_world, strategies_replaced
 
 HEADING = "## Add a feature"
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,13 +21,12 @@ def blocks(kind: str) -> list[str]:
     return [text for language, text in found if language == kind]
 
 
-def test_the_example_runs_as_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
     observer, program = blocks("python")
     (expected,) = blocks("")
-    monkeypatch.setattr(events._Current, "strategies", events.strategies())  # what it adds goes with the test
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(observer, "observer", "exec"), names)
-    with fake_world(4):
+    with strategies_replaced(), fake_world(4):  # the observer goes with the test
+        exec(compile(observer, "observer", "exec"), names)
         exec(compile(program, "program", "exec"), names)
     assert capsys.readouterr().out.splitlines() == expected.splitlines()
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2.core.user_code import cast_floating, tensors_in, to_device
+from fsdp2.core.hooks import cast_floating, to_device
+from fsdp2.ext.nested import tensors_in
 
 BF16 = torch.bfloat16
 

@@ -1,0 +1,119 @@
+"""What a user asks of a whole root between its passes: reduce, finish, drop everything; and what a pass waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ..core.events import Observer
+from ..core.group import FSDPParamGroup, Hold
+
+
+def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = None) -> None:
+    """Between backward passes: begins to reduce unsynchronized gradients, of all groups or of some, and frees what a
+    backward pass would have freed at its end. `finalize` delivers. Every rank must call it.
+
+    Raises:
+        RuntimeError: during a backward pass.
+    """
+    if root.is_in_backward():
+        raise RuntimeError("unsynchronized gradients are reduced by the backward pass that runs: ask afterwards")
+    with _all_or_nothing(root):
+        root.queue.finish_partial()
+        chosen = list(reversed(root.groups) if groups is None else groups)
+        if any(group.gradients.owes for group in chosen):
+            root.notify(root.events.backward_began)
+        for group in chosen:
+            if group.gradients.owes:
+                # What one more backward would do that computes nothing; what somebody has assigned is included.
+                group.gradients.begin_backward(object())
+                group.gradients.flush()
+                group.gradients.end_backward()
+            group.release_after_backward()
+        root.resume_reductions(chosen)
+        if root.settings.is_last_backward:
+            root.prefetcher.forget_forwards()
+
+
+def finalize(root: Any) -> None:
+    """Between backward passes: finishes the reductions in flight, and has `.grad` show what there is."""
+    with _all_or_nothing(root):
+        root.deliver()
+
+
+@contextmanager
+def _all_or_nothing(root: Any) -> Iterator[None]:
+    """Context: after an error, what is in flight is not delivered later as if it were all."""
+    try:
+        yield
+    except BaseException:
+        root.queue.abandon(None)
+        root.recover()
+        raise
+
+
+def reset(root: Any) -> None:
+    """Drops everything that is under way, unsynchronized gradients, too."""
+    root.num_resets += 1
+    root.queue.abandon(None)
+    root.recover()
+    for group in root.groups:
+        group.gradients.unsynchronized.clear()
+        group.gradients.partial.clear()
+        group.hold = min(group.hold, Hold.NEXT_PASS)
+    root.notify(root.events.reset)
+    for state in root.running:
+        state.running = 0
+    root.running.clear()
+    root.depth = 0
+    root.saved_tensors.deactivate()
+    for group in root.groups:
+        group.release()
+
+
+def share_reductions(root: Any, other: Any) -> None:
+    """Queues the reductions of `root` with those of another root from now on."""
+    other.queue.take_over(root.queue)
+    root.queue = other.queue
+    for group in root.groups:
+        group.queue = root.queue
+
+
+class OutOfStep(Observer):
+    """Has a root forget what it recorded, when ranks were out of step: each may have left another part undone."""
+
+    def __init__(self) -> None:
+        self._is_pending = False
+
+    def out_of_step(self, root: Any) -> None:
+        self._is_pending = True
+
+    def pass_began(self, root: Any) -> None:
+        if self._is_pending:
+            self._is_pending = False
+            root.prefetcher.forget_order()
+            for group in root.groups:
+                with suppress(RuntimeError):  # gathers that never were
+                    group.release()
+
+
+class OptimizerEvent(Observer):
+    """Has the next gather wait for an event of the optimizer's stream, once."""
+
+    def __init__(self) -> None:
+        self.event: Any = None
+
+    def shards_needed(self, group: FSDPParamGroup) -> None:
+        event, self.event = self.event, None
+        if event is not None:
+            event.wait()
+
+
+def wait_for(root: Any, event: Any) -> None:
+    """Has whoever reads the shards next wait for `event`. None: for none."""
+    observer = root.events.of(OptimizerEvent)
+    if observer is None:
+        observer = OptimizerEvent()
+        root.observe([*root.events.observers, observer])
+    observer.event = event
