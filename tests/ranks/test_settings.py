@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.core import reduce
-from helpers import run_checks
+from helpers import run_checks, world_sizes
 from scenarios import (
     ROWS,
     WIDTH,
@@ -605,7 +605,7 @@ def test_unused_parameters_of_one_module_only() -> None:
     check(scenario)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_divide_factor(world_size: int) -> None:
     """Gradients are the sum of the ranks' over the factor: `world_size / factor` times the mean."""
 

@@ -79,11 +79,11 @@ def record(model: nn.Module) -> list[str]:
     lines: list[str] = []
     for group in groups_below(model):
         gathers, reduces, replicas, _ = group.comms
-        recorded = {each: RecordingComm(each, group, lines) for each in (gathers, reduces, replicas) if each is not None}
+        recorded = {
+            each: RecordingComm(each, group, lines) for each in (gathers, reduces, replicas) if each is not None
+        }
         group.use_comms(
-            group.comms._replace(
-                gathers=recorded[gathers], reduces=recorded[reduces], replicas=recorded.get(replicas)
-            )
+            group.comms._replace(gathers=recorded[gathers], reduces=recorded[reduces], replicas=recorded.get(replicas))
         )
         group.reshard = _recorded_reshard(group, lines)
     for module in model.modules():

@@ -20,24 +20,17 @@ from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.checks import questions
 from fsdp2.checks.looks import is_time_to_look
 from fsdp2.core import buckets
+from fsdp2.ext import large_gradients
+from models import NormedBlock
 
 STEPS = 9
 MOST = 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*[Block() for _ in range(5)])
+        self.blocks = nn.Sequential(*[NormedBlock(8, 16) for _ in range(5)])
         self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,7 +146,7 @@ def hooked(model: Net) -> None:
 def test_no_stream_is_entered_inside_itself(way: Callable[[Net], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 keeps one context in each stream object, and refuses, or restores the wrong stream."""
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 64)
     enter, leave, entered, times = Stream.__enter__, Stream.__exit__, set[int](), Counter[str]()
 
     def enter_once(stream: Stream) -> Stream:

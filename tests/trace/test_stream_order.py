@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.core import backends, buckets, param_group, reduce, streams
+from fsdp2.core import buckets, comm, param_group, streams
 from fsdp2.core.mesh import DataMesh
 from fsdp2.core.reduce import PendingReduce
-from fsdp2.core.schedule import ReductionQueue
-from fsdp2.core.streams import GroupStreams, Transfers
+from fsdp2.core.streams import Transfers
+from fsdp2.ext import home_streams, large_gradients
+from fsdp2.ext.home_streams import GradientsOnStreams, GroupStreams
 
 RANKS, BLOCKS, DIM = 4, 2, 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -192,9 +193,9 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends.CoalescedComm, "direct_min_bytes", 16)
+    monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 16)
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 64)
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 64)
 
 
 class Program:
@@ -513,8 +514,8 @@ def test_compute_does_not_wait_for_pieces_to_be_sent() -> None:
             for (what, stream), count in simulation.collective_waits.items()
             if what == "reduce-scatter" and stream != "main"
         ]
-        pieces = 2 * DIM * DIM * 4 // buckets.MIN_PIECE_BYTES
-        assert sum(beside) >= min(pieces, buckets.MAX_PIECES) - 2 * reduce.PIECES_IN_FLIGHT
+        pieces = 2 * DIM * DIM * 4 // large_gradients.MIN_PIECE_BYTES
+        assert sum(beside) >= min(pieces, large_gradients.MAX_PIECES) - 2 * large_gradients.PIECES_IN_FLIGHT
 
 
 def delete(program: Program) -> None:
@@ -596,7 +597,7 @@ class Possessive(GroupStreams):
 
 
 def of_streams(kind: type[GroupStreams]) -> Any:
-    return mock.patch.object(param_group, "GroupStreams", kind)
+    return mock.patch.object(home_streams, "GroupStreams", kind)
 
 
 def not_waited_for(collective: str) -> Any:
@@ -619,18 +620,7 @@ def one_for_all() -> Any:
 
 def finishes_where_called() -> Any:
     """Reductions end on the stream that calls."""
-    finish = ReductionQueue._finish_oldest
-
-    def finish_oldest(queue: ReductionQueue) -> None:
-        owner = queue._running[0].gradients.streams
-        assert owner is not None
-        before, owner._guests = owner._guests, []
-        try:
-            finish(queue)
-        finally:
-            owner._guests = before
-
-    return mock.patch.object(ReductionQueue, "_finish_oldest", finish_oldest)
+    return mock.patch.object(GradientsOnStreams, "receive", large_gradients.LargeGradients.receive)
 
 
 def drops_inputs() -> Any:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2.core.backends import CoalescedComm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.core.comm import Comm, Purpose
+from fsdp2.core.comm import CoalescedComm, Comm, Purpose
 from fsdp2.core.layout import MAX_OPERATIONS
 from fsdp2.ext.collectives import CustomComm
 
@@ -111,7 +110,11 @@ def sum_in_place(comm: Comm, divisor: float, dtype: torch.dtype) -> list[Tensor]
 @pytest.mark.parametrize("reduce", [reduce_one, reduce_several, sum_in_place])
 @pytest.mark.parametrize(("divisor", "force_sum"), [(8.0, False), (8.0, True), (16.0, False), (2.0, False)])
 def test_sums_whose_quotient_fits_do_not_overflow(
-    make: Callable[[Any, Purpose], Comm], dtype: torch.dtype, reduce: Callable[..., Any], divisor: float, force_sum: bool
+    make: Callable[[Any, Purpose], Comm],
+    dtype: torch.dtype,
+    reduce: Callable[..., Any],
+    divisor: float,
+    force_sum: bool,
 ) -> None:
     """The kind: a sum of all ranks' gradients, which is divided, passes the largest float16, whoever sums it: one
     tensor, several in a call, in place between replicas, or a user's own collective.

@@ -7,145 +7,49 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
 
-# From the surface down. A module may import only modules that come later.
-ORDER = (
-    "__main__",
-    "__init__",
-    "bridge.patch",
-    "tools.clip",
-    "tools.sync",
-    "tools.full_params",
-    "tools.full_copies",
-    "tools.compare",
-    "tools.side_by_side",
-    "tools.difference",
-    "tools.audit",
-    "tools.finding",
-    "fully_shard",
-    "sharding_plan",
-    "padding",
-    "checks",
-    "sharded_class",
-    "module",
-    "root_methods",
-    "handles",
-    "forward_method",
-    "units",
-    "hooks",
-    "corrections.table",
-    "context",
-    "prefetch",
-    "guards.rank_guard",
-    "guards.common_start",
-    "guards.questions",
-    "guards.step_history",
-    "guards.running_stats",
-    "guards.rounding",
-    "corrections.addresses",
-    "corrections.mixed_operands",
-    "corrections.plain_operands",
-    "corrections.autograd_inputs",
-    "corrections.full_tensor",
-    "corrections.own_numbers",
-    "corrections.data_attribute",
-    "corrections.copies",
-    "corrections.optimizer_states",
-    "corrections.optimizer_steps",
-    "corrections.ddp_around",
-    "corrections.parallelize_after",
-    "corrections.reparametrize_after",
-    "corrections.mixed_norms",
-    "corrections.initialisers",
-    "bridge.pipelining",
-    "corrections.switches",
-    "guards.entry_points",
-    "guards.partial_settings",
-    "owners",
-    "state",
-    "bridge.torch_interface",
-    "saved_tensors",
-    "order",
-    "param_group",
-    "adopted_params",
-    "gradients",
-    "bucket",
-    "registered_faces",
-    "replacements",
-    "corrections.own_collectives",
-    "agreement",
-    "stepper",
-    "reduction_queue",
-    "waiting_gradients",
-    "unsynced_grad",
-    "extension",
-    "guards.full_content",
-    "guards.reads",
-    "guards.starting_weights",
-    "guards.empty_memory",
-    "versions",
-    "buffers",
-    "full_places",
-    "param",
-    "gather",
-    "reduce",
-    "reduce_plan",
-    "transfers",
-    "segments",
-    "pack",
-    "custom_comm",
-    "small_collectives",
-    "checked_comm",
-    "corrections.draws",
-    "corrections.dtensor_operations",
-    "corrections.partial_results",
-    "corrections.foreach_operations",
-    "comm",
-    "any_comm",
-    "gloo_threads",
-    "headers",
-    "work",
-    "streams",
-    "guards.checksum",
-    "guards.looks",
-    "layout",
-    "mesh",
-    "policy",
-    "corrections.parts",
-    "corrections.local_copies",
-    "sharded_dtensor",
-    "graph_hooks",
-    "transforms",
-    "tree",
-    "modes",
-    "torch_compat",
-    "group_compat",
-    "dtensor_compat",
-    "write_notices",
-    "once",
-    "when_imported",
-)
+# Folder (the package itself: "") -> the folders that its modules may import besides their own. test_core.py counts the
+# levels inside the core. What is joined to the core by events and strategies (ext, checks, dtensor) may use each other.
+MAY_IMPORT = {
+    "core": (),
+    "ext": ("core", "checks", "dtensor"),
+    "checks": ("core", "ext", "dtensor"),
+    "dtensor": ("core", "ext", "checks"),
+    "tools": ("core", "ext", "checks", "dtensor"),
+    "bridge": ("core", "ext", "checks", "dtensor", ""),
+    "": ("core", "ext", "checks", "dtensor", "tools", "bridge"),
+}
+# Modules that others may import besides: the first knows the standard library alone.
+ALSO = {
+    ("*", "bridge.when_imported"),
+    ("ext.root_methods", "tools.audit"),
+    ("dtensor.table", "bridge.pipelining"),
+}
 # Where collectives are called.
-COMMS = ("comm", "any_comm")
-REFUSED = "only comm.py and any_comm.py may use it"
+COMMS = ("core.comm", "ext.any_group", "ext.gloo", "ext.rank_facts", "checks.named_comm")
+REFUSED = f"only {', '.join(COMMS)} may use it"
+# It may choose between two names of one collective, not call it.
+CHOOSES = ("core.compat",)
 # Where private names of torch stand.
-COMPAT = ("modes", "torch_compat", "dtensor_compat", "group_compat", "sharded_dtensor")
-WHERE = "it belongs in torch_compat.py, dtensor_compat.py or group_compat.py"
+COMPAT = ("core.compat", "ext.compat", "dtensor.compat", "core.user_code")
+WHERE = f"it belongs in one of {', '.join(COMPAT)}"
 # The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
 BRIDGE = ("bridge.patch",)
 # What torch's other composable APIs look up on a module; neither an implementation of FSDP nor imported with fsdp2.
 CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.
 STARTUP = "bridge/startup/sitecustomize.py"
-# Each holds its docstring only: what is in it is imported from where it stands.
-FOLDERS = ("bridge", "corrections", "guards", "tools")
+# The __init__.py of these hold their docstring only: what is in it is imported from where it stands.
+PLAIN = ("bridge", "checks", "dtensor", "ext", "tools")
 # Plain descriptions: they, and what they import at run time, know nothing of torch.distributed.
-PURE = ("layout", "order", "policy", "tools.difference", "tools.finding")
+PURE = ("core.layout", "core.policy", "tools.difference", "tools.finding")
 COLLECTIVES = re.compile(
     r"_?(all_?gather|all_?reduce|all_?to_?all|reduce_scatter|monitored_barrier|batch_isend_irecv)\w*"
     # Words with other meanings too: a collective only when they are torch.distributed's or a process group's.
@@ -161,12 +65,13 @@ TEST_ONLY = re.compile(r"(torch\.testing|tests?|unittest|doctest|pytest|expectte
 class Source:
     """One module of the package: its tree, what each imported name stands for, and which names it uses.
 
-    `name`: `comm`, or `guards.looks`.
+    `name`: `api`, or `checks.looks`. `folder`: "", or `checks`.
     """
 
     def __init__(self, path: Path, package: Path) -> None:
         self.package, self.path = package, path.relative_to(package)
         self.name = ".".join(self.path.with_suffix("").parts)
+        self.folder = folder_of(self.name)
         self.packages = [package.name, *self.path.parts[:-1]]
         self.text = path.read_text()
         self.tree = ast.parse(self.text, str(path))
@@ -217,14 +122,20 @@ class Source:
         yield from self.uses
 
     def siblings(self, run_time_only: bool = False) -> Iterator[tuple[int, str]]:
-        """The modules of the package that this one imports; a name of the package itself counts as `__init__`."""
+        """Yields the modules of the package that this one imports; a name of a package counts as its `__init__`."""
         for line, dotted, typing_only in self.imports:
             first, *rest = dotted.split(".")
-            if first == "fsdp2" and not (run_time_only and typing_only):
-                parts = rest[: 2 if rest[:1] and rest[0] in FOLDERS else 1]
-                module = ".".join(parts)
-                is_module = module in ORDER or self.package.joinpath(*parts).with_suffix(".py").is_file()
-                yield line, module if is_module else "__init__"
+            if first == self.package.name and not (run_time_only and typing_only):
+                while rest and not self.package.joinpath(*rest).with_suffix(".py").is_file():
+                    if self.package.joinpath(*rest, "__init__.py").is_file():
+                        rest.append("__init__")
+                    else:
+                        rest.pop()
+                yield line, ".".join(rest) or "__init__"
+
+
+def folder_of(module: str) -> str:
+    return module.rpartition(".")[0].partition(".")[0]
 
 
 Problems = Iterator[tuple[Source, int, str]]
@@ -234,18 +145,32 @@ def under(dotted: str, package: str) -> bool:
     return f"{dotted}.".startswith(f"{package}.")
 
 
-def every_module_is_listed(sources: dict[str, Source]) -> Problems:
+def folders_import_as_listed(sources: dict[str, Source]) -> Problems:
     for source in sources.values():
-        if source.name not in ORDER:
-            yield source, 1, "is not in ORDER: give it its place there"
-
-
-def imports_go_downward(sources: dict[str, Source]) -> Problems:
-    for source in sources.values():
+        if source.folder not in MAY_IMPORT:
+            yield source, 1, f"the folder {source.folder} is not in MAY_IMPORT: give it its place there"
+            continue
         for line, imported in source.siblings():
-            listed = {source.name, imported} <= set(ORDER)
-            if listed and ORDER.index(imported) <= ORDER.index(source.name):
-                yield source, line, f"{source.name} may not import {imported}: imports go downward only"
+            folder = folder_of(imported)
+            if folder == source.folder or folder in MAY_IMPORT[source.folder]:
+                continue
+            if not {(source.name, imported), ("*", imported)} & ALSO:
+                where = f"{source.folder}/" if source.folder else "a module of the package itself"
+                yield source, line, f"{where} may not import {imported}"
+
+
+def nothing_imports_itself(sources: dict[str, Source]) -> Problems:
+    """No module imports, while it is imported, a module that imports it. `from . import x` needs no `__init__`."""
+    graph = {
+        name: {each for _, each in source.siblings(run_time_only=True) if each != "__init__"} - {name}
+        for name, source in sources.items()
+        if name != "__init__"
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        cycle = error.args[1]
+        yield sources[cycle[0]], 1, f"modules import each other: {' -> '.join(cycle)}"
 
 
 def pure_modules_know_no_process_group(sources: dict[str, Source]) -> Problems:
@@ -270,7 +195,7 @@ def only_comm_calls_collectives(sources: dict[str, Source]) -> Problems:
     for source in sources.values():
         if source.name in COMMS:
             continue
-        if source.name != "group_compat":  # it may choose between two names of one collective, not call it
+        if source.name not in CHOOSES:
             for line, dotted in source.names():
                 parent, _, name = dotted.rpartition(".")
                 if COLLECTIVES.fullmatch(name) and (under(parent, "torch.distributed") or under(parent, "torch.cuda")):
@@ -296,13 +221,13 @@ def nothing_touches_torch_fsdp(sources: dict[str, Source]) -> Problems:
         if source.name in BRIDGE:
             continue
         for line, dotted in (*source.names(), *source.strings):
-            if source.name == "torch_compat" and under(dotted, CONTRACT):
+            if source.name == "ext.compat" and under(dotted, CONTRACT):
                 continue
             if under(dotted, "torch.distributed.fsdp") or under(dotted, "torch.distributed._composable"):
                 yield source, line, f"{dotted} is torch's own FSDP: fsdp2 stands without it"
 
 
-def private_torch_names_stand_in_torch_compat(sources: dict[str, Source]) -> Problems:
+def private_names_of_torch_stand_in_compat(sources: dict[str, Source]) -> Problems:
     for source in sources.values():
         if source.name in (*COMPAT, *BRIDGE):
             continue
@@ -337,27 +262,34 @@ def no_tests_and_no_paths(sources: dict[str, Source]) -> Problems:
 
 Rule = Callable[[dict[str, Source]], Problems]
 RULES: tuple[Rule, ...] = (
-    every_module_is_listed,
-    imports_go_downward,
+    folders_import_as_listed,
+    nothing_imports_itself,
     pure_modules_know_no_process_group,
     only_comm_calls_collectives,
     nothing_touches_torch_fsdp,
-    private_torch_names_stand_in_torch_compat,
+    private_names_of_torch_stand_in_compat,
     only_torch_is_needed,
     no_tests_and_no_paths,
 )
 
+@cache
+def read(package: Path) -> dict[str, Source]:
+    """Returns the modules of a package by their names."""
+    found = [Source(path, package) for path in sorted(package.rglob("*.py")) if not is_apart(path, package)]
+    return {source.name: source for source in found}
+
 
 def problems(rule: Rule, package: Path) -> list[str]:
-    found = [Source(path, package) for path in sorted(package.rglob("*.py")) if not is_apart(path, package)]
-    sources = {source.name: source for source in found}
-    return sorted({f"{package.name}/{source.path}:{line}: {what}" for source, line, what in rule(sources)})
+    found = rule(read(package))
+    return sorted({f"{package.name}/{source.path}:{line}: {what}" for source, line, what in found})
 
 
 def is_apart(path: Path, package: Path) -> bool:
-    """Whether no rule but those below is about it: what Python starts with, and what a folder is in a word."""
+    """Returns True for files that rules further down are about: what Python starts with, and what a folder is in a
+    word.
+    """
     place = path.relative_to(package)
-    return place.as_posix() == STARTUP or (place.name == "__init__.py" and place.parent.name in FOLDERS)
+    return place.as_posix() == STARTUP or (place.name == "__init__.py" and place.parent.name in PLAIN)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -369,102 +301,134 @@ def test_rule_holds(rule: Rule) -> None:
 def test_folders_are_known_and_hold_no_code_of_their_own() -> None:
     """A module in another folder would escape the rules."""
     places = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
-    assert {place.parts[0] for place in places if len(place.parts) == 2} == set(FOLDERS)
+    assert {place.parts[0] for place in places if len(place.parts) == 2} == {*MAY_IMPORT} - {""} == {*PLAIN, "core"}
     assert [place.as_posix() for place in places if len(place.parts) > 2] == [STARTUP]
-    for folder in FOLDERS:
+    for folder in PLAIN:
         tree = ast.parse((PACKAGE / folder / "__init__.py").read_text())
         assert [type(node) for node in tree.body] == [ast.Expr]
         assert ast.get_docstring(tree)
 
 
-@pytest.mark.parametrize("path", [PACKAGE / "when_imported.py", PACKAGE / STARTUP], ids=lambda path: path.stem)
+WHEN_IMPORTED = PACKAGE / "bridge" / "when_imported.py"
+
+
+@pytest.mark.parametrize("path", [WHEN_IMPORTED, PACKAGE / STARTUP], ids=lambda path: path.stem)
 def test_what_runs_before_every_program_imports_the_standard_library_alone(path: Path) -> None:
     """Torch takes seconds to import; and a program may have to set environment variables before."""
     imported = {dotted.partition(".")[0] for _, dotted, _ in Source(path, PACKAGE).imports}
     assert imported <= sys.stdlib_module_names
 
 
+@pytest.mark.parametrize("exception", sorted(ALSO), ids=" -> ".join)
+def test_each_exception_is_needed(exception: tuple[str, str]) -> None:
+    module, imported = exception
+    sources = read(PACKAGE)
+    users = sources.values() if module == "*" else [sources[module]]
+    assert any(imported == each for user in users for _, each in user.siblings())
+
+
 @pytest.mark.parametrize(
     ("rule", "module", "line"),
     [
-        (every_module_is_listed, "helpers", "x = 1"),
-        (imports_go_downward, "comm", "from .gather import start"),
-        (imports_go_downward, "comm", "from . import gather"),
-        (imports_go_downward, "comm", "from fsdp2 import fully_shard"),
-        (imports_go_downward, "comm", "import fsdp2.hooks as h"),
-        (imports_go_downward, "comm", "from . import FSDPModule"),
-        (imports_go_downward, "comm", "def f(): from .param import FSDPParam"),
-        (imports_go_downward, "comm", "from .guards.rank_guard import RankGuard"),
-        (imports_go_downward, "comm", "from .guards import rank_guard"),
-        (imports_go_downward, "guards/looks", "from ..comm import Comm"),
-        (imports_go_downward, "guards/looks", "from .. import comm"),
-        (imports_go_downward, "guards/looks", "from .rank_guard import RankGuard"),
-        (imports_go_downward, "guards/looks", "from ..tools import clip"),
-        (pure_modules_know_no_process_group, "layout", "import torch.distributed as dist"),
-        (pure_modules_know_no_process_group, "order", "import torch; torch.distributed.get_rank()"),
-        (pure_modules_know_no_process_group, "policy", "from torch import distributed"),
-        (pure_modules_know_no_process_group, "order", "from .comm import Comm"),
-        (pure_modules_know_no_process_group, "order", "from . import pack"),
-        (only_comm_calls_collectives, "gather", "import torch.distributed as d; d.all_gather_into_tensor(a, b)"),
-        (only_comm_calls_collectives, "gather", "from torch import distributed as d; f = d.reduce_scatter_tensor"),
-        (only_comm_calls_collectives, "gather", "from torch.distributed import broadcast as b"),
-        (only_comm_calls_collectives, "gather", "import torch.distributed; torch.distributed.barrier()"),
-        (only_comm_calls_collectives, "gather", "self.group._allgather_base(a, b)"),
-        (only_comm_calls_collectives, "gather", "mesh.get_group().allreduce([a])"),
-        (only_comm_calls_collectives, "gather", "pg.alltoall_base(a, b, [], [])"),
-        (only_comm_calls_collectives, "gather", "replicate_group.broadcast(a)"),
-        (only_comm_calls_collectives, "group_compat", "import torch.distributed as d; d.all_to_all_single(a, b)"),
-        (nothing_touches_torch_fsdp, "module", "from torch.distributed.fsdp import MixedPrecisionPolicy"),
-        (nothing_touches_torch_fsdp, "module", "from torch.distributed import fsdp"),
+        (folders_import_as_listed, "core/gather", "from ..ext import owners"),
+        (folders_import_as_listed, "core/gather", "from fsdp2 import fully_shard"),
+        (folders_import_as_listed, "core/gather", "from .. import FSDPModule"),
+        (folders_import_as_listed, "core/gather", "import fsdp2.checks.looks as looks"),
+        (folders_import_as_listed, "core/gather", "def f(): from ..checks import looks"),
+        (folders_import_as_listed, "ext/owners", "from ..tools import clip"),
+        (folders_import_as_listed, "ext/owners", "from .. import install"),
+        (folders_import_as_listed, "checks/looks", "from ..bridge.patch import patch_torch"),
+        (folders_import_as_listed, "dtensor/views", "from ..tools.clip import clip_grad_norm_"),
+        (folders_import_as_listed, "tools/clip", "from ..api import fully_shard"),
+        (folders_import_as_listed, "tools/clip", "from ..bridge import patch"),
+        (folders_import_as_listed, "more/helpers", "x = 1"),
+        (nothing_imports_itself, "core/comm", "from .gather import start"),
+        (nothing_imports_itself, "core/comm", "def f(): from ..core import gather"),
+        (nothing_imports_itself, "core/comm", "from fsdp2.ext.owners import all_groups"),
+        (pure_modules_know_no_process_group, "core/layout", "import torch.distributed as dist"),
+        (pure_modules_know_no_process_group, "core/layout", "import torch; torch.distributed.get_rank()"),
+        (pure_modules_know_no_process_group, "core/policy", "from torch import distributed"),
+        (pure_modules_know_no_process_group, "core/policy", "from .comm import Comm"),
+        (pure_modules_know_no_process_group, "core/policy", "from . import gather"),
+        (only_comm_calls_collectives, "core/hooks", "import torch.distributed as d; d.all_gather_into_tensor(a, b)"),
+        (only_comm_calls_collectives, "core/hooks", "from torch import distributed as d; f = d.reduce_scatter_tensor"),
+        (only_comm_calls_collectives, "core/hooks", "from torch.distributed import broadcast as b"),
+        (only_comm_calls_collectives, "core/hooks", "import torch.distributed; torch.distributed.barrier()"),
+        (only_comm_calls_collectives, "core/hooks", "self.group._allgather_base(a, b)"),
+        (only_comm_calls_collectives, "core/hooks", "mesh.get_group().allreduce([a])"),
+        (only_comm_calls_collectives, "ext/units", "pg.alltoall_base(a, b, [], [])"),
+        (only_comm_calls_collectives, "ext/units", "replicate_group.broadcast(a)"),
+        (only_comm_calls_collectives, "checks/looks", "from torch.distributed import all_reduce"),
+        (only_comm_calls_collectives, "core/compat", "import torch.distributed as d; d.all_to_all_single(a, b)"),
+        (nothing_touches_torch_fsdp, "core/module", "from torch.distributed.fsdp import MixedPrecisionPolicy"),
+        (nothing_touches_torch_fsdp, "core/module", "from torch.distributed import fsdp"),
         (nothing_touches_torch_fsdp, "module", "import torch; torch.distributed.fsdp.FSDPModule"),
-        (nothing_touches_torch_fsdp, "torch_compat", "m = __import__('torch.distributed.fsdp._fully_shard')"),
-        (private_torch_names_stand_in_torch_compat, "param", "import torch._dynamo"),
-        (private_torch_names_stand_in_torch_compat, "param", "import torch; torch._foreach_copy_(a, b)"),
-        (private_torch_names_stand_in_torch_compat, "param", "from torch.distributed.tensor import _StridedShard"),
-        (private_torch_names_stand_in_torch_compat, "param", "from torch.distributed._tensor import DTensor"),
-        (private_torch_names_stand_in_torch_compat, "param", "from torch import nn as n; n.modules._functions.x"),
-        (private_torch_names_stand_in_torch_compat, "param", "import torch; getattr(torch, '_C')"),
-        (private_torch_names_stand_in_torch_compat, "param", "d = sys.modules.get('torch._dynamo')"),
-        (only_torch_is_needed, "pack", "import numpy as np"),
-        (only_comm_calls_collectives, "guards/looks", "from torch.distributed import all_reduce"),
-        (every_module_is_listed, "guards/helpers", "x = 1"),
-        (no_tests_and_no_paths, "pack", "from torch.testing import assert_close"),
-        (no_tests_and_no_paths, "pack", "import sys; quiet = 'pytest' in sys.modules"),
-        (no_tests_and_no_paths, "pack", "cache = '/tmp/fsdp2'"),
-        (no_tests_and_no_paths, "pack", "x = 1  # see /home/me/notes"),
+        (nothing_touches_torch_fsdp, "core/compat", "m = __import__('torch.distributed.fsdp._fully_shard')"),
+        (private_names_of_torch_stand_in_compat, "core/hooks", "import torch._dynamo"),
+        (private_names_of_torch_stand_in_compat, "core/hooks", "import torch; torch._foreach_copy_(a, b)"),
+        (private_names_of_torch_stand_in_compat, "core/hooks", "from torch.distributed.tensor import _StridedShard"),
+        (private_names_of_torch_stand_in_compat, "dtensor/views", "from torch.distributed._tensor import DTensor"),
+        (private_names_of_torch_stand_in_compat, "ext/units", "from torch import nn as n; n.modules._functions.x"),
+        (private_names_of_torch_stand_in_compat, "core/hooks", "import torch; getattr(torch, '_C')"),
+        (private_names_of_torch_stand_in_compat, "module", "d = sys.modules.get('torch._dynamo')"),
+        (only_torch_is_needed, "core/gather", "import numpy as np"),
+        (no_tests_and_no_paths, "core/gather", "from torch.testing import assert_close"),
+        (no_tests_and_no_paths, "core/gather", "import sys; quiet = 'pytest' in sys.modules"),
+        (no_tests_and_no_paths, "core/gather", "cache = '/tmp/fsdp2'"),
+        (no_tests_and_no_paths, "core/gather", "x = 1  # see /home/me/notes"),
     ],
 )
 def test_rule_finds_a_planted_violation(rule: Rule, module: str, line: str, tmp_path: Path) -> None:
-    package = tmp_path / "fsdp2"
-    package.mkdir()
-    (package / "pack.py").write_text("from .comm import Comm\n")
-    (package / "comm.py").write_text("import torch.distributed\n")
-    (package / module).parent.mkdir(exist_ok=True)
-    (package / f"{module}.py").write_text(f"{line}\n")
+    package = write_package(
+        tmp_path,
+        {
+            "api": "from .core.gather import start",
+            "core/gather": "from .comm import Comm",
+            "core/comm": "import torch.distributed",
+            "ext/owners": "from ..core.gather import start",
+            "checks/looks": "from ..ext import owners",
+            module: line,
+        },
+    )
     found = problems(rule, package)
     assert found
-    assert all(problem.startswith(f"fsdp2/{module}.py:1: ") for problem in found)
+    assert all(problem.startswith(f"fsdp2/{module}.py:1: ") for problem in found) or rule is nothing_imports_itself
+
+
+def write_package(folder: Path, texts: dict[str, str]) -> Path:
+    """Returns a package fsdp2 in `folder` that has these modules, by their paths, and each a text."""
+    package = folder / "fsdp2"
+    for name, text in {"__init__": "", "core/__init__": "", **texts}.items():
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return package
 
 
 def test_rules_allow_what_the_design_needs(tmp_path: Path) -> None:
-    package = tmp_path / "fsdp2"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .module import FSDPModule\nfrom fsdp2.policy import OffloadPolicy\n")
-    (package / "gather.py").write_text(
-        '"""See torch._dynamo and torch.distributed.fsdp: a docstring may name them."""\n'
-        "import functools, torch\nimport torch.distributed as dist\n"
-        "from . import comm\nfrom .torch_compat import _Strided\n"
-        "comm.all_gather(x); self.comm.reduce_scatter(y); functools.reduce(f, z); index.scatter(0, a, b)\n"
-        "self._private; torch.__version__; dist.get_rank(); path.split('/'); torch.gather(a, 0, b)\n"
-    )
-    (package / "comm.py").write_text("import torch.distributed as dist\ndist.all_gather_into_tensor(a, b)\n")
-    (package / "order.py").write_text("import typing\nif typing.TYPE_CHECKING:\n    from .mesh import Mesh\n")
-    (package / "mesh.py").write_text("from torch.distributed.device_mesh import DeviceMesh\n")
-    (package / "torch_compat.py").write_text(
-        "import torch._C\nfrom torch.distributed.tensor.placement_types import _StridedShard\n"
-    )
-    (package / "group_compat.py").write_text(
-        "import torch.distributed as dist\n"
-        "all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor\n"
+    package = write_package(
+        tmp_path,
+        {
+            "__init__": "from .api import fully_shard\nfrom fsdp2.core.policy import OffloadPolicy",
+            "core/__init__": "from .hooks import run",
+            "core/hooks": '"""See torch._dynamo and torch.distributed.fsdp: a docstring may name them."""\n'
+            "import functools, torch\nimport torch.distributed as dist\n"
+            "from . import comm\nfrom .compat import _Strided\n"
+            "comm.all_gather(x); self.comm.reduce_scatter(y); functools.reduce(f, z); index.scatter(0, a, b)\n"
+            "self._private; torch.__version__; dist.get_rank(); path.split('/'); torch.gather(a, 0, b)\n",
+            "core/comm": "import torch.distributed as dist\ndist.all_gather_into_tensor(a, b)\n",
+            "core/policy": "import typing\nif typing.TYPE_CHECKING:\n    from .mesh import Mesh\n",
+            "core/mesh": "from torch.distributed.device_mesh import DeviceMesh\nfrom .policy import OffloadPolicy\n",
+            "core/compat": "import torch._C\nimport torch.distributed as dist\n"
+            "from torch.distributed.tensor.placement_types import _StridedShard\n"
+            "all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor\n",
+            "ext/owners": "from ..core import hooks\nfrom ..checks.looks import is_time\n",
+            "checks/looks": "from ..ext import once\nfrom ..bridge.when_imported import when_imported\n",
+            "ext/once": "",
+            "bridge/when_imported": "import sys",
+            "api": "from .tools import clip\nfrom .ext.owners import all_groups\n",
+            "tools/clip": "from ..dtensor.compat import local_of\n",
+            "dtensor/compat": "from torch.distributed.tensor._api import DTensor\n",
+        },
     )
     assert [problem for rule in RULES for problem in problems(rule, package)] == []

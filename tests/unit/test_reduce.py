@@ -4,17 +4,19 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from fsdp2.core.backends import SoloComm
 from torch import Tensor
 
-from fsdp2.core import buckets, reduce
+from fsdp2.core import reduce
 from fsdp2.core.buckets import ReducePlan
-from fsdp2.core.comm import Purpose
-from fsdp2.core.layout import ParamSpec, bucket_layout, split_pieces
-from fsdp2.core.reduce import Reduction
+from fsdp2.core.comm import Purpose, SoloComm
+from fsdp2.core.layout import ParamSpec, bucket_layout
+from fsdp2.core.reduce import PendingReduce, Reduction
+from fsdp2.ext import large_gradients
+from fsdp2.ext.large_gradients import LargeGradients, PiecePlan, split_pieces
 from helpers import own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -116,22 +118,30 @@ def test_every_rank_gets_its_rows_of_the_mean() -> None:
                 assert torch.equal(got.double(), expected), (world_size, specs[i], indices, dtypes)
 
 
+def start_piece(
+    comm: RankComm, plan: PiecePlan, gradients: list[Tensor], outputs: list[Tensor], piece: tuple[int, int]
+) -> Any:
+    """Returns the work of one rank's reduction of a piece of its gradient."""
+    return large_gradients._start_piece(gradients[comm.rank], plan, Reduction(comm), outputs[comm.rank], *piece)  # type: ignore[arg-type]
+
+
 def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has arrived, and is finished, when the second is packed. Even and uneven rows, or none."""
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
     for rows, columns, world_size in itertools.product((1, 3, 8, 9, 24), (5, 8, 20), (2, 4, 8)):
         specs = (ParamSpec((rows, columns), F32, BF16, world_size), ParamSpec((8,), F32, BF16, world_size))
         layout = bucket_layout(specs, [0], F32, 1 << 40)
-        plan, exchange = ReducePlan(layout, specs, world_size), Exchange(world_size)
-        gradients = [{0: whole_numbers((rows, columns), BF16)} for _ in range(world_size)]
-        halves = [reduce.start_half(gradients[comm.rank], plan, Reduction(comm)) for comm in exchange.comms]  # type: ignore[arg-type]
-        assert all(halves)
-        assert [each.finish() for each in halves if each] == [{}] * world_size
-        pending = [
-            reduce.start(gradients[comm.rank], plan, Reduction(comm), {}, half)  # type: ignore[arg-type]
-            for comm, half in zip(exchange.comms, halves, strict=True)
-        ]
-        mean = sum(each[0].double() for each in gradients) / world_size
+        plan, exchange = PiecePlan(layout, specs, world_size), Exchange(world_size)
+        gradients = [whole_numbers((rows, columns), BF16) for _ in range(world_size)]
+        outputs = [torch.empty(layout.shard_numel) for _ in range(world_size)]
+        first, second = plan.halves
+        halves = [start_piece(comm, plan, gradients, outputs, first) for comm in exchange.comms]
+        assert [large_gradients.FirstHalf(outputs[0], work, 1).finish() for work in halves] == [{}] * world_size
+        pending = []
+        for comm in exchange.comms:
+            work = start_piece(comm, plan, gradients, outputs, second)
+            pending.append(PendingReduce(layout, Reduction(comm), work, outputs[comm.rank], [], {}, 1, num_halves=1))  # type: ignore[arg-type]
+        mean = sum(each.double() for each in gradients) / world_size
         for rank, each in enumerate(pending):
             ((flat, offset),) = each.finish().values()
             expected = own_rows(mean, rank, world_size)
@@ -140,19 +150,29 @@ def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent from where it lies; several gradients; what a hook is to see, or replicas to sum, as a whole."""
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
     cast, direct = ParamSpec((8, 8), F32, BF16, 2), ParamSpec((8, 8), F32, F32, 2)
 
     class Alone(RankComm):
+        def reduce_scatter(self, outputs: Any, inputs: Any, divisor: float) -> "Alone":
+            return self
+
+        def all_reduce(self, tensor: Tensor, divisor: float) -> "Alone":
+            return self
+
         def wait(self) -> None:
             pass
 
     comm = Alone(Exchange(2), 0, 2)
 
     def halves(specs: tuple[ParamSpec, ...], indices: list[int], wire: torch.dtype = F32, **options: Any) -> object:
-        plan = ReducePlan(bucket_layout(specs, indices, F32, 16, wire), specs, 2)
-        gradients = {i: torch.ones(8, 8, dtype=specs[i].compute_dtype) for i in indices}
-        return reduce.start_half(gradients, plan, Reduction(comm, **options))  # type: ignore[arg-type]
+        """Returns what is in flight before the reduction that ends the bucket."""
+        plan = PiecePlan(bucket_layout(specs, indices, F32, 16, wire), specs, 2)
+        queue = mock.Mock()
+        gradients = LargeGradients.__new__(LargeGradients)
+        gradients.group, gradients.reduction = mock.Mock(queue=queue), Reduction(comm, **options)  # type: ignore[arg-type]
+        gradients.start({i: torch.ones(8, 8, dtype=specs[i].compute_dtype) for i in indices}, plan, {})
+        return queue.add.call_args
 
     assert halves((cast, cast), [0]) is not None
     assert halves((direct, direct), [0]) is None
@@ -161,7 +181,7 @@ def test_what_is_not_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert halves((cast,), [0]) is None, "alone in its group, it is sent in more pieces"
     assert halves((cast, cast), [0], hook=lambda _: None) is None
     assert halves((cast, cast), [0], replicas=comm) is None
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 256)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 256)
     assert halves((cast, cast), [0]) is None
 
 
@@ -364,7 +384,7 @@ def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
     for rows, columns, ranks, count in itertools.product((1, 5, 8, 33), (1, 8, 12), (2, 3, 8), (1, 3, 16)):
         spec = ParamSpec((rows, columns), F32, BF16, ranks)
         layout = bucket_layout([spec], [0], F32, 1 << 40)
-        plan = ReducePlan(layout, (spec,), ranks)
+        plan = PiecePlan(layout, (spec,), ranks)
         gradient = torch.randn(rows, columns, dtype=BF16)
         padded = torch.full((ranks, layout.packed_numel), 7.0)
         flat = torch.full((ranks * spec.shard_numel,), 7.0)
