@@ -1,6 +1,6 @@
 """What ranks say to each other where some modules are conditional, and what they do for others that run more.
 
-On one of four ranks, whose peers are played by a script: what the least request of all ranks is, one consensus after the other.
+On one of four ranks, whose peers are played by a script: the least request of all ranks, one consensus after the other.
 """
 
 from collections.abc import Iterator
