@@ -17,7 +17,7 @@ REPLICAS, ACCUMULATED = 2, 2
 
 
 def main() -> None:
-    device = join_ranks()
+    device = join_ranks(multiple_of=2 * REPLICAS)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh_shape = (REPLICAS, world_size // REPLICAS)
     mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("replicate", "shard"))

@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedule", default="1F1B")
     schedule_class = get_schedule_class(parser.parse_args().schedule)
-    device = join_ranks()
+    device = join_ranks(multiple_of=2 * PIPELINE)
     mesh_shape = (PIPELINE, dist.get_world_size() // PIPELINE)
     mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("pipeline", "data"))
     pipeline, data = mesh["pipeline"], mesh["data"]

@@ -12,13 +12,13 @@ from tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, join_ranks, mak
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import fully_shard
+from fsdp2 import clip_grad_norm_, fully_shard
 
 TENSOR_PARALLEL = 2
 
 
 def main() -> None:
-    device = join_ranks()
+    device = join_ranks(multiple_of=2 * TENSOR_PARALLEL)
     mesh_shape = (dist.get_world_size() // TENSOR_PARALLEL, TENSOR_PARALLEL)
     mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("data", "tensor"))
 
@@ -41,6 +41,7 @@ def main() -> None:
         # Ranks that share a layer's computation need the same part of the batch.
         loss = model(*text.batch(step, data.get_local_rank(), data.size()))
         loss.backward()
+        clip_grad_norm_(model.parameters(), max_norm=100.0)  # over both axes; torch's own takes one mesh
         optimizer.step()
         optimizer.zero_grad()
         report(step, loss)

@@ -5,6 +5,8 @@ print the same losses, whatever they do to it and on however many ranks, up to r
 """
 
 import os
+import sys
+from pathlib import Path
 from pydoc_data.topics import topics  # what help("for") prints: half a megabyte of English
 
 import torch
@@ -80,13 +82,27 @@ class Text:
         return windows[:, :-1], windows[:, 1:]
 
 
-def join_ranks() -> torch.device:
-    """Meet the other processes that torchrun has started. This rank's GPU if there is one for each, else the CPU."""
+def join_ranks(multiple_of: int = 1) -> torch.device:
+    """Meets the other processes that torchrun has started; without torchrun, this process is the only rank.
+
+    Returns this rank's GPU if there is one for each rank of the machine, else the CPU. Ends the program if the number
+    of ranks is no multiple of `multiple_of`.
+    """
+    ranks, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if ranks % multiple_of:
+        name = Path(sys.argv[0]).name
+        how = f"torchrun --standalone --nproc-per-node {multiple_of} examples/{name}"
+        message = f"{name}: expected {multiple_of} ranks or a multiple of that, got {ranks}. Start it by: {how}"
+        sys.exit(message if local_rank == 0 else 1)  # once on each machine
     device = torch.device("cpu")
-    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    if "RANK" in os.environ:  # set by torchrun
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
 
 

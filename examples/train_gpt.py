@@ -1,9 +1,10 @@
 """Train a byte-level GPT of about 10 million parameters on the documentation that ships with Python.
 
-    torchrun --nproc-per-node 2 examples/train_gpt.py --save-every 40    # two CPU ranks, under two minutes
-    torchrun --nproc-per-node 3 examples/train_gpt.py --resume checkpoints    # from the last one there
-    python examples/train_gpt.py --impl none                            # plain training, the curve to compare with
-    torchrun --nproc-per-node 4 examples/train_gpt.py --device cuda --bf16
+    export OMP_NUM_THREADS=1
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --save-every 40      # two CPU ranks, two minutes
+    torchrun --standalone --nproc-per-node 3 examples/train_gpt.py --resume checkpoints # from the last one there
+    python examples/train_gpt.py --impl none                                     # plain training, to compare with
+    torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --device cuda --bf16
 
 Batches depend on the seed and the step alone, and each rank takes its slice of the global batch. So the losses are the
 same for every --impl and every number of ranks, also where a run goes on from a checkpoint of another number of ranks.
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from checkpointing import StopSignal, find_last, name_of, resume, save
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 try:
     from tqdm import tqdm
@@ -70,6 +72,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.set_defaults(**TINY)
     args = parser.parse_args()
     if problem := find_problem(args, world_size=int(os.environ.get("WORLD_SIZE", 1))):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            sys.exit(2)  # said once on each machine
         parser.error(problem)
     return args
 
@@ -267,6 +271,11 @@ class Reporter:
         self.say(f"step {step}: {bits_per_byte:.3f} bits per byte on held-out text")
         self.record(step=step, val_bits_per_byte=bits_per_byte)
 
+    def saved(self, checkpoint: Path) -> None:
+        if not self.silent:
+            nbytes = sum(path.stat().st_size for path in checkpoint.rglob("*"))
+            self.say(f"Saved {checkpoint} ({nbytes / 1e6:.0f} MB). To go on from it: --resume {checkpoint}")
+
     def say(self, line: str) -> None:
         if not self.silent:
             self.bar.write(line)
@@ -274,6 +283,10 @@ class Reporter:
     def record(self, **values: float) -> None:
         if self.log:
             self.log.write(json.dumps(values) + "\n")
+
+
+def local_part(parameter: nn.Parameter) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
@@ -285,7 +298,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     stop_signal = StopSignal()
     report = Reporter(args, first_step)
     size = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(local_part(parameter).numel() * parameter.element_size() for parameter in model.parameters())
     report.say(f"{size / 1e6:.1f} M parameters, {dist.get_world_size()} rank(s), {args.impl} on {device.type}")
+    report.say(f"This rank holds {held / 1e6:.1f} MB of parameters, and twice as much for AdamW.")
+    if args.resume:
+        report.say(f"Resumed from {find_last(args.resume)}: training goes on with step {first_step + 1}.")
     report.validation(first_step, validate(model, text, args.eval_batches))
 
     speed_seconds = 0.0
@@ -298,6 +315,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         stops = stop_signal.agreed(device)
         if args.save and (stops or step == args.steps or (args.save_every and step % args.save_every == 0)):
             save(Path(args.save), step, model, optimizer)
+            report.saved(name_of(Path(args.save), step))
         if stops:
             report.bar.close()
             how = f"--resume {name_of(Path(args.save), step)}" if args.save else "nothing was saved"

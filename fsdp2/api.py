@@ -9,11 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .bridge.torch_interface import torch_state_of
-from .checks.arguments import check_arguments
+from .checks.arguments import check_arguments, check_mesh
 from .checks.rollcall import level_from_environment
 from .core.api import Arguments, apply
-from .core.mesh import DataParallelMeshDims
+from .core.mesh import DataMesh, replicated_data_mesh
+from .core.module import check_bool
 from .core.policy import MixedPrecisionPolicy, OffloadPolicy
+from .ext.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
 from .module import FSDPModule
 
 
@@ -116,10 +118,9 @@ def fully_shard(
         model = fully_shard(model)
         ```
     """
-    given = Arguments(
-        mesh, dp_mesh_dims, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params
-    )
-    return _apply(module, given, conditional)
+    check_mesh(mesh, dp_mesh_dims)
+    given = (reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
+    return _apply(module, lambda: shared_data_mesh(mesh, dp_mesh_dims), given, conditional)
 
 
 def replicate(
@@ -150,16 +151,16 @@ def replicate(
     Returns:
         `module`.
     """
-    given = Arguments(mesh, None, None, None, mp_policy, offload_policy, ignored_params, replicates=True)
-    return _apply(module, given, conditional)
+    check_mesh(mesh, None)
+    given = (None, None, mp_policy, offload_policy, ignored_params)
+    return _apply(module, lambda: replicated_data_mesh(mesh or default_mesh()), given, conditional)
 
 
-def _apply(module: Any, given: Arguments, conditional: bool) -> Any:
-    if not isinstance(conditional, bool):
-        raise TypeError(f"conditional: expected a bool, got {conditional!r}")
+def _apply(module: Any, find_mesh: Callable[[], DataMesh], given: tuple[Any, ...], conditional: bool) -> Any:
+    check_bool("conditional", conditional)
     level_from_environment()
-    module, given = check_arguments(module, given)
-    return apply(module, given._replace(extras={"conditional": True} if conditional else {}))
+    given = check_arguments(module, *given)
+    return apply(module, Arguments(find_mesh(), *given, extras={"conditional": True} if conditional else {}))
 
 
 # torch's functions have it, too: the state that they left on a module, or None.

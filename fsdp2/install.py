@@ -25,6 +25,7 @@ from .ext import (
     transforms,
     units,
 )
+from .ext.requires_grad import RequiresGrad
 from .ext.unsharded_versions import UnshardedVersions
 from .module import FSDPModule
 from .tools.audit import AuditAtDebugLevel
@@ -51,6 +52,7 @@ def install() -> None:
         class_attributes=(entry_points.class_attributes, module_class.class_attributes),
         observers=(
             _each(passes.OutOfStep),
+            _each(RequiresGrad),
             unnoticed_writes.make_unnoticed_writes,
             _each(owners.Roots),
             _each(owners.ShardPlaces),

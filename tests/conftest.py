@@ -12,6 +12,11 @@ from fsdp2 import fully_shard
 # Before anything runs: once OpenMP has started its threads in the parent, a forked rank hangs in its first kernel.
 torch.set_num_threads(1)
 
+# Where there is no such device, each would note its caller's stack for the day that there is: a millisecond of a seed.
+for kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not kind.is_available():
+        kind.manual_seed_all = lambda seed: None
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
@@ -30,13 +35,22 @@ def _no_leaked_process_group() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
     """The first DeviceMesh imports 300 modules, the first optimizer as many: here once, not in every forked rank."""
-    if torch.version.cuda is None:  # 2.11 built for CUDA: a forked process that had it crashes in its second thread
-        importlib.import_module("torch._dynamo")
-
     from helpers import fake_world
 
-    with fake_world(1), torch.no_grad():
-        fully_shard(torch.nn.Linear(1, 1))(torch.ones(1))
+    with fake_world(1):
+        model = fully_shard(torch.nn.Linear(1, 1))
+        with torch.no_grad():
+            model(torch.ones(1))
+        if (
+            torch.version.cuda is not None
+        ):  # 2.11 built for CUDA: a forked process that had it crashes in its second thread
+            return
+        importlib.import_module("torch._dynamo")
+        model.reshard()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+            optimizer(model.parameters()).step()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,12 +38,17 @@ from fsdp2.core.api import sharded_class
 from hostile import hostile
 
 NIGHTLY = bool(os.environ.get("FSDP2_NIGHTLY"))
-"""Run many more of what is drawn at random, and for longer."""
+"""Run many more of what is drawn at random, for longer, and on numbers of ranks that say little more than others."""
 GRACE_S = 1.0
 """After one rank failed, how long the others may take to report their own errors before they are killed."""
 
 _FRAMES_OF_PYTEST = re.compile(r"\n.* in _run_in_group\n(  File .*\n)*")
 WHERE_ARE_YOU = signal.SIGUSR1
+
+
+def world_sizes(*sizes: int, nightly: Sequence[int] = ()) -> list[int]:
+    """How many ranks a test runs on: `sizes`, and in the nightly run `nightly` too."""
+    return sorted({*sizes, *nightly}) if NIGHTLY else list(sizes)
 
 
 class RankError(RuntimeError):
@@ -304,15 +309,30 @@ def shard_batch(batch: Tensor, rank: int, world_size: int) -> Tensor:
     return batch.chunk(world_size)[rank]
 
 
+@torch.no_grad()
 def assert_same(actual: Tensor | None, expected: Tensor | None, rtol: float, atol: float, name: str) -> None:
-    """Same None-ness, dtype, shape and values (NaN equals NaN); with rtol = atol = 0, every value equal."""
+    """Same None-ness, dtype, shape and values (NaN equals NaN); with rtol = atol = 0, every value equal.
+
+    Of a DTensor that is sharded and replicated, each rank compares what it holds with its part of a plain tensor, and
+    nothing is communicated.
+    """
     if actual is None or expected is None:
         if (actual is None) != (expected is None):
             raise AssertionError(f"{name}: expected {_describe(expected)}, got {_describe(actual)}")
         return
+    if not isinstance(expected, DTensor) and is_plainly_cut(actual) and actual.shape == expected.shape:
+        expected, actual = own_part(expected, actual), actual.to_local()  # type: ignore[arg-type, union-attr]
     actual, expected = full(actual).cpu(), full(expected).cpu()
-    if actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected):
-        return  # what assert_close finds out in ten times the time
+    # What assert_close finds out in ten times the time.
+    if (
+        actual.dtype == expected.dtype
+        and actual.shape == expected.shape
+        and (
+            torch.equal(actual, expected)
+            or (actual.is_floating_point() and torch.allclose(actual, expected, rtol, atol, equal_nan=True))
+        )
+    ):
+        return
     torch.testing.assert_close(
         actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{name} ({_describe(actual)}): {text}"
     )
@@ -329,12 +349,37 @@ def _describe(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
+def is_plainly_cut(tensor: Tensor) -> bool:
+    """True of a DTensor on a mesh that has this rank, if its parts are no sums, and cut as `Tensor.chunk` cuts."""
+    return (
+        isinstance(tensor, DTensor)
+        and tensor.device_mesh.get_coordinate() is not None
+        and all(type(placement) in (Shard, Replicate) for placement in tensor.placements)
+    )
+
+
+def own_part(whole: Tensor, like: DTensor) -> Tensor:
+    """Returns what this rank holds of `whole` if it is sharded as `like` is."""
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            whole = chunk_of(whole, placement.dim, coordinate[axis], like.device_mesh.size(axis))
+    return whole
+
+
+def chunk_of(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    """Returns what `rank` of `size` holds of `whole`, as torch.chunk cuts it; then empty shards."""
+    chunks = whole.chunk(size, dim)
+    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+
+
 def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
     """What `rank` holds of `whole` under Shard(0): row counts as torch.chunk gives them, then empty shards."""
-    chunks = whole.chunk(world_size)
-    return chunks[rank] if rank < len(chunks) else whole[:0]
+    return chunk_of(whole, 0, rank, world_size)
 
 
+@torch.no_grad()
 def assert_shard_of(actual: Tensor | None, expected: Tensor | None, rtol: float, atol: float, name: str) -> None:
     """`actual` is a DTensor, Shard(0) over the last axis of its mesh and replicated over others, and what this rank has
     to hold of `expected`. Communicates nothing.
@@ -342,12 +387,13 @@ def assert_shard_of(actual: Tensor | None, expected: Tensor | None, rtol: float,
     if actual is None or expected is None:
         return assert_same(actual, expected, rtol, atol, name)
     placements = actual.placements if isinstance(actual, DTensor) else ()
-    if placements != (Replicate(),) * (len(placements) - 1) + (Shard(0),) or actual.shape != expected.shape:
+    kinds = [*map(type, placements)]
+    is_cut = kinds == [Replicate] * (len(kinds) - 1) + [Shard] and placements[-1].dim == 0
+    if not is_cut or actual.shape != expected.shape:
         raise AssertionError(
             f"{name}: expected (Shard(0),) of {_describe(expected)}, got {placements} of {_describe(actual)}"
         )
-    rank, size = actual.device_mesh.get_coordinate()[-1], actual.device_mesh.size(-1)
-    assert_same(actual.to_local(), own_rows(expected, rank, size), rtol, atol, f"{name} on rank {dist.get_rank()}")
+    assert_same(actual, expected, rtol, atol, f"{name} on rank {dist.get_rank()}")
 
 
 class Differences:

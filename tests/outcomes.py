@@ -7,11 +7,13 @@ end, or only that of the process group's patience.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -141,10 +143,11 @@ class Situation:
         return (inspect.getdoc(self.program) or self.name).splitlines()[0].rstrip(".")
 
 
-def run_on(
-    ranks: int, situations: list[Situation], library: ModuleType, timeout: float, options: Options = dict
-) -> dict[str, list[Outcome]]:
-    """Run them one after the other in one launch; for each, how it ended on every rank.
+def run_each(
+    ranks: int, runs: Sequence[tuple[Situation, Options]], library: ModuleType, timeout: float
+) -> list[list[Outcome]]:
+    """Makes the `runs`, each of a situation with what `fully_shard` gets in it, in one launch; how each ended on every
+    rank.
 
     Raises:
         RankError: a rank didn't return, or died.
@@ -152,19 +155,21 @@ def run_on(
 
     def body(rank: int, _: int) -> list[Outcome]:
         outcomes = []
-        for situation in situations:
+        for situation, options in runs:
+            print(f"rank {rank}: {situation.name}", file=sys.stderr, flush=True)  # for the report of a hang
             outcomes.append(_end_of(situation, Side(library, rank, ranks, options)))
             dist.barrier()
         return outcomes
 
     by_rank = run_ranks(ranks, body, timeout=timeout)
-    return {situation.name: [own[i] for own in by_rank] for i, situation in enumerate(situations)}
+    return [[own[i] for own in by_rank] for i in range(len(runs))]
 
 
 def outcome_of(situation: Situation, library: ModuleType, patience_s: float = PATIENCE_S) -> Outcome:
     """Run it in a launch of its own, which is ended after `patience_s`."""
     try:
-        return merged(run_on(situation.ranks, [situation], library, patience_s)[situation.name])
+        (of_ranks,) = run_each(situation.ranks, [(situation, dict)], library, patience_s)
+        return merged(of_ranks)
     except RankError as error:
         text = str(error).splitlines()[0]
         return Outcome(HANG if "did not return within" in text else CRYPTIC, text)
@@ -179,16 +184,22 @@ def merged(of_ranks: list[Outcome]) -> Outcome:
 
 
 def _end_of(situation: Situation, side: Side) -> Outcome:
-    plain = Side()
-    _run(situation.program, plain)
-    assert plain.shown, "a program must show something"
+    expected = _shown_plainly(situation.program)
     with _listening() as heard:
         try:
             _run(situation.program, side)
         except Exception as error:
             return _judge(error, side)
-    text = _difference(side.shown, plain.shown, situation.tolerance)
+    text = _difference(side.shown, expected, situation.tolerance)
     return Outcome(SILENT if text else EXACT, text, bool(heard))
+
+
+@functools.cache
+def _shown_plainly(program: Program) -> dict[str, Any]:
+    plain = Side()
+    _run(program, plain)
+    assert plain.shown, "a program must show something"
+    return plain.shown
 
 
 def _run(program: Program, side: Side) -> None:

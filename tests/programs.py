@@ -29,14 +29,6 @@ def start_by_torchrun(name: str, ranks: int, *options: str) -> subprocess.Popen[
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run_by_torchrun(name: str, ranks: int, *options: str) -> str:
-    """What it prints."""
-    with start_by_torchrun(name, ranks, *options) as process:
-        output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors[-4000:]
-    return output
-
-
 def run_forked(name: str, ranks: int, *options: str, before: Prepare | None = None, is_killed: bool = False) -> str:
     """What it prints, in forked processes that have imported torch: torchrun's take seconds each for that.
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard
-from helpers import alone, assert_same, assert_shard_of, run_ranks, shard_batch
-from models import mean_loss
+from helpers import NIGHTLY, alone, assert_same, assert_shard_of, run_ranks, shard_batch
+from models import TanhBlock, mean_loss
 
 ROWS = 6  # divides by 2 and 3 ranks
 WIDTH = 5
@@ -180,16 +180,11 @@ def describe(case: dict[str, Any]) -> str:
 # ---- models and ways to wrap them ------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Two linears and a residual; odd widths."""
+class Block(TanhBlock):
+    """Odd widths."""
 
     def __init__(self, width: int = WIDTH, inner: int = 3) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+        super().__init__(width, inner)
 
 
 class Net(nn.Module):
@@ -261,8 +256,9 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    # foreach: DTensor plans one operation on all parameters, rather than one for each shape among them.
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.25, "momentum": 0.5, "foreach": True, **options})
+    # foreach: DTensor plans one operation on all parameters, rather than one for each shape among them, as it does for
+    # the buffers of momentum.
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.25, "foreach": True, **options})
 
 
 Wrap = Callable[..., None]
@@ -293,7 +289,8 @@ def leaves(run: Run, model: nn.Module) -> None:
             run.shard(module, reshard_after_forward=True)
 
 
-WRAPS = (whole, blocks, kept, leaves)
+# What is kept is kept everywhere in the nightly run; elsewhere where a test names it, and in random and real programs.
+WRAPS = (whole, blocks, kept, leaves) if NIGHTLY else (whole, blocks, leaves)
 
 
 def train_and_evaluate(run: Run, model: nn.Module, steps: int) -> None:
@@ -314,7 +311,7 @@ def train_and_evaluate(run: Run, model: nn.Module, steps: int) -> None:
 
 def train_beside(model: nn.Module, plain: nn.Module, batches: Callable[[int], Tensor]) -> None:
     """Three steps of SGD, the second of two micro-batches of which the first is not synchronised."""
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9, foreach=True) for each in (model, plain)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=True) for each in (model, plain)]
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(3):
         for part in range(2 if step == 1 else 1):

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
 from fsdp2.checks.unsynchronized import UnsynchronizedGrad
-from helpers import assert_same, assert_same_names, shard_batch
+from helpers import assert_same, assert_same_names, own_part, shard_batch
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,17 +77,6 @@ class Side:
         self.shown.clear()
         for param in self.params.values():
             param.grad = None
-
-
-def own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank holds of `whole` if it is sharded as `like` is."""
-    coordinate = like.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for axis, placement in enumerate(like.placements):
-        if placement != Replicate():
-            chunks = whole.chunk(like.device_mesh.size(axis), placement.dim)
-            whole = chunks[coordinate[axis]] if coordinate[axis] < len(chunks) else whole.narrow(placement.dim, 0, 0)
-    return whole
 
 
 def assert_part(actual: Tensor | None, expected: Tensor | None, name: str, tolerance: dict[str, float]) -> None:

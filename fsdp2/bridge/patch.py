@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import Any
 
 from ..api import fully_shard, replicate
-from ..core.mesh import DataParallelMeshDims
 from ..core.module import UnshardHandle
 from ..core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..core.state import require_state
 from ..ext.forward_method import register_fsdp_forward_method
+from ..ext.meshes import DataParallelMeshDims
 from ..ext.root_methods import GradientReductionHandle
 from ..module import FSDPModule, share_comm_ctx
 

@@ -10,29 +10,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from ..core.api import Arguments
 from ..core.parameter import fqn
 from ..core.policy import MixedPrecisionPolicy, OffloadPolicy
 from ..core.state import modules_below, state_of
+from ..ext.meshes import described_data_mesh
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
 
-def check_arguments(module: Modules, given: Arguments) -> tuple[Modules, Arguments]:
-    """Returns the arguments of a `fully_shard` or `replicate` call, with policies of torch's own as ours.
+def check_arguments(
+    module: Any, reshard: Any, placement_fn: Any, mp_policy: Any, offload_policy: Any, ignored: Any
+) -> tuple[Any, ...]:
+    """Returns the last five arguments, which `fully_shard` or `replicate` is given, with policies of torch's own as ours.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a module that can't be sharded; or one of its parameters is uninitialised.
     """
     roots = _check_modules(module)
-    check_mesh(given.mesh, given.dp_mesh_dims)
-    _check_types(given)
-    given = given._replace(mp_policy=check_policy(given.mp_policy))
-    _check_initialised(roots, given.ignored_params or ())
-    if given.shard_placement_fn is not None:
-        given = given._replace(shard_placement_fn=Placements(given.shard_placement_fn))
-    return module, given
+    _check_types(reshard, placement_fn, offload_policy, ignored)
+    mp_policy = check_policy(mp_policy)
+    _check_initialised(roots, ignored or ())
+    placements = None if placement_fn is None else Placements(placement_fn)
+    return reshard, placements, mp_policy, offload_policy, ignored
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
@@ -87,20 +87,15 @@ def check_mesh(mesh: Any, dims: Any) -> None:
         raise ValueError("dp_mesh_dims names axes of `mesh`: pass the mesh, too")
 
 
-def _check_types(given: Arguments) -> None:
+def _check_types(reshard: Any, placement_fn: Any, offload_policy: Any, ignored: Any) -> None:
     """Checks the types of the other arguments; values are checked where their meaning is known."""
-    conditional, reshard = given.extras.get("conditional", False), given.reshard_after_forward
-    offload_policy: Any = given.offload_policy
-    if not isinstance(conditional, bool):
-        raise TypeError(f"conditional: expected a bool, got {conditional!r}")
     if not isinstance(reshard, (int, type(None))):
         raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {reshard!r}")
-    if given.shard_placement_fn is not None and not callable(given.shard_placement_fn):
-        raise TypeError(f"shard_placement_fn: expected a function or None, got {given.shard_placement_fn!r}")
+    if placement_fn is not None and not callable(placement_fn):
+        raise TypeError(f"shard_placement_fn: expected a function or None, got {placement_fn!r}")
     is_policy = isinstance(offload_policy, OffloadPolicy) or type(offload_policy).__name__ == "OffloadPolicy"
     if isinstance(offload_policy, type) or not (is_policy or hasattr(offload_policy, "pin_memory")):
         raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
-    ignored: Any = given.ignored_params
     if not isinstance(ignored, (set, frozenset, type(None))):
         raise TypeError(f"ignored_params: expected a set of parameters or None, got {type(ignored).__name__}")
     for each in ignored or ():
@@ -144,6 +139,8 @@ class Placements:
 
     def __call__(self, parameter: nn.Parameter) -> Any:
         placement = self._choose(parameter)
-        if placement is not None and not hasattr(placement, "mesh_info"):
+        if hasattr(placement, "mesh_info"):
+            return placement.placement, described_data_mesh(placement.mesh_info)
+        if placement is not None:
             self.chosen.append((parameter, placement))
         return placement

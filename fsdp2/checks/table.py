@@ -215,22 +215,17 @@ def _forward_looks(root: Any) -> Observer | None:
 
 
 def _follow_levels(root: Any) -> None:
-    """Has a root that is there already observed as the levels say now."""
-    before = root.events.observers
-    present: dict[type, Observer] = {type(each): each for each in before}
-    is_ours = (Check, RankLooks, ForwardLooks)
+    """Has a root that is there already observed as the levels say now. Checks that stay keep what they know."""
+    before, is_ours = root.events.observers, (Check, RankLooks, ForwardLooks)
+    present = {type(each): each for each in before}
     now: list[Observer] = []
-    for make in CHECKS:
-        made = make(root)
-        if made is not None:
-            kept = present.get(type(made), made)
-            if isinstance(kept, Check) and isinstance(made, Check):
-                kept.always = made.always
-            now.append(kept)
+    for made in filter(None, (make(root) for make in CHECKS)):
+        kept = present.get(type(made), made)
+        if isinstance(made, Check):
+            kept.always = made.always
+        now.append(kept)
     first = next((i for i, each in enumerate(before) if isinstance(each, is_ours)), len(before))
-    others = [each for each in before if not isinstance(each, is_ours)]
-    at = sum(not isinstance(each, is_ours) for each in before[:first])
-    root.observe([*others[:at], *now, *others[at:]])
+    root.observe([*before[:first], *now, *(each for each in before[first:] if not isinstance(each, is_ours))])
     for check in before:
         if isinstance(check, Check) and check not in now:
             check.detached(root)

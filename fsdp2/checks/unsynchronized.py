@@ -145,6 +145,12 @@ class UnsynchronizedGradients(Observer):
                     group.gradients.forget(i)
         self._marked.clear()
 
+    def before_replace(self, group: FSDPParamGroup, found: Any) -> None:
+        """Drops what the user has cleared: what is left is known by the places of its parameters, which must stay."""
+        for i in self._marked.get(group, ()):
+            if not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
+                group.gradients.forget(i)
+
     def finalized(self, root: Any) -> None:
         """Puts a stand-in into `.grad` of each parameter whose gradient is unsynchronized."""
         for group in root.groups:

@@ -6,8 +6,6 @@ from .events import Observer as Observer
 from .events import Strategies as Strategies
 from .events import extend as extend
 from .events import strategies as strategies
-from .mesh import DataParallelMeshDims as DataParallelMeshDims
-from .mesh import ShardPlacementResult as ShardPlacementResult
 from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy

@@ -13,12 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from . import mesh as meshes
 from .compat import untraced
 from .events import strategies
 from .group import FSDPParamGroup, make_group
 from .hooks import run_forward
-from .mesh import DataMesh, DataParallelMeshDims, Distribution
+from .mesh import DataMesh, Distribution, data_mesh, distribute, replicated_data_mesh
 from .module import FSDPModule
 from .parameter import FSDPParam, Slot, fqn
 from .policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
@@ -30,17 +29,19 @@ Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call of `fully_shard` or `replicate`. `extras`: those of extensions."""
+    """The arguments of one call of `fully_shard` or `replicate`.
 
-    mesh: DeviceMesh | None = None
-    dp_mesh_dims: DataParallelMeshDims | None = None
+    `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
+    return a Shard and a DataMesh for a parameter on a mesh of its own. `extras`: those of extensions.
+    """
+
+    mesh: DeviceMesh | DataMesh
     reshard_after_forward: bool | int | None = None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload_policy: OffloadPolicy = OffloadPolicy()
     ignored_params: Collection[nn.Parameter] | None = None
-    replicates: bool = False
-    extras: dict[str, Any] = {}
+    extras: dict[str, Any] = {}  # noqa: RUF012  nobody writes to it
 
 
 class ParameterPlan(NamedTuple):
@@ -71,21 +72,21 @@ class Plan:
     units: dict[nn.Module, list[str]] = field(default_factory=dict)
 
 
-def fully_shard(module: Modules, **arguments: Any) -> Modules:
-    """Shards the parameters of `module` over the ranks of a mesh, in place, and returns `module`.
+def fully_shard(module: Modules, *, mesh: DeviceMesh | DataMesh, **arguments: Any) -> Modules:
+    """Shards the parameters of `module` over the ranks of `mesh`, in place, and returns `module`.
 
-    `arguments` are fields of Arguments. `fsdp2.fully_shard` names and describes them; it adds checks, and arguments of
-    extensions. Every rank of the mesh must call it.
+    `arguments` are further fields of Arguments. `fsdp2.fully_shard` names and describes them; it adds checks, and
+    arguments of extensions. Every rank of the mesh must call it.
     """
-    return apply(module, Arguments(**arguments))
+    return apply(module, Arguments(mesh, **arguments))
 
 
-def replicate(module: Modules, **arguments: Any) -> Modules:
-    """Keeps a whole copy of the parameters of `module` on each rank of a mesh, and averages their gradients: DDP.
+def replicate(module: Modules, *, mesh: DeviceMesh, **arguments: Any) -> Modules:
+    """Keeps a whole copy of the parameters of `module` on each rank of `mesh`, and averages their gradients: DDP.
 
-    `arguments` are fields of Arguments, see `fsdp2.replicate`. Every rank of the mesh must call it.
+    `arguments` are further fields of Arguments, see `fsdp2.replicate`. Every rank of the mesh must call it.
     """
-    return apply(module, Arguments(replicates=True, **arguments))
+    return apply(module, Arguments(replicated_data_mesh(mesh), **arguments))
 
 
 @hides_modes
@@ -126,13 +127,7 @@ def _plan(module: Any, given: Arguments) -> Plan:
             raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
     nested = {inner for outer in roots for inner in outer.modules() if inner is not outer} if len(roots) > 1 else ()
     roots = [each for each in roots if each not in nested]
-    mesh = given.mesh if given.mesh is not None else meshes.default_mesh()
-    if given.replicates:
-        shared = meshes.replicated_data_mesh(mesh)
-    else:
-        shared = (
-            meshes.data_mesh(mesh) if given.dp_mesh_dims is None else meshes.named_data_mesh(mesh, given.dp_mesh_dims)
-        )
+    shared = given.mesh if isinstance(given.mesh, DataMesh) else data_mesh(given.mesh)
     inside = list(states_among(names_below(roots)))
     managed: dict[nn.Module, str] = {}
     for i, root in enumerate(roots):
@@ -159,10 +154,10 @@ def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Argum
     try:
         if given.shard_placement_fn is not None:
             placement = given.shard_placement_fn(parameter)
-            if hasattr(placement, "mesh_info"):
-                mesh, placement = meshes.described_data_mesh(placement.mesh_info), placement.placement
+            if isinstance(placement, tuple):  # also a mesh of its own
+                placement, mesh = placement
         dim = 0 if placement is None else _dim_of(placement, parameter)
-        distribution = (meshes.distribute if type(parameter) is nn.Parameter else strategies().distribute)(
+        distribution = (distribute if type(parameter) is nn.Parameter else strategies().distribute)(
             parameter, mesh, dim
         )
         return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter))

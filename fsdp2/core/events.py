@@ -164,7 +164,7 @@ class Strategies:
         group_class: (device, FSDPParamGroup) -> class of groups on that device.
         distribute: (parameter, mesh, dim) -> Distribution of a parameter that is a tensor subclass, a DTensor for example.
         gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
-        gather_extension: (params, mesh, policy) -> what gathers these parameters, see `GatherExtension`.
+        gather_extension: (params, mesh, policy) -> what gathers these parameters, see SubclassGather in ext/subclasses.py.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
         module_class: class that sharded modules get besides their own; None: core.FSDPModule.
         make_prefetcher: (root) -> Prefetcher.

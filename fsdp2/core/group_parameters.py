@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from . import compat
 from .buffers import GroupBuffers
-from .comm import Comm
-from .compat import requires_grad_of
 from .events import strategies
 from .gradients import GroupGradients
 from .layout import GatherLayout, ParamSpec, gather_layout
@@ -24,32 +22,12 @@ from .registration import Registration
 from .streams import Transfers
 
 
-class GatherExtension(Protocol):
-    """What gathers the parameters of a group whose local tensors say themselves how they are gathered."""
-
-    def start(self, comm: Comm) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns what to gather into what, besides the group's own bytes. Every rank must call it."""
-
-    def finish(self) -> bool:
-        """Builds the unsharded parameters. Returns True if one of them is another object than before."""
-
-    def free(self) -> None:
-        """Frees what was gathered."""
-
-    def storage_ids(self) -> set[int]:
-        """Returns the identities of all storages that the unsharded parameters consist of."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the last gather has delivered."""
-
-
 class GroupParameters:
     """The parameters of one group, and what is built from them.
 
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
     `extension`: what gathers those that say themselves how; they are the last ones in `params`.
-    `trainable`: which of them require a gradient, as far as buckets know. `storage_ids`: of the unsharded parameters.
+    `unsharded`: the unsharded parameters. `trainable`: which of them require a gradient, as far as buckets know. `storage_ids`: of the unsharded parameters.
     """
 
     def __init__(
@@ -64,12 +42,10 @@ class GroupParameters:
         self.storage_device, self._transfers = storage_device, transfers
         self.registration = Registration()
         self.buffers: GroupBuffers | None = None
-        self.extension: GatherExtension | None = None
+        self.extension: Any = None  # see SubclassGather in ext/subclasses.py
         self.specs: tuple[ParamSpec, ...] = ()
-        self._unsharded: list[nn.Parameter] = []
+        self.unsharded: list[nn.Parameter] = []
         self.trainable: list[bool] = []
-        # Which required one before that: a backward may come to graphs of that time.
-        self._trained_before: list[bool] | None = None
         self.storage_ids: frozenset[int] = frozenset()
         # From how many bytes on a parameter is gathered on its own.
         self._direct_min_bytes = 0
@@ -175,7 +151,7 @@ class GroupParameters:
         assert self.buffers is not None, "unsharded parameters are there"
         self._watch()
         self.follow_requires_grad()
-        self._unsharded = [param.unsharded for param in self.params]
+        self.unsharded = [param.unsharded for param in self.params]
         extended = self.extension.storage_ids() if self.extension is not None else set()
         self.storage_ids = frozenset([self.buffers.storage_id, *extended])
         self.registration.prepare(self.params)
@@ -189,27 +165,11 @@ class GroupParameters:
 
     def follow_requires_grad(self) -> None:
         """Plans to reduce the gradients of the parameters that require one now."""
-        before, self.trainable = self.trainable, self.registration.trainable()
-        self._trained_before = before if before and before != self.trainable else None
+        self.trainable = self.registration.trainable()
         for param, trainable in zip(self.params, self.trainable, strict=True):
             param.unsharded.requires_grad_(trainable)
         specs = self.specs if self.buffers is not None else ()
         self._gradients.prepare(specs, self._settings.policy, [i for i, yes in enumerate(self.trainable) if yes])
-
-    def keep_requires_grad(self) -> None:
-        """Has the sharded parameters take the `requires_grad` that a forward has given the unsharded ones."""
-        if self.buffers is not None and list(map(requires_grad_of, self._unsharded)) != self.trainable:
-            for param, before in zip(self.params, self.trainable, strict=True):
-                if param.unsharded.requires_grad != before:
-                    param.sharded.requires_grad_(param.unsharded.requires_grad)
-            self.follow_requires_grad()
-
-    def begin_backward(self) -> None:
-        """Follows `requires_grad` again: the forward that changed it last need not be the one that backward is of."""
-        if self._trained_before is not None:
-            self._trained_before = None
-            if self.buffers is not None and self.registration.trainable() != self.trainable:
-                self.follow_requires_grad()
 
     # ---- what a tensor belongs to
 

@@ -57,9 +57,6 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
     finally:
         root.depth -= 1
         root.leave()
-        if not in_backward:
-            for group in state.groups:
-                group.parameters.keep_requires_grad()
     output_dtype = state.policy.output_dtype
     return output if output_dtype is None else cast_floating(output, output_dtype)
 

@@ -77,7 +77,6 @@ class FSDPModule:
                     notify(group)
         finally:
             for group in groups:
-                group.parameters.keep_requires_grad()
                 group.hold = min(group.hold, Hold.NEXT_PASS)
                 group.release()
 

@@ -217,7 +217,6 @@ class Root:
         self.backward_pass = object()
         self.notify(self.events.backward_began)
         for group in self.groups:
-            group.parameters.begin_backward()
             group.gradients.begin_backward(self.backward_pass)
 
     def end_backward(self) -> None:

@@ -129,7 +129,7 @@ class _OneParameter:
 
 
 class SubclassGather:
-    """Gathers the parameters of one group that say themselves how, together with the others: a GatherExtension."""
+    """Gathers the parameters of one group that say themselves how, together with the others."""
 
     def __init__(self, params: Sequence[FSDPParam], parameters: Any, policy: MixedPrecisionPolicy) -> None:
         self._params, self._mesh = params, parameters.mesh

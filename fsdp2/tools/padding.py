@@ -29,10 +29,11 @@ from ..core.compat import local_of
 from ..core.events import Observer
 from ..core.group import FSDPParamGroup
 from ..core.layout import ParamSpec, align, bucket_layout, gather_layout
-from ..core.mesh import DataMesh, DataParallelMeshDims, data_mesh, default_mesh, named_data_mesh
+from ..core.mesh import DataMesh
 from ..core.module import FSDPModule
 from ..core.policy import MixedPrecisionPolicy
 from ..core.state import groups_below
+from ..ext.meshes import DataParallelMeshDims, shared_data_mesh
 
 # The cost of copying a byte (read and written at 2.5 TB/s), relative to that of receiving it over NVLink. Networks are
 # slower than NVLink.
@@ -91,8 +92,7 @@ def cheapest_placement(
         TypeError, ValueError: the errors that `fully_shard` raises about them.
     """
     check_mesh(mesh, dp_mesh_dims)
-    mesh = default_mesh() if mesh is None else mesh
-    ranks = data_mesh(mesh) if dp_mesh_dims is None else named_data_mesh(mesh, dp_mesh_dims)
+    ranks = shared_data_mesh(mesh, dp_mesh_dims)
     return partial(_choose, ranks)
 
 

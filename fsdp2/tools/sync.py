@@ -18,10 +18,11 @@ from ..checks.initial_weights import InitialValues, compare_initial_weights, kno
 from ..checks.questions import bounds_over, widest_mesh
 from ..core.compat import inner_tensors, no_torch_function
 from ..core.group import LENT, FSDPParamGroup
-from ..core.mesh import DataMesh, default_mesh
+from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam, fqn
 from ..core.state import modules_below, states_among
 from ..dtensor.write_notices import notices
+from ..ext.meshes import default_mesh
 from ..ext.owners import sharded_owner
 from ..ext.rank_facts import broadcast_over, gather_objects
 

@@ -16,19 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import fake_gpu
 from fsdp2 import CPUOffloadPolicy, fully_shard
 from helpers import assert_same, full
+from models import TanhBlock
 
 WIDTH, ROWS_OF_RANK, STEPS = 13, 2, 3
 EXACT, ROUNDED = {"rtol": 1e-4, "atol": 1e-6}, {"rtol": 5e-2, "atol": 1e-2}
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
-
-
-class Block(nn.Module):
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
 
 
 class Net(nn.Module):
@@ -41,8 +33,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(inner) for inner in (5, 8))
-        self.tower = Block(7)
+        self.blocks = nn.ModuleList(TanhBlock(WIDTH, inner) for inner in (5, 8))
+        self.tower = TanhBlock(WIDTH, 7)
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.recompute: bool | None = None
         self.side: torch.Stream | None = None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from helpers import run_ranks
+from helpers import run_ranks, world_sizes
 from scenarios import WIDTH, WRAPS, Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
 
 
@@ -60,7 +60,7 @@ def test_every_order_of_synchronised_and_unsynchronised_backwards() -> None:
     check(scenario, first=(False, True), second=(False, True), wrap=WRAPS)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
 def test_micro_batches_that_use_different_modules(world_size: int) -> None:
     """A gradient that waits must be reduced by the synchronised backward even if that one does not touch its module."""
 
@@ -107,7 +107,7 @@ def test_zero_grad_to_zero_and_no_further_backward() -> None:
     def scenario(run: Run, zero: str, sync: bool) -> None:
         model = run.build(Towers)
         blocks(run, model)
-        optimizer = sgd(model, weight_decay=0.1)
+        optimizer = sgd(model, momentum=0.5, weight_decay=0.1)
         backward(run, model, seed=1)
         run.step("first", model, optimizer)
         backward(run, model, seed=2, sync=sync)

@@ -14,22 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from helpers import alone, assert_same, run_checks
+from models import LoRALinear
 from scenarios import TOLERANCE, WIDTH, Run, Wrap, blocks, check, kept, loss_of, whole
 
 INNER, RANK = 7, 2
 
 
-class LoRA(nn.Module):
+class LoRA(LoRALinear):
     """y = (W + B A) x, W frozen. B starts away from zero, so that both get gradients at once."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(in_features, out_features).requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(RANK, in_features) * 0.3)
-        self.up = nn.Parameter(torch.randn(out_features, RANK) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + (x @ self.down.T) @ self.up.T
+        super().__init__(in_features, out_features, RANK)
 
     def merged(self) -> Tensor:
         return self.base.weight + self.up @ self.down

@@ -38,10 +38,10 @@ from fsdp2 import (
 )
 from fsdp2.core.api import sharded_class
 from fsdp2.core.comm import Purpose
-from fsdp2.core.mesh import default_mesh
 from fsdp2.dtensor import sharded_dtensor
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.ext.collectives import make_comm
+from fsdp2.ext.meshes import default_mesh
 from helpers import assert_same, full, own_rows, run_ranks, sharded
 
 ROWS, WIDTH = 12, 6

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import full_params, fully_shard
 from fsdp2.core.state import groups_of
-from helpers import assert_same, run_ranks
+from helpers import assert_same, run_ranks, world_sizes
 from scenarios import (
     WIDTH,
     WRAPS,
@@ -46,7 +46,7 @@ from scenarios import (
 # ---- graphs: several forwards, several backwards ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
 def test_several_forwards_before_one_backward(world_size: int) -> None:
     """A group freed after the backward of one forward must be there for that of the next; gradients come once."""
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.core.state import groups_of
-from helpers import assert_same, full, run_checks, run_ranks
+from helpers import assert_same, full, run_checks, run_ranks, world_sizes
 from models import TanhBlock
 
 WIDTH, ROWS = 6, 4
@@ -94,7 +94,7 @@ HOOKS = (on_blocks, on_what_is_inside, on_outputs, late, on_all_modules)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_a_backward_hook_reads_the_unsharded_weight(world_size: int, is_checkpointed: bool) -> None:
     def body(rank: int, world_size: int) -> None:
         warnings.simplefilter("ignore")  # torch's own, of hooks in modules whose inputs need no gradient

@@ -8,16 +8,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2.any_comm import AnyComm
-from fsdp2.comm import CoalescedComm, Comm, PairwiseComm, make_comm, moves_data
-from fsdp2.headers import HEADER_NBYTES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2 import fully_shard, group_compat
-from helpers import run_checks, run_ranks
+from fsdp2 import fully_shard
+from fsdp2.checks.headers import HEADER_NBYTES
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.core import compat
+from fsdp2.core.comm import CoalescedComm, Comm, Purpose
+from fsdp2.ext import rank_facts
+from fsdp2.ext.any_group import FallbackComm
+from fsdp2.ext.collectives import make_comm
+from fsdp2.ext.gloo import PairwiseComm
+from helpers import run_checks, run_ranks, world_sizes
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
 MOVED = [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64]
@@ -221,7 +226,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=(2, 4)))
 def test_pairwise_exchange(world_size: int) -> None:
     run_on_comm(world_size, CHECKS)
 
@@ -230,17 +235,16 @@ def test_pairwise_exchange(world_size: int) -> None:
 def test_all_to_all_exchange(world_size: int) -> None:
     """What NCCL and others do where gradients travel in fewer bits, on gloo, which has that collective, too."""
     checks = [what_travels_in_fewer_bits_is_summed_in_more, sums_of_float16_do_not_overflow]
-    named = [(check.__name__, lambda check=check: check(CoalescedComm(dist.group.WORLD))) for check in checks]  # type: ignore[misc]
-    run_checks(world_size, named, timeout=20)
+    run_on_comm(world_size, checks, CoalescedComm)
 
 
 @pytest.mark.parametrize("world_size", [3])
 def test_each_function_that_a_group_may_lack_has_another_in_its_place(world_size: int) -> None:
     """On gloo, which has all: the first of them, the second without that, and so on, do the same."""
 
-    def without_the_first(count: int) -> AnyComm:
-        comm = AnyComm(dist.group.WORLD)  # type: ignore[arg-type]
-        for first_offered in (comm._gather, comm._scatter, comm._exchange):
+    def without_the_first(count: int) -> Comm:
+        comm = FallbackComm(dist.group.WORLD, Purpose())  # type: ignore[arg-type]
+        for first_offered in (comm._first_gather, comm._first_scatter, comm._first_exchange):
             del first_offered._functions[: min(count, len(first_offered._functions) - 1)]
         return comm
 
@@ -299,39 +303,42 @@ def what_travels_in_fewer_bits_is_summed(comm: Comm) -> None:
 def test_what_is_no_lack_is_raised_as_it_is() -> None:
     """A group that fails, because another rank is gone say, isn't asked for something else in its place."""
 
-    class Failing(AnyComm):
+    class Failing(FallbackComm):
         says = ""
 
         def _fail(self, output: Tensor, source: Tensor) -> Any:
             raise RuntimeError(self.says)
 
     def body(rank: int, size: int) -> None:
-        comm = Failing(dist.group.WORLD)  # type: ignore[arg-type]
-        comm._gather._functions[0] = Failing._fail
+        comm = Failing(dist.group.WORLD, Purpose())  # type: ignore[arg-type]
+        comm._first_gather._functions[0] = Failing._fail
         for comm.says in ("connection closed by peer", "connect: Operation not supported"):
             with pytest.raises(RuntimeError, match=comm.says):
                 comm.all_gather([torch.zeros(2)], [torch.zeros(1)])
-            assert len(comm._gather._functions) == 3
+            assert len(comm._first_gather._functions) == 3
 
     run_ranks(2, body)
 
 
 def test_gloo_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads and writes a tensor's address on the CPU, wherever the tensor is."""
-    monkeypatch.setattr(group_compat, "backend_name", lambda group, device: "gloo")
+    monkeypatch.setattr(compat, "backend_name", lambda group, device: "gloo")
     with pytest.raises(NotImplementedError, match="cpu:gloo,cuda:nccl"):
-        make_comm(object(), torch.device("cuda"))  # type: ignore[arg-type]
+        make_comm(object(), torch.device("cuda"), Purpose())  # type: ignore[arg-type]
 
 
 def test_waiting_twice_is_harmless() -> None:
     run_on_comm(2, [waiting_twice_is_harmless])
 
 
-def run_on_comm(world_size: int, checks: list[Callable[[PairwiseComm], None]]) -> None:
-    def on_a_new_comm(check: Callable[[PairwiseComm], None]) -> Callable[[], None]:
-        return lambda: check(PairwiseComm(dist.group.WORLD))
-
-    run_checks(world_size, [(check.__name__, on_a_new_comm(check)) for check in checks], timeout=20)
+def run_on_comm(world_size: int, checks: list[Callable[[Any], None]], *kinds: Callable[..., Comm]) -> None:
+    """Each check on a new comm, of each kind."""
+    named = [
+        (f"{check.__name__}, {kind.__name__}", lambda check=check, kind=kind: check(kind(dist.group.WORLD, Purpose())))  # type: ignore[misc]
+        for kind in kinds or (NamedPairwiseComm, PairwiseComm)
+        for check in checks
+    ]
+    run_checks(world_size, named, timeout=20)
 
 
 class CountingGroup:
@@ -357,14 +364,14 @@ class CountingGroup:
 
 @pytest.mark.parametrize("world_size", [3])
 def test_ranks_send_what_they_must(world_size: int) -> None:
-    """(N - 1) / N of the full parameter or gradient; gloo's own reduce-scatter is an all-reduce: twice that.
+    """(N - 1) / N of the unsharded parameter or gradient; gloo's own reduce-scatter is an all-reduce: twice that.
 
-    Gradients that travel in half the bits: half of it. And a header to each other rank.
+    Gradients that travel in half the bits: half of it. And a header to each other rank, if they carry names.
     """
 
-    def body(rank: int, _: int) -> tuple[int, ...]:
+    def sent(comm_class: Callable[..., Comm]) -> tuple[int, ...]:
         group = CountingGroup(dist.group.WORLD)
-        comm = PairwiseComm(group)  # type: ignore[arg-type]
+        comm = comm_class(group, Purpose())
         full, shards = [torch.zeros(3000), torch.zeros(99)], [torch.zeros(1000), torch.zeros(33)]
         comm.reduce_scatter(shards, full, comm.size).wait()
         reduced = group.sent
@@ -373,8 +380,12 @@ def test_ranks_send_what_they_must(world_size: int) -> None:
         comm.reduce_scatter(shards, [each.bfloat16() for each in full], comm.size).wait()
         return reduced, gathered, group.sent - reduced - gathered
 
+    def body(rank: int, _: int) -> list[tuple[int, ...]]:
+        return [sent(NamedPairwiseComm), sent(PairwiseComm)]
+
     nbytes, headers = 3099 * 4 * (world_size - 1) // world_size, (world_size - 1) * HEADER_NBYTES
-    assert run_ranks(world_size, body) == [(nbytes + headers, nbytes + headers, nbytes // 2 + headers)] * world_size
+    expected = [(nbytes + each, nbytes + each, nbytes // 2 + each) for each in (headers, 0)]
+    assert run_ranks(world_size, body) == [expected] * world_size
 
 
 class Calls(TorchDispatchMode):
@@ -418,7 +429,7 @@ def test_tensors_go_one_by_one_where_torch_can_send_no_list() -> None:
 
     def body(rank: int, size: int) -> None:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-        comm = CoalescedComm(dist.group.WORLD)  # type: ignore[arg-type]
+        comm = CoalescedComm(dist.group.WORLD, Purpose())  # type: ignore[arg-type]
         comm.force_sum = True  # gloo takes no means
         own = [torch.full((2,), float(rank)), torch.full((3,), 10.0 + rank)]
         gathered = [torch.empty(size * len(each)) for each in own]
@@ -437,6 +448,6 @@ def test_tensors_go_one_by_one_where_torch_can_send_no_list() -> None:
 def test_only_simulated_backends_leave_tensors_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever real ones are called."""
     for name, moves in (("gloo", True), ("nccl2", True), ("fake", False)):
-        monkeypatch.setattr(group_compat, "backend_name", lambda group, device, name=name: name)
-        assert moves_data([object()], torch.device("cpu")) == moves, name  # type: ignore[list-item]
-    assert not moves_data([], torch.device("cpu"))
+        monkeypatch.setattr(rank_facts, "backend_name", lambda group, device, name=name: name)
+        assert rank_facts.moves_data([object()], torch.device("cpu")) == moves, name  # type: ignore[list-item]
+    assert not rank_facts.moves_data([], torch.device("cpu"))

@@ -7,7 +7,7 @@ other in one process, each with its own plan, and takes the mean of the losses.
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -280,37 +280,31 @@ def copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def train_sharded(model: Any, rank: int, world_size: int, accumulate: bool) -> Shown:
-    """The same, on one rank; what others evaluate is left out."""
-    shown: Shown = []
+def train_sharded(model: Any, rank: int, world_size: int, accumulate: bool) -> Iterator[tuple[str, Tensor | None]]:
+    """Trains alike on one rank, and shows the same as it comes; what others evaluate is left out."""
     optimizer = sgd(model)
     for step, of_ranks in enumerate(plans(model.optional, world_size)):
         with torch.no_grad():
-            shown.append((f"evaluated {step}", model(batch(rank, 50 + step), of_ranks[::-1][rank])))
+            output = model(batch(rank, 50 + step), of_ranks[::-1][rank])
+        yield f"evaluated {step}", output
         model.set_requires_gradient_sync(not accumulate or step % 2 == 1)
         loss_of(model(batch(rank, step), of_ranks[rank])).backward()
         if accumulate and step % 2 == 0:
             continue
-        shown += [(f"step {step}: {name}.grad", whole(p.grad)) for name, p in model.named_parameters()]
+        yield from ((f"step {step}: {name}.grad", p.grad) for name, p in model.named_parameters())
         optimizer.step()
-        shown += [(f"step {step}: {name}", whole(p)) for name, p in model.named_parameters()]
+        yield from ((f"step {step}: {name}", p) for name, p in model.named_parameters())
         optimizer.zero_grad()
-    return shown
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else full(tensor).clone()
-
-
-def compare(shown: Shown, expected: Shown, rank: int, world_size: int) -> list[str]:
+def compare(shown: Iterable[tuple[str, Tensor | None]], expected: Shown, rank: int, world_size: int) -> list[str]:
     evaluated = itertools.count()
     own = [each for each in expected if not each[0].startswith("evaluated") or next(evaluated) % world_size == rank]
-    assert len(own) == len(shown)
     different = []
     for (name, value), (same_name, other) in zip(shown, own, strict=True):
         assert name == same_name
         if name.endswith("unused.grad") and other is None and value is not None:
-            other = torch.zeros_like(value)  # others of its group have been used
+            other = torch.zeros(value.shape, dtype=value.dtype)  # others of its group have been used
         try:
             assert_same(value, other, 1e-10, 1e-12, name)
         except AssertionError as error:
@@ -318,17 +312,19 @@ def compare(shown: Shown, expected: Shown, rank: int, world_size: int) -> list[s
     return different[:2]
 
 
-def check_all(world_size: int, shard: Callable[[Any], None], accumulate: bool = False, names: Any = MODELS) -> None:
+def check_all(world_size: int, *ways: Callable[[Any], None], accumulate: bool = False, names: Any = MODELS) -> None:
+    """Trains each of the models in each of the `ways` to shard it."""
     makers = {name: MODELS[name] for name in names}
     expected = alone(lambda: {name: train_plain(make, world_size, accumulate) for name, make in makers.items()})
 
     def body(rank: int, _: int) -> list[str]:
         different = []
-        for name, make in makers.items():
+        for shard, (name, make) in itertools.product(ways, makers.items()):
             model = build(make)
             shard(model)
             shown = train_sharded(model, rank, world_size, accumulate)
-            different += [f"[{name}] {text}" for text in compare(shown, expected[name], rank, world_size)]
+            title = f"[{shard.__name__}, {name}]"
+            different += [f"{title} {text}" for text in compare(shown, expected[name], rank, world_size)]
         return different
 
     assert_none_differ(run_ranks(world_size, body, timeout=60))
@@ -395,11 +391,9 @@ def without_prefetch(model: Any) -> None:
     model.set_prefetch_budget(0)
 
 
-@pytest.mark.parametrize(
-    "shard", [data_parallel, kept_after_forward, kept_after_backward, without_hooks, without_prefetch]
-)
-def test_settings(shard: Callable[[Any], None]) -> None:
-    check_all(2, shard, names=("towers", "dropped layers, recomputed", "experts", "nested"))
+def test_settings() -> None:
+    ways = (data_parallel, kept_after_forward, kept_after_backward, without_hooks, without_prefetch)
+    check_all(2, *ways, names=("towers", "dropped layers, recomputed", "experts", "nested"))
 
 
 # ---- what can't be agreed on -----------------------------------------------------------------------------------------

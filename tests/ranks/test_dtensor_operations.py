@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2.dtensor.fixes import correct_torch
-from helpers import assert_same, run_ranks, sharded
+from helpers import assert_same, run_ranks, sharded, world_sizes
 
 SHAPES = [(5, 3), (1,), (4, 2, 2), (2, 6)]
 PLAIN = torch.arange(15, dtype=torch.float64).reshape(5, 3) / 15
@@ -54,7 +54,7 @@ OUT_OF_PLACE: dict[str, Callable[[list[Any], Lists], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_foreach_operations_are_those_on_plain_tensors_and_count(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -102,7 +102,7 @@ def test_foreach_operations_where_plain_tensors_are_among_dtensors(world_size: i
     run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_numbers_are_put_where_a_mask_says(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -174,7 +174,7 @@ if torch.__version__ >= "2.13":  # before, DTensor has no rule for it
     LOSSES["binary_cross_entropy_with_logits"] = nn.functional.binary_cross_entropy_with_logits
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_losses_are_means_over_elements(world_size: int) -> None:
     """As a term that keeps weights near others is."""
 
@@ -214,7 +214,7 @@ EXTREMES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_extremes_where_some_ranks_hold_nothing(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -285,7 +285,7 @@ OF_PARTS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 4, nightly=[2]))
 def test_parts_of_numbers(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()

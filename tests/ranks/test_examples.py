@@ -3,6 +3,7 @@
 Their model and batches are the same in all but one, so plain training on one process is the oracle of their losses.
 """
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from examples.tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, make_gpt
-from helpers import alone
+from helpers import NIGHTLY, alone
 from programs import kill_at, run_forked
 
 Curve = dict[int, float]
@@ -68,7 +69,7 @@ def test_tensor_parallel(plain_losses: Curve) -> None:
     assert "mlp_out.weight is (64, 256), on this rank (32, 128)" in output
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", *(["InterleavedZeroBubble"] if NIGHTLY else [])])
 def test_pipeline(schedule: str, plain_losses: Curve) -> None:
     """A stage whose gradients are not reduced, or not all there, goes another way from the second step on."""
     assert_same(losses(run_forked("pipeline.py", 4, "--schedule", schedule)), plain_losses)
@@ -116,6 +117,19 @@ def test_resume_elsewhere(tmp_path: Path, plain_losses: Curve) -> None:
     assert list(resumed) == [11, 12, 13, 14, 15]
     assert_same(stopped | resumed, {step: plain_losses[step] for step in range(1, 16)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000010", "step-000015"]
+
+
+def without_torchrun(rank: int) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+
+def test_without_torchrun(plain_losses: Curve) -> None:
+    """One rank, where that is enough; else the program says how to start it."""
+    assert_same(losses(run_forked("cpu_offload.py", 1, before=without_torchrun)), plain_losses)
+    for name in ("hsdp.py", "tensor_parallel.py", "pipeline.py"):
+        with pytest.raises(AssertionError, match=rf"expected 4 ranks .* got 1. .*torchrun .* examples/{name}"):
+            run_forked(name, 1, before=without_torchrun)
 
 
 def dies_writing(rank: int) -> None:

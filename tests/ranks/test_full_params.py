@@ -270,7 +270,7 @@ def test_writing_back(world_size: int, wraps: list[Wrap]) -> None:
     def scenario(run: Run, edit: Callable[[Net, bool], None], wrap: Wrap, to_cpu: bool) -> None:
         model = run.build(Net, 1)
         wrap(run, model)
-        optimizer = sgd(model)
+        optimizer = sgd(model, momentum=0.5)
         run.step("before", model, optimizer, loss_of(model(run.batch(seed=1))))
         model(run.batch(seed=2))
         with whole_params(run, model, writeback=True, **({"offload_to_cpu": True} if to_cpu else {})), torch.no_grad():

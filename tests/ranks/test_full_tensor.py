@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import fully_shard, replicate
-from helpers import run_ranks
+from helpers import run_ranks, world_sizes
 from scenarios import Net, Run, check, loss_of, sgd
 
 
@@ -47,7 +47,7 @@ def of_a_norm(model: Net, x: Tensor) -> Tensor:
 USES = (of_a_weight, of_the_product, of_several_groups, twice, of_a_norm)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
 def test_it_trains(world_size: int) -> None:
     def scenario(run: Run, use: Callable[[Net, Tensor], Tensor]) -> None:
         model = run.build(Net)

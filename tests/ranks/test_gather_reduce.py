@@ -18,7 +18,7 @@ from fsdp2.core.comm import Purpose
 from fsdp2.core.gather import GatherPlan, view_bytes
 from fsdp2.core.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.core.reduce import Reduction
-from helpers import own_rows, run_checks
+from helpers import own_rows, run_checks, world_sizes
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 ALL_PACKED, ALL_DIRECT = 1 << 40, 0
@@ -175,7 +175,7 @@ def check_reduce_once(case: Case, rank: int, world_size: int) -> None:
             assert torch.equal(flat.as_strided(expected.shape, stride, offset), expected), f"gradient {i}: {specs[i]}"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=(2, 4)))
 def test_gather_and_reduce_move_every_element(world_size: int) -> None:
     """Bitwise: against the whole tensors, their chunks, and means that are added up in rank order."""
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.core.comm import Purpose, Work
-from helpers import full, run_checks
+from helpers import full, run_checks, world_sizes
 from hostile import hostile
 from scenarios import Net, Run, check, loss_of, sgd
 
@@ -144,7 +144,7 @@ def replicas() -> dict[str, Any]:
     return {"mesh": init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
 def test_training_under_a_hostile_scheduler(world_size: int) -> None:
     def scenario(run: Run, options: Callable[[], dict[str, Any]]) -> None:
         model = run.build(Net)

@@ -186,7 +186,7 @@ def selective(policy: Any, block: nn.Module, x: Tensor) -> Tensor:
 
 
 def train_both(model: Any, plain: nn.Module, steps: int, options: Any = None) -> None:
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.5) for each in (model, plain)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for step in range(steps):
         for each, optimizer in zip((model, plain), optimizers, strict=True):
             each(batch(step)).square().mean().backward()

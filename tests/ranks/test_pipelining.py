@@ -24,6 +24,7 @@ from fsdp2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.core.state import groups_below
 from helpers import Differences, assert_same, full, run_checks, shard_batch
+from models import NormedBlock
 from scenarios import ROWS as SCENARIO_ROWS
 from scenarios import Net, Run, blocks, check, sgd
 from scenarios import loss_of as scenario_loss
@@ -41,17 +42,6 @@ V_SCHEDULES = () if torch.__version__ < "2.13" else ("ZBVZeroBubble", "DualPipeV
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SCHEDULES)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 7)
-        self.down = nn.Linear(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Stack(nn.Module):
     """Four blocks, a stem before the first and a head behind the last; a stage keeps some of them, under their names.
 
@@ -61,7 +51,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem: nn.Module | None = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleDict({str(i): Block() for i in range(4)})
+        self.blocks = nn.ModuleDict({str(i): NormedBlock(WIDTH, 7) for i in range(4)})
         self.head: nn.Module | None = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPol
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.core.mesh import DataMesh
 from fsdp2.core.state import groups_below
-from helpers import Differences, assert_same, assert_same_names, full, run_checks, shard_batch
+from helpers import Differences, assert_same, assert_same_names, chunk_of, full, run_checks, shard_batch, world_sizes
 from models import ConvNet, Experts, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd
 from stand_in import apart
@@ -98,12 +98,6 @@ def dim_of(place: Place | None, p: Tensor) -> int:
     return 0 if placement is None else placement.dim % p.dim()
 
 
-def part(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """What `rank` of `size` holds of `whole`, as torch.chunk cuts it; then empty shards."""
-    chunks = whole.chunk(size, dim)
-    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
-
-
 # ---- training, plain and sharded -------------------------------------------------------------------------------------
 
 
@@ -154,7 +148,7 @@ class Case:
 
     def optimizer_for(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=2.0**-2, momentum=0.5, foreach=True)
+            return torch.optim.SGD(model.parameters(), lr=2.0**-2, foreach=True)
         return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
     def batch(self, model: TinyModel, step: int) -> Tensor:
@@ -209,7 +203,7 @@ def assert_part(
     assert actual.placements == placements, f"{name}: {actual.placements}"
     assert (actual.shape, actual.stride()) == (whole.shape, whole.stride()), name
     assert actual.to_local().is_contiguous(), name
-    own = part(whole, dim, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    own = chunk_of(whole, dim, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     assert_same(actual.to_local(), own, **tolerance, name=name)
 
 
@@ -273,7 +267,7 @@ def directly(check: Callable[[Case], None]) -> Callable[[Case], None]:
 PLACES = (largest, last, second, various)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 4, nightly=[3]))
 def test_dims(world_size: int) -> None:
     """Chunks along another dim interleave in the parameter: each must come to its place, and padding to none."""
     cases = [

@@ -1,4 +1,4 @@
-"""Random values drawn into DTensors, beside those drawn into plain tensors."""
+"""Random operations on DTensors, beside the same on plain tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +13,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fsdp2 import fully_shard
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.dtensor.fixes import correct_torch
-from helpers import assert_same, run_ranks, sharded
+from helpers import assert_same, run_ranks, sharded, world_sizes
 
 
 def distributed(whole: Tensor, placement: Any) -> Any:
     return sharded(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [placement], src_data_rank=None)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_draws_like_a_weight_are_those_like_a_plain_tensor(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+def test_random_tensors_like_a_weight_are_those_like_a_plain_tensor(world_size: int) -> None:
     draws: list[Callable[[Any], Any]] = [
         torch.rand_like,
         torch.randn_like,
@@ -70,8 +70,8 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_draws_are_those_into_a_plain_tensor(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+def test_random_operations_give_the_values_of_a_plain_tensor(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         for name, draw in DRAWS.items():
@@ -85,7 +85,7 @@ def test_draws_are_those_into_a_plain_tensor(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
-def test_ranks_of_different_seeds_draw_alike_what_they_hold_alike() -> None:
+def test_replicas_get_equal_values_though_seeds_differ() -> None:
     """What one of them would draw for its replica; and each one's generator goes on as its own."""
 
     def body(rank: int, _: int) -> list[Tensor]:
@@ -110,7 +110,7 @@ def test_ranks_of_different_seeds_draw_alike_what_they_hold_alike() -> None:
 
 
 @pytest.mark.parametrize("rows", [7, 8, 11])
-def test_draws_into_a_weight_that_two_axes_cut_unevenly(rows: int) -> None:
+def test_random_values_of_a_weight_that_two_axes_cut_unevenly(rows: int) -> None:
     """The data-parallel axis stands left, and cuts last: torch's own cut is another one, of other sizes."""
 
     def body(rank: int, _: int) -> None:
@@ -128,7 +128,7 @@ def test_draws_into_a_weight_that_two_axes_cut_unevenly(rows: int) -> None:
     run_ranks(6, body)
 
 
-def test_rrelu_draws_for_plain_tensors_only() -> None:
+def test_rrelu_in_training_takes_plain_tensors_only() -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         own = distributed(PLAIN.clone() - 0.5, Shard(0))

@@ -40,8 +40,7 @@ class Twins:
 
     def rebuild_optimizers(self) -> None:
         self.optimizers = [
-            torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5, foreach=True)
-            for model in (self.plain, self.sharded)
+            torch.optim.SGD(model.parameters(), lr=0.25, foreach=True) for model in (self.plain, self.sharded)
         ]
 
     def both(self, change: Callable[[nn.Module], object]) -> None:

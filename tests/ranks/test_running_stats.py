@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
 from fsdp2 import fully_shard, replicate
-from helpers import run_checks
+from helpers import run_checks, world_sizes
 
 WIDTH = 6
 STATS = ("running_mean", "running_var")
@@ -195,7 +195,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", world_sizes(3, nightly=[2]))
 def test_they_are_averaged(ranks: int) -> None:
     run_checks(ranks, CHECKS)
 

@@ -4,9 +4,7 @@ The kind: whatever of a model ranks may hold differently (parameters and buffers
 what no fully_shard call manages) is the first rank's afterwards, or an error on all ranks says by name why it can't be.
 """
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from helpers import assert_same, full, run_checks, run_ranks, shard_batch
 from models import mean_loss
 from scenarios import Net
 
-README = Path(__file__).resolve().parents[2] / "README.md"
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8)
 
 
@@ -400,50 +397,3 @@ def test_one_rank_needs_nothing() -> None:
         assert_all_of(model, Odd(seed=3))
 
     run_ranks(1, body)
-
-
-# ---- the newcomer's program
-
-
-def test_the_first_example_of_the_readme() -> None:
-    """As it is written, on ranks that have not been seeded alike; it trains the first rank's weights on all batches."""
-    source = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
-
-    def make(seed: int, losses: list[Tensor]) -> Callable[[], nn.Module]:
-        class MyTransformer(Net):
-            def __init__(self) -> None:
-                torch.manual_seed(seed)
-                super().__init__()
-
-            def forward(self, x: Tensor) -> Tensor:
-                loss = (super().forward(x).float() - 1).square().mean()
-                losses.append(loss.detach())
-                return loss
-
-        return MyTransformer
-
-    def batches(rank: int) -> list[Tensor]:
-        return [torch.randn(6, 5, generator=torch.Generator().manual_seed(rank))] * 8
-
-    def body(rank: int, world_size: int) -> list[float]:
-        losses: list[Tensor] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "init_process_group", lambda: None)  # that has been done
-            exec(compile(source, "README.md", "exec"), {"MyTransformer": make(rank, losses), "batches": batches(rank)})
-        total = torch.stack(losses)
-        dist.all_reduce(total)
-        return (total / world_size).tolist()
-
-    def plain() -> list[float]:
-        losses: list[Tensor] = []
-        model = make(0, losses)()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        for parts in zip(*map(batches, range(2)), strict=True):
-            model(torch.cat(parts)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.stack(losses).tolist()
-
-    losses, expected = run_ranks(2, body)[0], run_ranks(1, lambda rank, world_size: plain())[0]
-    assert losses[-1] < losses[0]
-    torch.testing.assert_close(losses, expected, rtol=2e-2, atol=2e-2)

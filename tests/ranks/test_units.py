@@ -131,7 +131,7 @@ def test_any_use(world_size: int) -> None:
         recipe(run, model, reshard_after_forward=reshard)
         train_and_evaluate(run, model, steps=3)
 
-    check(scenario, world_size, use=USES, reshard=(None, True, False) if world_size == 2 else (None,))
+    check(scenario, world_size, use=USES, reshard=(True, False) if world_size == 2 else (None,))
 
 
 def test_changes_between_steps() -> None:

@@ -18,7 +18,7 @@ from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.dtensor.copied_views import CopiedView
 from fsdp2.dtensor.fixes import correct_torch
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
-from helpers import assert_same, run_ranks, sharded
+from helpers import assert_same, run_ranks, sharded, world_sizes
 
 PLAIN = torch.arange(24, dtype=torch.float64).reshape(6, 4) - 9
 PLACEMENTS = (Shard(0), Shard(1), Replicate())
@@ -92,7 +92,7 @@ WRITES_OF_PLAIN_TENSORS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 4, nightly=[2]))
 def test_writes_to_a_view_write_to_the_dtensor(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -132,7 +132,7 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 4, nightly=[2]))
 def test_writes_to_a_view_of_a_partial_result_write_to_the_result(world_size: int) -> None:
     """Torch writes so up to 2.13; then it has copies of Partial norms."""
 

@@ -38,7 +38,7 @@ from fsdp2.core.gradients import GroupGradients
 from fsdp2.core.state import groups_below
 from fsdp2.ext import large_gradients
 from fsdp2.ext.gloo import PairwiseComm
-from helpers import Differences, assert_same, full, run_checks
+from helpers import Differences, assert_same, full, run_checks, world_sizes
 from stand_in import apart
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -245,7 +245,7 @@ WAYS = [Case(policy, direct=direct) for policy in POLICIES for direct in (True, 
 NESTED = [Case(policy, nested=True) for policy in POLICIES]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 3, nightly=[4]))
 def test_gradients_are_means_of_what_ranks_send(world_size: int) -> None:
     """One rounding too many or too few, a sum of two in bf16, a wrong offset: each moves a bit."""
     more = [Case(policy, last_dim=True) for policy in POLICIES]

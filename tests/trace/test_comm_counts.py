@@ -1,4 +1,4 @@
-"""How many collectives a step takes in each mode, as torch's CommDebugMode counts them: the README's table.
+"""How many collectives a step takes in each mode, as torch's CommDebugMode counts them: the table in fsdp2/README.md.
 
 On one of four ranks whose peers are simulated, through the interface that NCCL has, too. tests/ranks/test_comm.py
 counts on gloo, where ranks send and receive instead, which CommDebugMode does not know.

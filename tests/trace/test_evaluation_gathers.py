@@ -1,7 +1,7 @@
 """The kind: a gather of what is there already. How often each group is gathered in forwards without grad.
 
 Token by token, a model generates in as many forwards as there are tokens: a gather of each group in each of them costs
-more than all else. README: "Generation" has these counts.
+more than all else. examples/README.md has these counts ("Evaluation and generation").
 """
 
 from collections.abc import Callable, Iterator

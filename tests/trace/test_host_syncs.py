@@ -21,24 +21,16 @@ from fsdp2.checks import questions
 from fsdp2.checks.looks import is_time_to_look
 from fsdp2.core import buckets
 from fsdp2.ext import large_gradients
+from models import NormedBlock
 
 STEPS = 9
 MOST = 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*[Block() for _ in range(5)])
+        self.blocks = nn.Sequential(*[NormedBlock(8, 16) for _ in range(5)])
         self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:

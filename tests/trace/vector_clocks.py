@@ -38,7 +38,6 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Clock = Counter["Stream"]
 
@@ -47,6 +46,7 @@ HOST_READS = {
     *("_unique2", "unique_dim", "unique_consecutive"),
 }
 """Operations whose result the host needs, or whose size it needs."""
+PLAIN = (Tensor, torch.nn.Parameter)
 ALLOCATE_ONLY = ("empty", "new_empty", "resize", "lift")
 TOUCH_NOTHING = ("detach", "set_", "alias", "_unsafe_view")
 
@@ -204,24 +204,30 @@ class Simulation(TorchDispatchMode):
 
     # ---- what happens
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled in a simulation, and what keeps dynamo out costs as much as the judgement."""
+        return False
+
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **(kwargs or {}))
-        if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented  # a subclass, which takes the operation apart: its inner operations come back to us
-        name = func._schema.name.split("::")[-1]
+        for kind in types:
+            if issubclass(kind, FakeTensor):
+                return func(*args, **(kwargs or {}))
+        for kind in types:
+            if kind not in PLAIN:
+                return NotImplemented  # a subclass, which takes it apart: its inner operations come back to us
+        name, touches_nothing, arguments = _signature(func)
         if name in HOST_READS:
             self.count_host_wait(name)
         result = func(*args, **(kwargs or {}))
-        returned, out = func._schema.returns, _tensors(result)
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
-        if is_view or name in TOUCH_NOTHING:
+        if touches_nothing:
             return result
+        out = _tensors(result)
         if name.startswith(ALLOCATE_ONLY):
             for tensor in out:
                 self._block(tensor.untyped_storage(), name)
             return result
-        reads, writes = _arguments(func, args, kwargs or {})
+        reads, writes = _arguments(arguments, args, kwargs or {})
         if name.endswith("_like"):
             reads = []  # of which it takes shape and dtype
         known = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
@@ -346,18 +352,33 @@ class _Fork(torch.autograd.Function):
         return sum(gradients), None, None
 
 
-def _arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+@cache
+def _signature(func: OpOverload) -> tuple[str, bool, list[tuple[str, bool]]]:
+    """Returns the name, if the operation touches no memory, and its arguments: names, and if it writes to them."""
+    name = func._schema.name.split("::")[-1]
+    aliases = [each.alias_info for each in func._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    arguments = [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in func._schema.arguments]
+    return name, is_view or name in TOUCH_NOTHING, arguments
+
+
+def _arguments(
+    arguments: list[tuple[str, bool]], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
     """The tensors that an operation reads, and those that it writes to."""
-    reads, writes = [], []
-    for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        is_write = argument.alias_info is not None and argument.alias_info.is_write
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for index, (name, is_write) in enumerate(arguments):
+        value = args[index] if index < len(args) else kwargs.get(name)
         (writes if is_write else reads).extend(_tensors(value))
     return reads, writes
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    """The tensors in what operations take and return: one, or lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value] if value.layout is torch.strided else []
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
 
 
 def _place() -> str:
@@ -365,6 +386,8 @@ def _place() -> str:
     frame, places = sys._getframe(1), []
     while frame is not None and len(places) < 3:
         file = _file_in_package(frame.f_code)
+        if file is None:
+            break
         if file:
             places.append(f"{file}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
@@ -372,6 +395,9 @@ def _place() -> str:
 
 
 @cache
-def _file_in_package(code: CodeType) -> str:
+def _file_in_package(code: CodeType) -> str | None:
+    """Returns "" of other code, and None of pytest's, outside which there is none of the package."""
+    if "/_pytest/" in code.co_filename:
+        return None
     _, folder, file = code.co_filename.rpartition("/fsdp2/")
     return file if folder and "/tests/" not in code.co_filename else ""

@@ -46,11 +46,10 @@ def test_observers_follow_events_that_there_are() -> None:
 
 
 def test_looks_come_at_the_times_that_are_said_beforehand() -> None:
-    times, number = [], 0
-    while number < 600:
-        number = next_look(number)
-        times.append(number)
-    assert times == [n for n in range(1, times[-1] + 1) if is_time_to_look(n)]
+    times = [n for n in range(1, 600) if is_time_to_look(n)]
+    assert times == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]
+    assert [next_look(n) for n in (0, *times[:-1])] == times
+    assert all(is_time_to_look(n, always=True) for n in range(1, 600))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What README.md and tests/README.md name exists, and what exists is named in the former."""
+"""What the READMEs name exists, and what exists is named in them."""
 
 import ast
 import inspect
@@ -10,37 +10,63 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from helpers import public_methods
+from documents import PATHS, ROOT, anchors, code_blocks
+from fsdp2.module import public_methods
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-OF_TESTS = (ROOT / "tests" / "README.md").read_text()
+ARCHITECTURE = (ROOT / "fsdp2" / "README.md").read_text()
+FOR_USERS = (ROOT / "README.md").read_text() + (ROOT / "examples" / "README.md").read_text()
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
+PROSE = {file: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for file, text in TEXTS.items()}
 TESTS = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"test_\w+\.py(?:::\w+)?", README + OF_TESTS))))
-def test_a_test_that_is_named_exists(name: str) -> None:
-    file, _, function = name.partition("::")
-    assert file in TESTS
+def named(pattern: str, texts: dict[str, str] = TEXTS) -> list[tuple[str, str]]:
+    return sorted({(file, name) for file, text in texts.items() for name in re.findall(pattern, text)})
+
+
+@pytest.mark.parametrize(("file", "name"), named(r"test_\w+\.py(?:::\w+)?"))
+def test_a_test_that_is_named_exists(file: str, name: str) -> None:
+    module, _, function = name.partition("::")
+    assert module in TESTS
     if function:
-        tree = ast.parse(TESTS[file].read_text())
+        tree = ast.parse(TESTS[module].read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"(?:examples|benchmarks|tests)/[a-z0-9_./-]+\.\w+", README))))
-def test_a_file_that_is_named_exists(name: str) -> None:
-    assert (ROOT / name).is_file()
+@pytest.mark.parametrize(("file", "name"), named(r"(?<![\w./-])(?:examples|benchmarks|tests)/[a-z0-9_./-]+\.\w+"))
+def test_a_file_that_is_named_exists(file: str, name: str) -> None:
+    assert (ROOT / name).is_file() or (ROOT / file).parent.joinpath(name).is_file()
+
+
+@pytest.mark.parametrize(("file", "link"), named(r"\]\(([^)]+)\)", PROSE))
+def test_a_link_leads_somewhere(file: str, link: str) -> None:
+    name, _, anchor = link.partition("#")
+    assert not link.startswith("http"), "a link that no test follows"
+    target = ((ROOT / file).parent / name).resolve() if name else ROOT / file
+    assert target.exists()
+    if anchor:
+        assert anchor in anchors(target)
+
+
+def test_the_shop_window_is_small() -> None:
+    assert len(TEXTS["README.md"].splitlines()) < 200
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    """Word for word: a reader who copies it gets what CI has tried."""
+    (command,) = (block.source for block in code_blocks(ROOT / "README.md", "") if "pytest" in block.source)
+    assert command in (ROOT / ".ci" / "run").read_text()
 
 
 def test_what_users_may_call_is_named() -> None:
     arguments = [*inspect.signature(fsdp2.fully_shard).parameters]
     names = {*fsdp2.__all__, *public_methods(), *arguments}
-    assert sorted(name for name in names if not re.search(rf"\b{name}\b", README)) == []
+    assert sorted(name for name in names if not re.search(rf"\b{name}\b", FOR_USERS)) == []
 
 
 def modules_listed(heading: str) -> set[str]:
     """Names in the first column of the table of modules that has this heading."""
-    table = README.partition(f"| {heading} |")[2].partition("\n\n")[0]
+    table = ARCHITECTURE.partition(f"| {heading} |")[2].partition("\n\n")[0]
     return {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+\.py)`", row.split("|")[1])}
 
 
@@ -72,7 +98,7 @@ def test_modules_are_listed() -> None:
 
 
 def test_the_engine_is_as_short_as_promised() -> None:
-    promised = re.search(r"(\d+) files, ([\d,]+) lines besides docstrings and comments", README)
+    promised = re.search(r"(\d+) files, ([\d,]+) lines besides docstrings and comments", ARCHITECTURE)
     assert promised is not None
     engine = modules_listed("the engine")
     lines = sum(len(code_lines(ROOT / "fsdp2" / name)) for name in engine)

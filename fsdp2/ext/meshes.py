@@ -1,0 +1,108 @@
+"""Ways to say which ranks share parameters: all ranks, named axes of a larger mesh, a mesh for one parameter."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+from ..core.mesh import DataMesh, data_mesh, on_axes
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which named axes of a device mesh shard the parameters and which replicate them; the others belong to the model.
+
+    Several names count as one axis, in the order of the mesh.
+
+    Raises:
+        ValueError: neither is given.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard and not self.replicate:
+            raise ValueError("DataParallelMeshDims: expected names for shard or replicate, got neither")
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
+
+    Args:
+        placement: the Shard(dim) to use; None: Shard(0).
+        mesh_info: a DeviceMesh, read as `fully_shard` reads its `mesh`; or an object that says which axes of its `mesh`
+            shard and replicate by `shard_mesh_dim` and `replicate_mesh_dim` (None: no axis), such as torch's own.
+    """
+
+    placement: Shard | None
+    mesh_info: Any
+
+
+def described_data_mesh(mesh_info: Any) -> DataMesh:
+    """What the `mesh_info` of a ShardPlacementResult says.
+
+    Raises:
+        TypeError: it says nothing.
+        ValueError: what it says is no way to lie on this rank.
+    """
+    if isinstance(mesh_info, DeviceMesh):
+        return data_mesh(mesh_info)
+    mesh = getattr(mesh_info, "mesh", None)
+    axes = [getattr(mesh_info, name, None) for name in ("shard_mesh_dim", "replicate_mesh_dim")]
+    if not isinstance(mesh, DeviceMesh) or axes == [None, None]:
+        raise TypeError(f"mesh_info: expected a DeviceMesh, or an object with one in `mesh`, got {mesh_info!r}")
+    shard, replicate = (() if axis is None else (axis % mesh.ndim,) for axis in axes)
+    return on_axes(mesh, shard, replicate)
+
+
+def shared_data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
+    """Returns what the arguments `mesh` and `dp_mesh_dims` say; without both, all ranks shard."""
+    mesh = default_mesh() if mesh is None else mesh
+    return data_mesh(mesh) if dims is None else named_data_mesh(mesh, dims)
+
+
+def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    """The axes of `mesh` that `dims`, a DataParallelMeshDims, names.
+
+    Raises:
+        ValueError: the mesh has no such name, or no names; or one is given twice.
+    """
+    axes = []
+    for names in (dims.shard, dims.replicate):
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        known = mesh.mesh_dim_names or ()
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"dp_mesh_dims: expected names among {known}, got {unknown}")
+        axes.append(tuple(sorted(known.index(name) for name in names)))
+    return on_axes(mesh, *axes)
+
+
+# Default process group -> the mesh that default_mesh returned last. Neither is kept alive by this.
+_last_default: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks, on the accelerator if there is one. Initialises the default process group from the environment.
+
+    The same object for all calls while it is in use: meshes that are equal but not one slow DTensor's operations down.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if not dist.is_initialized():
+        dist.init_process_group()
+    group, kind = dist.group.WORLD, accelerator.type if accelerator else "cpu"
+    assert group is not None, "just initialised"
+    last = _last_default.get(group)
+    mesh = last() if last is not None else None
+    if mesh is None or mesh.device_type != kind:
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        _last_default[group] = weakref.ref(mesh)
+    return mesh

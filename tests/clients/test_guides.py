@@ -1,0 +1,138 @@
+"""The Python of examples/README.md that needs Transformers, accelerate or peft: see tests/ranks/test_guides.py.
+
+Each snippet runs on two ranks in a folder in which a tiny random Llama stands under the name that it loads.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import tiny_llama
+from client_training import pretend_accelerator, using
+from documents import ROOT, Code, code_blocks
+from fsdp2 import FSDPModule
+from helpers import assert_same, full, run_checks
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
+
+GROUND, *SNIPPETS = code_blocks(ROOT / "examples" / "README.md")
+Names = dict[str, Any]
+# Heading -> a check of what each of its snippets has made.
+CHECKS: dict[str, list[Callable[[Names], None]]] = {}
+
+
+def guide(heading: str) -> Callable[[Callable[[Names], None]], Callable[[Names], None]]:
+    def add(check: Callable[[Names], None]) -> Callable[[Names], None]:
+        CHECKS.setdefault(heading, []).append(check)
+        return check
+
+    return add
+
+
+BLOCKS = [block for block in SNIPPETS if re.search(r"^from (transformers|accelerate|peft)\b", block.source, re.M)]
+
+
+def trained_plainly(model: Any = None, steps: int = 3) -> Any:
+    """The Llama in "llama" on the rows of all ranks, as the snippets train it."""
+    model = model if model is not None else tiny_llama.load(Path("llama"))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        generators = [torch.Generator().manual_seed(1000 * step + rank) for rank in range(dist.get_world_size())]
+        tokens = torch.cat([torch.randint(32, (4, 8), generator=generator) for generator in generators])
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(param) for name, param in model.named_parameters()}
+
+
+def assert_like(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same(actual[name], value, tolerance, tolerance, name)
+
+
+@guide("A Transformers model by hand")
+def trained_and_exported(names: Names) -> None:
+    expected = values(trained_plainly())
+    assert_like(values(names["model"]), expected)
+    assert {path.suffix for path in Path("exported").iterdir()} >= {".safetensors"}
+    assert_like(values(tiny_llama.load(Path("exported"))), expected)
+
+
+@guide("A Transformers model by hand")
+def loaded_by_one_rank(names: Names) -> None:
+    """Its buffers, too: the output is that of the plain model."""
+    plain, tokens = tiny_llama.load(Path("llama")), names["batch"](0)
+    assert_like(values(names["model"]), values(plain), 0)
+    assert_same(names["model"](input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-5, 1e-6, "logits")
+
+
+@guide("Trainer of Transformers")
+def trained_by_a_trainer(names: Names) -> None:
+    model = names["trainer"].model
+    assert isinstance(model, FSDPModule)
+    assert names["trainer"].state.global_step == 3
+    before = values(tiny_llama.load(Path("llama")))
+    assert all(not torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+@guide("accelerate")
+def trained_by_accelerate(names: Names) -> None:
+    assert isinstance(names["model"], FSDPModule)
+    plain = tiny_llama.load(Path("llama"))
+    start = plain(input_ids=names["batch"](3), labels=names["batch"](3)).loss
+    expected = trained_plainly(plain)(input_ids=names["batch"](3), labels=names["batch"](3)).loss
+    loss = names["model"](input_ids=names["batch"](3), labels=names["batch"](3)).loss
+    assert abs(loss - expected) < 0.1 * abs(start - expected)  # clipping hardly matters to Adam
+
+
+@guide("LoRA with peft")
+def adapters(names: Names) -> None:
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(tiny_llama.load(Path("llama")), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    expected = values(trained_plainly(plain))
+    assert_like(values(names["model"]), expected)
+    frozen = [name for name, param in names["model"].named_parameters() if not param.requires_grad]
+    assert frozen
+    assert all(isinstance(param, DTensor) for param in names["model"].parameters())
+    again = peft.PeftModel.from_pretrained(tiny_llama.load(Path("llama")), "adapter", is_trainable=True)
+    assert_like(values(again), expected)
+
+
+def run(block: Code, judge: Callable[[Names], None], folder: Path) -> None:
+    os.chdir(folder)
+    with using("fsdp2"):
+        pretend_accelerator()
+        names: Names = {"__name__": block.heading}
+        exec(GROUND.compiled(), names)
+        exec(block.compiled(), names)
+        dist.barrier()
+        judge(names)
+
+
+def test_snippets_train_like_a_plain_model(tmp_path: Path) -> None:
+    judges = [(heading, judge) for heading, of_one in CHECKS.items() for judge in of_one]
+    assert [block.heading for block in BLOCKS] == [heading for heading, _ in judges]
+    config = transformers.LlamaConfig(**tiny_llama.SIZES | {"vocab_size": 32})
+    checks = []
+    for i, (block, (heading, judge)) in enumerate(zip(BLOCKS, judges, strict=True)):
+        folder = tmp_path / str(i)
+        tiny_llama.save(config, folder / "llama")
+        checks.append((f"{heading}: {judge.__name__}", partial(run, block, judge, folder)))
+    run_checks(2, checks, timeout=120)

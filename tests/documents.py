@@ -1,0 +1,68 @@
+"""Reads the Markdown files of the repository: code blocks and tables, each under its heading."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PATHS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("examples", "fsdp2", "benchmarks", "tests"))]
+
+
+class Code(NamedTuple):
+    """A fenced block. `line`: of the file, where the code begins, so that tracebacks lead there."""
+
+    heading: str
+    language: str
+    source: str
+    file: str
+    line: int
+
+    def compiled(self) -> object:
+        return compile("\n" * (self.line - 1) + self.source, self.file, "exec")
+
+
+def _sections(path: Path) -> Iterator[tuple[str, int, str, bool]]:
+    """Each line: the heading above it, its number, itself, and whether it stands in a fenced block."""
+    heading, fenced = "", False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        is_fence = line.startswith("```")
+        if not fenced and line.startswith("#"):
+            heading = line.lstrip("# ")
+        yield heading, number, line, fenced and not is_fence
+        fenced ^= is_fence
+
+
+def code_blocks(path: Path, language: str = "python") -> list[Code]:
+    blocks: list[Code] = []
+    opened = ""
+    for heading, number, line, fenced in _sections(path):
+        if fenced:
+            blocks[-1] = blocks[-1]._replace(source=f"{blocks[-1].source}{line}\n")
+        elif line.startswith("```"):
+            opened = "" if opened else line
+            if opened:
+                blocks.append(Code(heading, line[3:], "", path.name, number + 1))
+    return [block for block in blocks if block.language == language]
+
+
+def table_rows(path: Path) -> dict[str, list[list[str]]]:
+    """Heading -> the rows of all tables under it, cell by cell, without their heads."""
+    rows: dict[str, list[list[str]]] = {}
+    tables: dict[str, list[list[str]]] = {}
+    for heading, _, line, fenced in _sections(path):
+        if line.startswith("|") and not fenced:
+            tables.setdefault(heading, []).append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    for heading, lines in tables.items():
+        for i, cells in enumerate(lines):
+            is_rule = all(re.fullmatch(r":?-+:?", cell) for cell in cells)
+            is_head = i + 1 < len(lines) and all(re.fullmatch(r":?-+:?", cell) for cell in lines[i + 1])
+            if not is_rule and not is_head:
+                rows.setdefault(heading, []).append(cells)
+    return rows
+
+
+def anchors(path: Path) -> set[str]:
+    """What links may point to, as GitHub names headings."""
+    headings = {heading for heading, *_ in _sections(path) if heading}
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

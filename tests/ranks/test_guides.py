@@ -1,0 +1,302 @@
+"""The Python of README.md and examples/README.md, run as it is written.
+
+The kind: a program that a reader copies. Each snippet of examples/README.md runs behind the lines that all share,
+in a folder of its own, on ranks that have not been seeded alike; a check here then compares what it has made with plain
+training on the whole batch. A snippet without a check, and a check without a snippet, fail. Snippets that need
+Transformers and its kin run in tests/clients/test_guides.py.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from documents import ROOT, Code, code_blocks
+from helpers import alone, assert_same, full, run_checks
+from programs import run_forked
+
+GROUND, *SNIPPETS = code_blocks(ROOT / "examples" / "README.md")
+Names = dict[str, Any]
+CHECKS: dict[str, tuple[int, Callable[[Names], None]]] = {}
+BY_CLIENTS = {
+    block.heading for block in SNIPPETS if re.search(r"^from (transformers|accelerate|peft)\b", block.source, re.M)
+}
+
+
+def guide(heading: str, ranks: int = 2) -> Callable[[Callable[[Names], None]], Callable[[Names], None]]:
+    """The check is called with the names that the snippets under `heading` have defined, on each rank."""
+
+    def add(check: Callable[[Names], None]) -> Callable[[Names], None]:
+        CHECKS[heading] = (ranks, check)
+        return check
+
+    return add
+
+
+def run_guide(heading: str, folder: Path) -> Names:
+    os.chdir(folder)  # snippets write to folders of their own
+    names: Names = {"__name__": heading}
+    exec(GROUND.compiled(), names)
+    torch.manual_seed(dist.get_rank())  # what a snippet doesn't seed differs between ranks
+    for block in (block for block in SNIPPETS if block.heading == heading):
+        exec(block.compiled(), names)
+    return names
+
+
+# ---- plain training ------------------------------------------------------------------------------------------------
+
+
+def whole(step: int, ranks: int) -> Tensor:
+    """The rows of all ranks, as `batch` of the shared lines gives each its own."""
+    parts = [torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1000 * step + r)) for r in range(ranks)]
+    return torch.cat(parts)
+
+
+def plain_model(names: Names, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return names["Model"]()
+
+
+def trained(names: Names, steps: int, accumulated: int = 1, clip: float | None = None) -> Any:
+    """The model of the shared lines after `steps` of AdamW on the batches of all ranks. With `clip` it has the last
+    norm of its gradients as `norm`.
+    """
+    model: Any = plain_model(names)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10) if clip else None
+    for step in range(steps):
+        for i in range(accumulated):
+            tokens = whole(accumulated * step + i, dist.get_world_size())
+            (names["loss_of"](model, tokens) / accumulated).backward()
+        if schedule:
+            model.norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if schedule:
+            schedule.step()
+        optimizer.zero_grad()
+    return model
+
+
+def assert_equal(model: nn.Module, expected: nn.Module, tolerance: float = 1e-5) -> None:
+    for (name, param), (_, other) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert isinstance(param, DTensor), f"{name} is not sharded"
+        assert_same(param, other, tolerance, tolerance, name)
+
+
+# ---- what the snippets have made -----------------------------------------------------------------------------------
+
+
+@guide("Weights that ranks start from")
+def starts(names: Names) -> None:
+    """From the first rank's weights, which it drew from the seed 0."""
+    assert_equal(names["model"], trained(names, steps=3))
+
+
+@guide("Batches")
+def batches(names: Names) -> None:
+    ranks, per_epoch = dist.get_world_size(), 20 // 4 // dist.get_world_size()
+    seen: list[Any] = [None] * ranks
+    dist.all_gather_object(seen, [rows.tolist() for rows in names["seen"]])
+    assert [len(of_rank) for of_rank in seen] == [2 * per_epoch] * ranks
+    for epoch in range(2):
+        parts = [of_rank[epoch * per_epoch : (epoch + 1) * per_epoch] for of_rank in seen]
+        rows = [tuple(row) for of_rank in parts for batch in of_rank for row in batch]
+        assert len(rows) == 4 * per_epoch * ranks
+    assert seen[0][:per_epoch] != seen[0][per_epoch:], "each epoch has the same order"
+    model = plain_model(names)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for at, logged in enumerate(names["losses"]):
+        loss = names["loss_of"](model, torch.cat([torch.tensor(of_rank[at]) for of_rank in seen]))
+        assert logged == pytest.approx(loss.item(), abs=1e-4)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # The second snippet: a mean over three rows, of which the ranks have one and two.
+    rows = torch.cat([whole(0, ranks)[4 * r : 4 * r + 1 + r] for r in range(ranks)])
+    expected = plain_model(names)
+    names["loss_of"](expected, rows).backward()
+    for (name, param), other in zip(names["model"].named_parameters(), expected.parameters(), strict=True):
+        assert_same(param.grad, other.grad, 1e-5, 1e-6, name)
+
+
+@guide("Accumulation, clipping and learning rate")
+def accumulation(names: Names) -> None:
+    expected = trained(names, steps=2, accumulated=4, clip=0.1)
+    assert type(names["norm"]) is Tensor
+    assert names["norm"] > 0.1, "nothing was clipped"
+    assert_same(names["norm"], expected.norm, 1e-4, 0, "norm")
+    assert_equal(names["model"], expected)
+
+
+@guide("Mixed precision")
+def mixed_precision(names: Names) -> None:
+    """Steps of AdamW turn rounding errors of tiny gradients into whole steps: losses tell more than weights."""
+    expected = names["loss_of"](trained(names, steps=3), whole(3, 1))
+    start = names["loss_of"](plain_model(names), whole(3, 1))
+    for name in ("bf16", "fp16"):
+        loss = names["loss_of"](names[name], whole(3, 1))
+        assert abs(loss - expected) < 0.1 * abs(start - expected), name
+        assert {param.dtype for param in names[name].parameters()} == {torch.float32}
+
+
+@guide("Replicas of shards", ranks=4)
+def replicas(names: Names) -> None:
+    assert_equal(names["model"], trained(names, steps=2, accumulated=2))
+
+
+@guide("Checkpoints and resuming")
+def checkpoints(names: Names) -> None:
+    assert names["first"] == 2
+    assert_equal(names["again"], trained(names, steps=3))
+
+
+@guide("A pretrained model that one rank loads")
+def pretrained(names: Names) -> None:
+    """Also what no state dict holds."""
+    expected = plain_model(names, seed=1)
+    assert_equal(names["model"], expected, 0)
+    tokens = whole(0, 1)
+    assert_same(names["model"](tokens), expected(tokens), 1e-5, 1e-6, "output")
+
+
+@guide("Exporting a model")
+def export(names: Names) -> None:
+    for name, param in plain_model(names).named_parameters():
+        assert_same(names["plain"].get_parameter(name), param, 0, 0, name)
+    assert bool(names["state"]) == (dist.get_rank() == 0)
+
+
+@guide("Evaluation and generation")
+def generation(names: Names) -> None:
+    model, tokens = plain_model(names).eval(), names["batch"](0)
+    with torch.no_grad():
+        assert_same(names["features"], model.features(tokens), 1e-5, 1e-6, "features")
+        assert_same(names["loss"], names["loss_of"](model, tokens), 1e-5, 1e-6, "loss")
+        assert torch.equal(names["text"], model.generate(tokens[:, :2], count=4))
+
+
+@guide("Phases of reinforcement learning")
+def phases(names: Names) -> None:
+    """Each rank's rows are the continuation of its own; plain training has all of them."""
+    ranks, model, reference = dist.get_world_size(), plain_model(names), plain_model(names)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        with torch.no_grad():
+            tokens = model.generate(whole(step, ranks)[:, :2], count=6)
+            expected = reference(tokens).log_softmax(-1)
+        penalty = F.kl_div(model(tokens).log_softmax(-1), expected, log_target=True, reduction="batchmean")
+        (names["loss_of"](model, tokens) + 0.1 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(names["model"], model, 1e-4)
+    assert names["engine"].keys() == dict(model.named_parameters()).keys()
+    for name, weight in names["engine"].items():
+        assert_same(weight, full(names["model"].get_parameter(name)).bfloat16(), 0, 0, name)
+    assert_equal(names["reference"], reference, 0)
+
+
+@guide("Whole weights")
+def whole_weights(names: Names) -> None:
+    """What was written is in the shards; the loss that reads the head's weight gives it a gradient of the batch."""
+    model, ranks = plain_model(names), dist.get_world_size()
+    with torch.no_grad():
+        model.embed.weight[0] = 0.0
+    assert_equal(names["model"], model, 0)
+    tokens = whole(0, ranks)
+    hidden = model.blocks[1](model.blocks[0](F.embedding(tokens, torch.ones(32, 16))))
+    F.cross_entropy((hidden @ model.head.weight.T).flatten(0, 1), tokens.flatten()).backward()
+    assert_same(names["model"].head.weight.grad, model.head.weight.grad, 1e-5, 1e-6, "head.weight")
+    assert_same(names["model"].blocks[0].up.weight.grad, model.blocks[0].up.weight.grad, 1e-5, 1e-6, "up.weight")
+
+
+@guide("CPU offload")
+def offload(names: Names) -> None:
+    assert_equal(names["model"], trained(names, steps=3))
+
+
+@guide("Modules that run on some ranks only")
+def conditional(names: Names) -> None:
+    """As if the rank without images had run the tower to a gradient of zero."""
+    torch.manual_seed(0)
+    both = names["WithTower"]()
+    optimizer = torch.optim.AdamW(both.parameters(), lr=1e-2)
+    for step in range(3):
+        for rank, rows in enumerate(whole(step, dist.get_world_size()).chunk(dist.get_world_size())):
+            logits = both(rows, torch.ones(3) * step if rank == 1 else None)
+            loss = F.cross_entropy(logits.flatten(0, 1), (rows.flatten() + 1) % 32)
+            (loss / dist.get_world_size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(names["both"], both)
+
+
+@guide("Check and compare")
+def check_and_compare(names: Names) -> None:
+    assert names["findings"] == []
+    assert names["comparison"], str(names["comparison"])
+
+
+def test_every_snippet_has_a_check() -> None:
+    assert {block.heading for block in SNIPPETS} - BY_CLIENTS == CHECKS.keys()
+
+
+@pytest.mark.parametrize("ranks", sorted({ranks for ranks, _ in CHECKS.values()}))
+def test_snippets_train_like_a_plain_model(ranks: int, tmp_path: Path) -> None:
+    def check(heading: str, judge: Callable[[Names], None]) -> Callable[[], None]:
+        def run() -> None:
+            folder = tmp_path / heading
+            folder.mkdir(exist_ok=True)
+            judge(run_guide(heading, folder))
+
+        return run
+
+    run_checks(ranks, [(name, check(name, judge)) for name, (size, judge) in CHECKS.items() if size == ranks])
+
+
+def test_the_example_of_the_readme(tmp_path: Path) -> None:
+    """As a file of its own, started like any program. Its first rank prints the loss of its rows."""
+    (example,) = code_blocks(ROOT / "README.md")
+    program = tmp_path / "train.py"
+    program.write_text(example.source)
+    output = run_forked(str(program), 2, before=lambda rank: torch.manual_seed(10 + rank))
+    printed = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", output, re.M)]
+    expected = alone(lambda: plain_losses_of_the_readme())
+    assert len(printed) == 20
+    assert printed[-1] < printed[0] - 0.3
+    assert printed == pytest.approx(expected, rel=5e-3)
+
+
+def plain_losses_of_the_readme() -> list[float]:
+    """Its model on the rows of both ranks, in fp32: the losses on the first rank's."""
+    torch.manual_seed(0)
+    blocks = [nn.TransformerEncoderLayer(64, 4, dropout=0.0, batch_first=True) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(256, 64), *blocks, nn.Linear(64, 256))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    of_first = []
+    for _ in range(20):
+        losses = []
+        for generator in generators:
+            tokens = torch.randint(256, (8, 32), generator=generator)
+            losses.append(F.cross_entropy(model(tokens).flatten(0, 1), (tokens.flatten() + 1) % 256))
+        torch.stack(losses).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        of_first.append(losses[0].item())
+    return of_first
+
+
+def test_shell_scripts_can_be_read() -> None:
+    scripts: list[Code] = code_blocks(ROOT / "examples" / "README.md", "bash")
+    assert scripts
+    for script in scripts:
+        assert os.system(f"bash -n <<'EOF_OF_SCRIPT'\n{script.source}\nEOF_OF_SCRIPT") == 0

@@ -1,0 +1,637 @@
+"""The tables of examples/README.md for programs that come from torch's FSDP2, FSDP1, DDP and DeepSpeed, row by row.
+
+The kind: a sentence "in place of X write Y". Y is written here and trains, on every rank, what a plain model trains on
+the whole batch, or does what X did. A row without a program, and a program without a row, fail: its first cell names a
+row. Rows of the table of differences from torch's FSDP2 name the test that holds them.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torchs
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import fsdp2
+from documents import ROOT, table_rows
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    full_params,
+    fully_shard,
+    replicate,
+    sync_module_states,
+)
+from helpers import assert_same, run_checks, shard_batch
+from models import TanhBlock, mean_loss
+
+TABLES = {name: f"Coming from {name}" for name in ("torch's FSDP2", "FSDP1", "DDP", "DeepSpeed")}
+ROWS = table_rows(ROOT / "examples" / "README.md")
+Program = Callable[[], None]
+PROGRAMS: dict[tuple[str, str], tuple[int, Program]] = {}
+HELD_ELSEWHERE = {("DeepSpeed", "`zero_quantized_weights`"): "test_extensions.py::test_on_two_ranks"}
+# Which torch 2.13 has renamed.
+all_gather_one = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_one = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
+ROWS_OF_A_BATCH, RATE = 12, 0.1
+
+
+def row(table: str, cell: str, ranks: int = 2) -> Callable[[Program], Program]:
+    """The program of the row of `table` whose first cell is `cell`."""
+
+    def add(program: Program) -> Program:
+        PROGRAMS[table, cell] = (ranks, program)
+        return program
+
+    return add
+
+
+# ---- a model, its plain training, and its training in shards -------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 8)
+        self.register_buffer("scale", torch.full((8,), 1.5))
+        self.blocks = nn.ModuleList(TanhBlock(8, 6) for _ in range(3))
+        self.branch = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+        self.use_branch = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.branch(x) if self.use_branch else x)
+
+
+def build(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def shard(model: Net, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(ROWS_OF_A_BATCH, 5, generator=torch.Generator().manual_seed(step))
+
+
+def own(step: int) -> Tensor:
+    return shard_batch(batch(step), dist.get_rank(), dist.get_world_size())
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=0.5)
+
+
+def plainly_trained(steps: int = 2, accumulated: int = 1, clip: float | None = None, model: Any = None) -> Any:
+    model = model if model is not None else build()
+    optimizer = sgd(model)
+    for step in range(steps):
+        for i in range(accumulated):
+            (mean_loss(model(batch(accumulated * step + i))) / accumulated).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def train(model: Any, steps: int = 2, accumulated: int = 1, quiet: str | None = None, clip: Any = None) -> None:
+    """`quiet`: the method that is False for all micro-batches but the last. `clip`: called before each step."""
+    optimizer = sgd(model)
+    for step in range(steps):
+        for i in range(accumulated):
+            if quiet is not None:
+                getattr(model, quiet)(i == accumulated - 1)
+            (mean_loss(model(own(accumulated * step + i))) / accumulated).backward()
+        if clip is not None:
+            clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_like(model: nn.Module, expected: nn.Module, tolerance: float = 1e-5) -> None:
+    others = dict(expected.named_parameters())
+    assert [name for name, _ in model.named_parameters()] == list(others)
+    for name, param in model.named_parameters():
+        assert_same(param, others[name], tolerance, tolerance, name)
+
+
+def trains(model: Any, tolerance: float = 1e-5, **options: Any) -> None:
+    train(model, **options)
+    clip = options.pop("clip", None)
+    options.pop("quiet", None)
+    assert_like(model, plainly_trained(**options, clip=0.05 if clip else None), tolerance)
+
+
+def of_first_rank() -> bool:
+    return dist.get_rank() == 0
+
+
+class CountedGather:
+    """An all-gather that notes each call."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.log.append(self.name)
+        return all_gather_one(output_tensor, input_tensor.clone(), group=group, async_op=async_op)
+
+
+def gathers_of_first_block(**options: Any) -> int:
+    """In one step, of which the first has recorded the order."""
+    model, log = shard(build(), **options), []
+    model.blocks[0].set_custom_all_gather(CountedGather(log, "gather"))
+    train(model, steps=1)
+    log.clear()
+    train(model, steps=1)
+    return len(log)
+
+
+def order_in_a_step(choose: Callable[[Any], None]) -> list[str]:
+    """When block 1 computes, in forward and backward, and when the gathers of its neighbours begin."""
+    model, log = shard(build(), reshard_after_forward=True), []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        log.append("computes 1")
+        output.register_hook(lambda _: log.append("computes 1 backward"))
+
+    model.blocks[1].up.register_forward_hook(note)
+    for i in (0, 2):
+        model.blocks[i].set_custom_all_gather(CountedGather(log, f"gathers {i}"))
+    choose(model)
+    for _ in range(2):
+        log.clear()
+        mean_loss(model(own(0))).backward()
+    return log
+
+
+# ---- FSDP1 ---------------------------------------------------------------------------------------------------------
+
+
+@row("FSDP1", "`auto_wrap_policy=...`")
+def by_class() -> None:
+    model = build()
+    for m in model.modules():
+        if isinstance(m, TanhBlock):
+            fully_shard(m)
+    fully_shard(model)
+    assert sum(isinstance(m, FSDPModule) for m in model.modules()) == 4
+    trains(model)
+
+
+@row("DeepSpeed", "stage 3; stage 2")
+@row("FSDP1", "`FULL_SHARD`; `SHARD_GRAD_OP`")
+def resharding() -> None:
+    trains(shard(build()))
+    trains(shard(build(), reshard_after_forward=False))
+    assert (gathers_of_first_block(), gathers_of_first_block(reshard_after_forward=False)) == (2, 1)
+
+
+@row("DeepSpeed", "`mics_shard_size`", ranks=4)
+@row("FSDP1", "`HYBRID_SHARD`; `_HYBRID_SHARD_ZERO2`", ranks=4)
+def hybrid() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for options in ({}, {"reshard_after_forward": False}):
+        model = shard(build(), mesh=mesh, **options)
+        assert model.stem.weight.placements == (Replicate(), Shard(0))
+        trains(model)
+
+
+@row("DDP", "`DistributedDataParallel(model)`")
+@row("FSDP1", "`NO_SHARD`")
+def replicas() -> None:
+    model: Any = replicate(build())
+    assert model.stem.weight.to_local().shape == model.stem.weight.shape
+    trains(model)
+    trains(shard(build()))
+
+
+@row("DeepSpeed", "`bf16.enabled`")
+@row("FSDP1", "`MixedPrecision(param_dtype, reduce_dtype)`")
+def mixed_precision() -> None:
+    model = shard(build(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model.scale.data = model.scale.bfloat16()
+    assert model(own(0)).dtype == torch.bfloat16
+    mean_loss(model(own(0))).backward()
+    assert {(p.dtype, p.grad.dtype) for p in model.parameters() if p.grad is not None} == {(torch.float32,) * 2}
+    model.zero_grad()
+    trains(model, tolerance=1e-2)
+
+
+@row("FSDP1", "`MixedPrecision(buffer_dtype)`")
+def buffers() -> None:
+    model = shard(build())
+    for b in model.buffers():
+        b.data = b.to(torch.bfloat16)
+    assert model.scale.dtype == torch.bfloat16
+    trains(model)  # 1.5 is exact
+
+
+@row("FSDP1", "`CPUOffload(offload_params=True)`")
+def offload() -> None:
+    model = shard(build(), offload_policy=CPUOffloadPolicy())
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    trains(model)
+
+
+@row("FSDP1", "`ignored_states`, `ignored_modules`")
+def ignored() -> None:
+    model = build()
+    model.branch.requires_grad_(False)
+    shard(model, ignored_params={*model.branch.parameters()})
+    assert type(model.branch.weight) is nn.Parameter
+    trains(model)
+
+
+@row("DeepSpeed", "`reduce_bucket_size`, `overlap_comm`, `contiguous_gradients`")
+@row("FSDP1", "`use_orig_params=True`, `limit_all_gathers=True`, `forward_prefetch=True`, `BACKWARD_PRE`")
+def always_so() -> None:
+    """Parameters keep names and shapes; the next group is gathered before a block computes, in both directions."""
+    model = shard(build())
+    shapes = [(name, p.shape) for name, p in model.named_parameters()]
+    assert shapes == [(name, p.shape) for name, p in build().named_parameters()]
+    trains(model)
+    order = order_in_a_step(lambda model: None)
+    assert order.index("gathers 2") < order.index("computes 1")
+    assert order[::-1].index("gathers 0") > order[::-1].index("computes 1 backward")
+
+
+@row("FSDP1", "`BACKWARD_POST`")
+def nothing_ahead_in_backward() -> None:
+    order = order_in_a_step(lambda model: model.blocks[1].set_modules_to_backward_prefetch([]))
+    assert order[::-1].index("gathers 0") < order[::-1].index("computes 1 backward")
+
+
+@row("DDP", "ranks that start from the first one's weights")
+@row("FSDP1", "`sync_module_states=True`")
+def the_first_ranks_weights() -> None:
+    model = build(seed=dist.get_rank())
+    sync_module_states(model)
+    trains(shard(model))
+    later = shard(build(seed=dist.get_rank()))
+    state = build().state_dict() if of_first_rank() else {}
+    set_model_state_dict(later, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    trains(later)
+
+
+@row("DeepSpeed", "`zero.Init()`")
+@row("FSDP1", "`param_init_fn`")
+def built_on_meta() -> None:
+    with torch.device("meta"):
+        model = Net()
+    shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    model.scale.fill_(1.5)
+    trains(model)
+
+
+@row("FSDP1", "`device_id`")
+def device_of_the_mesh() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = shard(build(), mesh=mesh)
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {mesh.device_type}
+
+
+@row("DeepSpeed", "`gradient_accumulation_steps`")
+@row("FSDP1", "`no_sync()`")
+def accumulation() -> None:
+    trains(shard(build()), accumulated=3, quiet="set_requires_gradient_sync")
+
+
+@row("DeepSpeed", "`gradient_clipping`")
+@row("FSDP1", "`model.clip_grad_norm_(...)`")
+def clipping() -> None:
+    for clip in (nn.utils.clip_grad_norm_, fsdp2.clip_grad_norm_):
+        trains(shard(build()), clip=partial(clip, max_norm=0.05))
+
+
+@row("FSDP1", "`summon_full_params(m, recurse, writeback, rank0_only, offload_to_cpu)`")
+def summoned() -> None:
+    model, expected = shard(build()), build()
+    with torch.no_grad():
+        with full_params(model, writeback=True):
+            model.stem.weight[1] = 7.0
+        expected.stem.weight[1] = 7.0
+    assert_like(model, expected, 0)
+    with full_params(model, rank0_only=True, offload_to_cpu=True) as whole:
+        for name, value in whole.items():
+            assert value.is_meta != of_first_rank()
+            if of_first_rank():
+                assert_same(value, expected.get_parameter(name), 0, 0, name)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="writeback=True"), full_params(model, offload_to_cpu=True):
+        model.stem.weight[1] = 8.0
+
+
+@row("FSDP1", "`summon_full_params(with_grads=True)`")
+def whole_gradients() -> None:
+    model, expected = shard(build()), build()
+    mean_loss(model(own(0))).backward()
+    mean_loss(expected(batch(0))).backward()
+    grad: Any = model.stem.weight.grad
+    assert_same(grad.full_tensor(), expected.stem.weight.grad, 1e-5, 1e-6, "stem.weight")
+
+
+@row("DeepSpeed", "`stage3_gather_16bit_weights_on_model_save`, `zero_to_fp32.py`")
+@row("FSDP1", "`state_dict_type(FULL_STATE_DICT)`")
+def full_state_dict() -> None:
+    state = get_model_state_dict(shard(build()), options=OPTIONS)
+    assert bool(state) == of_first_rank()
+    if of_first_rank():
+        loaded = build(seed=1)
+        loaded.load_state_dict(state)
+        assert_like(loaded, build(), 0)
+
+
+@row("FSDP1", "`optim_state_dict`, `optim_state_dict_to_load`")
+def optimizer_state() -> None:
+    """Momentum goes on in another model, from a whole state that one rank has."""
+    model, again, expected = shard(build()), shard(build(seed=1)), build()
+    for each in (model, again, expected):
+        each.use_branch = True  # all parameters have a state
+    optimizer = sgd(model)
+    mean_loss(model(own(0))).backward()
+    optimizer.step()
+    weights = get_model_state_dict(model, options=OPTIONS)
+    moments = get_optimizer_state_dict(model, optimizer, options=OPTIONS)
+    optimizer = sgd(again)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(again, weights, options=options)
+    set_optimizer_state_dict(again, optimizer, moments, options=options)
+    mean_loss(again(own(1))).backward()
+    optimizer.step()
+    assert_like(again, plainly_trained(steps=2, model=expected))
+
+
+@row("FSDP1", "`ShardedGradScaler`")
+def scaler() -> None:
+    model = shard(build())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+    for step in range(2):
+        scaler.scale(mean_loss(model(own(step)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert_like(model, plainly_trained())
+
+
+class CountedReduceScatter(CountedGather):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:  # type: ignore[override]
+        self.log.append(self.name)
+        return reduce_scatter_one(output_tensor, input_tensor, op, group=group, async_op=async_op)
+
+
+@row("FSDP1", "`register_comm_hook`")
+def hooks_of_reductions() -> None:
+    model, log = shard(build()), []
+    for module in (model, *model.blocks):
+        module.set_custom_reduce_scatter(CountedReduceScatter(log, "reduces"))
+    trains(model)
+    assert log
+    model = shard(build())
+    model.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), recurse=True)
+    mean_loss(model(own(0))).backward()
+    expected = build()
+    (mean_loss(expected(batch(0))) / 2).backward()
+    assert_same(model.stem.weight.grad, expected.stem.weight.grad, 1e-5, 1e-6, "stem.weight")
+
+
+# ---- DDP -----------------------------------------------------------------------------------------------------------
+
+
+@row("DDP", "`model.module`, names that begin with `module.`")
+def names() -> None:
+    model = replicate(build())
+    assert list(model.state_dict()) == list(build().state_dict())
+
+
+@row("DDP", "`no_sync()`")
+def accumulation_of_replicas() -> None:
+    trains(replicate(build()), accumulated=3, quiet="set_requires_gradient_sync")
+
+
+@row("DDP", "`find_unused_parameters=True`")
+def unused_parameters() -> None:
+    """What no rank uses has no gradient; what one rank uses has it on all."""
+    for shard_ in (replicate, shard):
+        model: Any = shard_(build())
+        trains(model)
+        mean_loss(model(own(0))).backward()
+        assert model.branch.weight.grad is None
+        model = shard_(build())
+        model.set_reduce_scatter_unused_params(True)
+        model.use_branch = of_first_rank()
+        mean_loss(model(own(0))).backward()
+        expected = build()
+        expected.use_branch = True
+        (mean_loss(expected(batch(0)[:6])) / 2).backward()
+        assert_same(model.branch.weight.grad, expected.branch.weight.grad, 1e-5, 1e-6, "branch.weight")
+
+
+@row("DDP", "`broadcast_buffers=True`")
+def running_statistics() -> None:
+    """Averaged over ranks by the time of an evaluation; another buffer stays the rank's own."""
+    torch.manual_seed(0)
+    model: Any = replicate(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
+    model.register_buffer("own", torch.tensor(float(dist.get_rank())))
+    model(own(0)).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        model(own(0))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    expected = 0.1 * torch.stack([plain[0](rows).mean(0) for rows in batch(0).chunk(2)]).mean(0)
+    assert_same(model[1].running_mean, expected, 1e-5, 1e-6, "running_mean")
+    assert model.own == dist.get_rank()
+
+
+@row("DDP", "`register_comm_hook(state, fp16_compress_hook)`")
+def gradients_in_fp16() -> None:
+    trains(shard(build(), mp_policy=MixedPrecisionPolicy(wire_dtype=torch.float16)), tolerance=1e-3)
+
+
+@row("DDP", "`gradient_as_bucket_view`, `static_graph`, `bucket_cap_mb`")
+def nothing_to_choose() -> None:
+    trains(replicate(build()))
+
+
+@row("DDP", "`join()`, for ranks with different numbers of batches")
+def no_join() -> None:
+    assert not hasattr(replicate(build()), "join")
+
+
+# ---- DeepSpeed -----------------------------------------------------------------------------------------------------
+
+
+@row("DeepSpeed", "stage 1")
+def stage_1() -> None:
+    model = shard(build(), reshard_after_forward=False)
+    trains(model, accumulated=3, quiet="set_requires_gradient_sync")
+
+
+@row("DeepSpeed", "`fp16`, `loss_scale`")
+def fp16() -> None:
+    model = shard(build(), mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+    model.scale.data = model.scale.half()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(2):
+        scaler.scale(mean_loss(model(own(step)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert_like(model, plainly_trained(), 1e-2)
+
+
+@row("DeepSpeed", "`offload_param`, `offload_optimizer`")
+def offload_with_the_optimizer() -> None:
+    model = shard(build(), offload_policy=CPUOffloadPolicy())
+    optimizer = sgd(model)
+    model.set_optimizer_in_backward(optimizer)
+    for step in range(2):
+        mean_loss(model(own(step))).backward()
+    assert_like(model, plainly_trained())
+
+
+@row("DeepSpeed", "`zero_hpz_partition_size`", ranks=4)
+def a_part_stays() -> None:
+    trains(shard(build(), reshard_after_forward=2))
+
+
+@row("DeepSpeed", "`GatheredParameters(params)`")
+def gathered_parameters() -> None:
+    model, expected = shard(build()), build()
+    with torch.no_grad(), full_params([model.stem.weight, model.head.bias], writeback=True) as (weight, bias):
+        weight.fill_(2.0)
+        bias.add_(1.0)
+    with torch.no_grad():
+        expected.stem.weight.fill_(2.0)
+        expected.head.bias.add_(1.0)
+    assert_like(model, expected, 0)
+
+
+@row("DeepSpeed", "`stage3_prefetch_bucket_size`, `stage3_max_live_parameters`")
+def prefetching() -> None:
+    """By bytes, and by name: how much is gathered before block 1 computes."""
+    none = order_in_a_step(lambda model: model.set_prefetch_budget(0))
+    assert none.index("gathers 2") > none.index("computes 1")
+    named = order_in_a_step(lambda model: model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[2]]))
+    assert named.index("gathers 2") < named.index("computes 1")
+    assert order_in_a_step(lambda model: None).index("gathers 2") < named.index("computes 1")
+
+
+@row("DeepSpeed", "`stage3_param_persistence_threshold`")
+def small_parameters_stay() -> None:
+    model, log = build(), []
+    fully_shard(model.blocks[0], reshard_after_forward=False)
+    shard_rest = [fully_shard(block) for block in model.blocks[1:]]
+    fully_shard(model)
+    assert len(shard_rest) == 2
+    model.blocks[0].set_custom_all_gather(CountedGather(log, "gather"))  # type: ignore[operator]
+    trains(model)
+    assert len(log) == 2, "gathered anew in backward"
+
+
+# ---- torch's FSDP2 -------------------------------------------------------------------------------------------------
+
+
+@row("torch's FSDP2", "`from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, ...`")
+def all_of_torchs_names() -> None:
+    theirs = {name for name in torchs.__all__ if getattr(torchs, name).__module__ == "torch.distributed.fsdp"}
+    assert {"fully_shard", "FSDPModule", "MixedPrecisionPolicy"} <= theirs
+    assert sorted(name for name in theirs if not hasattr(fsdp2, name)) == []
+    methods = {name for name in vars(torchs.FSDPModule) if not name.startswith("_")}
+    assert sorted(name for name in methods if not hasattr(FSDPModule, name)) == []
+
+
+@row("torch's FSDP2", "`isinstance(module, torch.distributed.fsdp.FSDPModule)` in code that you do not edit")
+def patched() -> None:
+    with fsdp2.patch_torch():
+        model = torchs.fully_shard(build())
+        assert isinstance(model, torchs.FSDPModule)
+        assert isinstance(model, FSDPModule)
+        trains(model)
+
+
+@row("torch's FSDP2", "`replicate` of `torch.distributed._composable`")
+def replicate_of_ours() -> None:
+    trains(replicate(build()))
+
+
+@row("torch's FSDP2", "`torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()`")
+def norm_of_all() -> None:
+    model, expected = shard(build()), build()
+    mean_loss(model(own(0))).backward()
+    mean_loss(expected(batch(0))).backward()
+    plain = nn.utils.clip_grad_norm_(expected.parameters(), 100.0)
+    theirs = nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+    ours = fsdp2.clip_grad_norm_(model.parameters(), 100.0)
+    assert isinstance(theirs, DTensor)
+    assert type(ours) is Tensor
+    assert_same(theirs.full_tensor(), plain, 1e-5, 1e-6, "torch's norm")
+    assert_same(ours, plain, 1e-5, 1e-6, "our norm")
+
+
+@row(
+    "torch's FSDP2",
+    "`fully_shard(model).set_requires_gradient_sync(False)` in a program that a type checker reads",
+)
+def typed() -> None:
+    model = fully_shard(build())
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    assert isinstance(model, Net)
+
+
+@row("torch's FSDP2", "`set_allocate_memory_from_process_group_for_comm(True)`, `set_symm_mem_for_comm()`")
+def memory_pools() -> None:
+    model: Any = fully_shard(build())
+    for call in (partial(model.set_allocate_memory_from_process_group_for_comm, True), model.set_symm_mem_for_comm):
+        with pytest.raises(NotImplementedError, match="Leave it out"):
+            call()
+
+
+# ---- every row -----------------------------------------------------------------------------------------------------
+
+
+def test_every_row_has_a_program() -> None:
+    """Or names a test that exists (tests/unit/test_readme.py looks for it)."""
+    rows = {(name, cells[0]): cells for name, heading in TABLES.items() for cells in ROWS[heading]}
+    named = {key for key, cells in rows.items() if len(cells) == 3}
+    assert [key for key in named if not re.fullmatch(r"`test_\w+\.py::test_\w+`", rows[key][2])] == []
+    assert rows.keys() - named == PROGRAMS.keys() | HELD_ELSEWHERE.keys()
+    assert len(rows) == sum(len(ROWS[heading]) for heading in TABLES.values()), "two rows begin alike"
+
+
+@pytest.mark.parametrize("ranks", sorted({ranks for ranks, _ in PROGRAMS.values()}))
+def test_programs_that_come_from_elsewhere(ranks: int) -> None:
+    programs = {program: None for size, program in PROGRAMS.values() if size == ranks}  # some stand for two rows
+    run_checks(ranks, [(program.__name__, program) for program in programs])

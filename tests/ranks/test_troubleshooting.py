@@ -1,0 +1,253 @@
+"""The table of error messages in examples/README.md: each is what a program gets that makes the mistake.
+
+The kind: a text that a reader searches for. Each row is known by its first cell; its program must raise on every rank,
+with that text in the error. A row without a program, and a program without a row, fail.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from documents import ROOT, table_rows
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from helpers import run_checks
+
+ROWS = [cells[0].strip("`") for cells in table_rows(ROOT / "examples" / "README.md")["By error message"]]
+FROM_TORCH = (
+    "module 'torch._C' has no attribute '_cuda_setDevice'",
+    "one of the variables needed for gradient computation has been modified by an inplace operation",
+    "Connection closed by peer",
+)
+Program = Callable[[], Any]
+PROGRAMS: dict[str, Program] = {}
+
+
+def says(text: str) -> Callable[[Program], Program]:
+    def add(program: Program) -> Program:
+        PROGRAMS[text] = program
+        return program
+
+    return add
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 8), nn.Linear(8, 4)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.encode(x)))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.stem(x)
+
+
+def build(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def shard(model: Any, **options: Any) -> Any:
+    fully_shard(model.block, **options)
+    return fully_shard(model, **options)
+
+
+def backward(model: Any) -> None:
+    model(torch.ones(2, 5)).sum().backward()
+
+
+@says("ranks had different values of it when fully_shard was called")
+def other_weights() -> None:
+    backward(shard(build(seed=dist.get_rank())))
+
+
+@says("the optimizer was built before fully_shard")
+def early_optimizer() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(shard(model))
+    optimizer.step()
+
+
+@says("Call set_requires_gradient_sync(True) before the last backward")
+def unsynchronized() -> None:
+    model = shard(build())
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@says("computes with parameters that are sharded")
+def method() -> None:
+    model = shard(build())
+    model.encode(torch.ones(2, 5))
+
+
+@says("was called while its parameters are sharded")
+def inner_module() -> None:
+    shard(build()).block[0](torch.ones(2, 8))
+
+
+@says("got mixed torch.Tensor and DTensor")
+def functional() -> None:
+    nn.functional.linear(torch.ones(2, 8), shard(build()).head.weight)
+
+
+@says("of a plain tensor of shape")
+def plain_number() -> None:
+    model, total = shard(build()), torch.zeros(())
+    backward(model)
+    total += model.head.weight.grad.norm()
+
+
+@says("data_ptr() was asked of a DTensor")
+def address() -> None:
+    shard(build()).head.weight.data_ptr()
+
+
+@says("to_empty gave it memory")
+def empty() -> None:
+    with torch.device("meta"):
+        model = Net()
+        model.register_buffer("angles", torch.ones(3), persistent=False)
+    shard(model).to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.ones_(param)
+    backward(model)
+
+
+@says("expected parameters on cpu, got")
+def on_meta() -> None:
+    with torch.device("meta"):
+        model = Net()
+    backward(shard(model))
+
+
+@says("is the same parameter as")
+def tied() -> None:
+    model = build()
+    model.block[0].weight = model.head.weight
+    shard(model)
+
+
+@says("no fully_shard call manages it")
+def late_adapter() -> None:
+    model = shard(build())
+    model.adapter = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model.adapter(model(torch.full((2, 5), float(dist.get_rank())))).sum().backward()
+        optimizer.step()
+
+
+@says("ranks are out of step")
+def other_modules() -> None:
+    model = shard(build())
+    backward(model)
+    with torch.no_grad():
+        if dist.get_rank() == 0:
+            model.block(torch.ones(2, 8))
+        else:
+            model(torch.ones(2, 5))
+
+
+@says("modified in place during forward")
+def write_in_forward() -> None:
+    model = shard(build())
+
+    def write(module: Any, args: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+    model.stem.register_forward_pre_hook(write)
+    backward(model)
+
+
+@says("between unshard() and reshard()")
+def write_unsharded() -> None:
+    model = shard(build())
+    model.unshard()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    model.reshard()
+
+
+class Holder:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Unpacks(Net):
+    def forward(self, holder: Any) -> Tensor:
+        return super().forward(holder.x)
+
+
+@says("expected inputs of torch.bfloat16")
+def object_of_inputs() -> None:
+    torch.manual_seed(0)
+    shard(Unpacks(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))(Holder(torch.ones(2, 5)))
+
+
+@says("expected a divisor of")
+def no_divisor() -> None:
+    shard(build(), reshard_after_forward=3)
+
+
+@says("Remove DistributedDataParallel")
+def ddp() -> None:
+    DistributedDataParallel(shard(build()))
+
+
+@says("optimizers have stepped with other settings")
+def other_rates() -> None:
+    model = shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + dist.get_rank()))
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+
+
+@says("are divided in several ways")
+def other_divisors() -> None:
+    model = shard(build())
+    model.block.set_gradient_divide_factor(4.0)
+    backward(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@says("has no forward, so its parameters could never be gathered")
+def container() -> None:
+    fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+
+
+@says("is not part of")
+def outside() -> None:
+    shard(build(), mesh=DeviceMesh("cpu", [1 - dist.get_rank()]))
+
+
+@says("has no attribute 'no_sync'")
+def of_ddp() -> None:
+    shard(build()).no_sync()
+
+
+def test_every_message_has_a_program() -> None:
+    assert {*ROWS} == PROGRAMS.keys() | {*FROM_TORCH}
+
+
+def test_programs_get_the_messages() -> None:
+    def check(text: str, program: Program) -> Callable[[], None]:
+        def run() -> None:
+            with pytest.raises(Exception, match=re.escape(text)):
+                program()
+
+        return run
+
+    run_checks(2, [(program.__name__, check(text, program)) for text, program in PROGRAMS.items()])
