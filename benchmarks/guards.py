@@ -1,9 +1,11 @@
-"""fsdp2 without what watches its users, or with ranks that meet: to measure what that costs. A step's numbers stay the
-same.
+"""fsdp2 without what watches its users, or with ranks that reach a consensus: to measure what that costs. A step's
+numbers stay the same.
 
     python -m benchmarks host --libraries fsdp2 unguarded
     python -m benchmarks gloo --libraries fsdp2 no-headers interrupted meeting
-    python -m benchmarks.instructions --libraries fsdp2 unguarded no-written no-replaced no-saved no-calls
+    python -m benchmarks.instructions --libraries fsdp2 unguarded no-checks no-written no-replaced no-saved no-calls
+
+`fsdp2.set_checks` acts on all models of a process; these act on one.
 """
 
 from collections.abc import Callable
@@ -14,44 +16,56 @@ from torch import Tensor, nn
 from .gloo_threads import DEFAULT, read_policies, set_policies
 
 
+def drop_checks(model: nn.Module) -> None:
+    """Drops all observers of checks/."""
+    drop_calls(model)
+    _drop_observers(model, lambda each: type(each).__module__.startswith("fsdp2.checks."))
+
+
 def drop_written(model: nn.Module) -> None:
-    """After a forward: was a full parameter written to?"""
-    for state in _states(model):
-        state.group.versions.check_written = state.note_content = _nothing
+    """After a forward: was an unsharded parameter written to?"""
+    _drop_observers(model, lambda each: type(each).__name__ in ("WrittenParameters", "UnseenWrites"))
 
 
 def drop_replaced(model: nn.Module) -> None:
-    """Before a gather: was a parameter or its local tensor replaced, frozen or thawed?"""
-    for state in _states(model):
-        state.group._notice_changes = _nothing
+    """Before a gather: was a parameter or its local tensor replaced, frozen or unfrozen?"""
+    for group in _groups(model):
+        group._notice_changes = _nothing
 
 
 def drop_saved(model: nn.Module) -> None:
-    """When backward uses a saved tensor: was it, or the parameter that it is of, changed since?"""
-    for state in _states(model):
-        state.note_versions = _nothing
-        saved_tensors = state.context.saved_tensors
-        saved_tensors._pack = _Unchecked(saved_tensors).pack
-        saved_tensors._unpack = _Unchecked(saved_tensors).unpack
+    """When backward uses a saved tensor: was it, or the parameter that it is a view of, changed since?"""
+    saved_tensors = _root(model).saved_tensors
+    saved_tensors._pack = _Unchecked(saved_tensors).pack
+    saved_tensors._unpack = _Unchecked(saved_tensors).unpack
 
 
 def drop_versions(model: nn.Module) -> None:
     """What `drop_replaced` and `drop_saved` compare: how often has each parameter been written to?"""
-    for state in _states(model):
-        state.group.versions.sharded = tuple
+    for group in _groups(model):
+        group.registration.versions = tuple
 
 
 def drop_calls(model: nn.Module) -> None:
     """When a module inside is called: are its parameters gathered?"""
-    for state in _states(model):
-        state.group.watch_calls(None)
+    _drop_observers(model, lambda each: type(each).__name__ == "EntryPoints")
+    for group in _groups(model):
+        for entries, key, _ in group.registration.while_sharded:
+            entries.pop(key, None)
+        group.registration.while_sharded.clear()
 
 
 def drop_headers(model: nn.Module) -> None:
     """On gloo, with each message: is it what this rank expects?"""
-    for state in _states(model):
-        group, reduction = state.group, state.group.gradients.reduction
-        group._comm = reduction.shards = group._plain_comm = _headerless(group._plain_comm)
+    from fsdp2.core.param_group import Comms
+    from fsdp2.ext.gloo import PairwiseComm
+
+    for group in _groups(model):
+        comms = [
+            each if each is None or each.group is None else PairwiseComm(each.group, group.purpose)
+            for each in group.comms
+        ]
+        group.use_comms(Comms(*comms))
 
 
 def interrupt_senders(model: nn.Module) -> None:
@@ -60,14 +74,19 @@ def interrupt_senders(model: nn.Module) -> None:
 
 
 def add_meetings(model: nn.Module) -> None:
-    """The last block may be left out: before each gather and reduction of any, ranks meet."""
-    (state,) = _states(model.blocks[-1])
-    state.conditional = True
-    state.context._take_over({module: name for name, module in model.named_modules()})
+    """The last block may be left out: before each gather and reduction of any group, ranks reach a consensus."""
+    from fsdp2.core.root import Root
+    from fsdp2.core.state import groups_of, names_below
+
+    for group in groups_of(model.blocks[-1]):
+        group.set(extras={**group.settings.extras, "conditional": True})
+    root = _root(model)
+    Root(root.state, root.states, names_below([model]))
 
 
 GUARDS: dict[str, tuple[Callable[[nn.Module], None], ...]] = {
-    "unguarded": (drop_written, drop_replaced, drop_saved, drop_versions, drop_calls),
+    "unguarded": (drop_checks, drop_replaced, drop_saved, drop_versions),
+    "no-checks": (drop_checks,),
     "no-written": (drop_written,),
     "no-replaced": (drop_replaced,),
     "no-saved": (drop_saved,),
@@ -82,7 +101,7 @@ class _Unchecked:
     """`SavedTensors._pack` and `_unpack`, but for the comparison: weights are noticed, and gathered again."""
 
     def __init__(self, saved_tensors: Any) -> None:
-        from fsdp2.ext.compat import storage_id
+        from fsdp2.core.compat import storage_id
 
         self._of, self._storage_id = saved_tensors, storage_id
 
@@ -94,29 +113,28 @@ class _Unchecked:
     def unpack(self, saved: Any) -> Tensor:
         tensor, owner = saved
         if owner is not None:
-            self._of._before_use(owner)
+            owner.use_in_backward()
         return tensor
-
-
-def _headerless(comm: Any) -> Any:
-    from fsdp2.core.comm import AllWork
-
-    def exchange(_kind: str, _tensors: Any, outgoing: Any, incoming: Any) -> AllWork:
-        works = []
-        for to, source in comm._peers:
-            for out, into in zip(outgoing, incoming, strict=True):
-                works += [comm.group.send([out[to]], to, 0), comm.group.recv([into[source]], source, 0)]
-        return AllWork(works, [])
-
-    comm._exchange = exchange
-    return comm
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _states(model: nn.Module) -> Any:
-    from fsdp2.core.state import states_below
+def _drop_observers(model: nn.Module, drops: Callable[[Any], bool]) -> None:
+    from fsdp2.core.events import Events
 
-    return states_below(model)
+    root = _root(model)
+    root.events = Events([each for each in root.events.observers if not drops(each)])
+    for group in root.groups:
+        group.events = root.events
+
+
+def _root(model: nn.Module) -> Any:
+    from fsdp2.core.state import require_state
+
+    return require_state(model).root
+
+
+def _groups(model: nn.Module) -> Any:
+    return _root(model).groups

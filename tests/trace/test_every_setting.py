@@ -29,8 +29,8 @@ from fsdp2 import (
     MixedPrecisionPolicy,
     fully_shard,
     share_comm_ctx,
-    streams,
 )
+from fsdp2.core import streams
 from fsdp2.core.state import groups_below, groups_of
 from helpers import fake_world
 from stand_in import Stream, apart

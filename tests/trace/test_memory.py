@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.meters import AllocationMeter, CopyMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.checks import conversation, named_comm
+from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.core import buckets
 from fsdp2.core.comm import Comm, Purpose, SoloComm
 from fsdp2.ext import large_gradients, units
@@ -210,13 +212,20 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
 
     The peak comes when the second block's last gradient is computed, two others travel, and what arrived of the older
     one is summed, for which the CPU casts one slice at a time. As much as for fp32 reductions by a reduce-scatter. On
-    gloo all gradients travel so.
+    gloo all gradients travel so; and there is what first messages of three reductions arrived in, and two that carry a
+    slice (simulated ranks take them at once).
     """
-    received = (RANKS - 1) / RANKS if pairwise else 1.0
-    monkeypatch.setattr(PairwiseComm, "direct_min_bytes", 16 * 1024)
+    received, first_messages = 1.0, 0.0
+    if pairwise:
+        monkeypatch.setattr(PairwiseComm, "direct_min_bytes", 16 * 1024)
+        for module in (named_comm, conversation):
+            monkeypatch.setattr(module, "differ", lambda *_: False)  # headers of simulated ranks never come
+        longest_first = NamedPairwiseComm(dist.group.WORLD, Purpose()).longest_first
+        slice_nbytes = GROUP / 4 / 2 / RANKS
+        received, first_messages = (RANKS - 1) / RANKS, 3 * (RANKS - 1) * longest_first + 2 * slice_nbytes
     unsharded = GROUP / 2
     gradients = (1 + 2 * (1 + received)) * unsharded / 4
-    expected = 2 * unsharded + gradients + (BLOCKS - 2 + 3 / 4 + 1 / 4) * GROUP / RANKS
+    expected = 2 * unsharded + gradients + (BLOCKS - 2 + 3 / 4 + 1 / 4) * GROUP / RANKS + first_messages
     widened = 2 * unsharded + unsharded / 4 + 2 * GROUP / 4 + (BLOCKS - 1) * GROUP / RANKS
     ordinary = expected if pairwise else widened
     with strategies_replaced(make_comm=pairwise_comm) if pairwise else nullcontext():
@@ -226,7 +235,7 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
 
 def pairwise_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
     """Returns what gloo gets."""
-    return SoloComm() if group is None else PairwiseComm(group, purpose)
+    return SoloComm() if group is None else NamedPairwiseComm(group, purpose)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=str)

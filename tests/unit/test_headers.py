@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.checks.headers import HEADER_NBYTES, Header, Label, differ, out_of_step, text_of
+from fsdp2.checks.conversation import tell_out_of_step
+from fsdp2.checks.headers import HEADER_NBYTES, Header, differ, header_of, out_of_step, placed_header, text_of
 from fsdp2.checks.rollcall import level_from_environment
+from fsdp2.core.comm import Purpose
 
 
 class Pass:
@@ -17,14 +19,11 @@ class Pass:
     def where(self) -> tuple[str, int]:
         return self._where
 
-    def note_out_of_step(self) -> None:
-        pass
-
 
 def header(
     name: str = "layers.3", kind: str = "gathering", numel: int = 8, dtype: torch.dtype = torch.float32
 ) -> Header:
-    return Label(name).header(kind, [torch.zeros(2), torch.zeros(numel, dtype=dtype)])
+    return header_of(Purpose(name), kind, [torch.zeros(2), torch.zeros(numel, dtype=dtype)])
 
 
 def message(header: Header) -> Tensor:
@@ -43,10 +42,10 @@ def test_what_differs_is_noticed(other: dict) -> None:
 
 
 def test_a_header_is_built_once() -> None:
-    label, tensors = Label("a"), [torch.zeros(3)]
-    assert label.header("gathering", tensors) is label.header("gathering", [torch.ones(3)])
-    label.name = "b"
-    assert text_of(label.header("gathering", tensors).data).startswith("gathering b")
+    purpose, tensors = Purpose("a"), [torch.zeros(3)]
+    assert header_of(purpose, "gathering", tensors) is header_of(purpose, "gathering", [torch.ones(3)])
+    purpose.name = "b"
+    assert text_of(header_of(purpose, "gathering", tensors).data).startswith("gathering b")
 
 
 def test_long_names_keep_their_end() -> None:
@@ -60,19 +59,19 @@ def test_the_phase_is_compared_and_the_step_is_not() -> None:
     passes = [Pass("forward", 3), Pass("forward", 4), Pass("backward", 3)]
     headers = []
     for each in passes:
-        label = Label("a")
-        label.run_in(each)
-        headers.append(label.placed_header("gathering", [torch.zeros(2)]))
+        purpose = Purpose("a")
+        purpose.run_in(each)
+        headers.append(placed_header(purpose, "gathering", [torch.zeros(2)]))
     assert not differ(message(headers[1]), headers[0])
     assert differ(message(headers[2]), headers[0])
     assert text_of(headers[1].data).startswith("gathering a (forward, step 4)")
 
 
-def test_a_label_does_not_keep_what_runs_its_group() -> None:
-    label = Label("a")
-    label.run_in(Pass("forward", 3))
-    assert label.placed_header("gathering", []).text.startswith("gathering a (by hand, step 0)")
-    label.note_out_of_step()
+def test_a_purpose_does_not_keep_what_runs_its_group() -> None:
+    purpose = Purpose("a")
+    purpose.run_in(Pass("forward", 3))
+    assert placed_header(purpose, "gathering", []).text.startswith("gathering a (by hand, step 0)")
+    tell_out_of_step([purpose])
 
 
 def test_the_message_names_all_ranks() -> None:

@@ -1,6 +1,6 @@
 """What ranks say to each other where some modules are conditional, and what they do for others that run more.
 
-On one of four ranks, whose peers are played by a script: what the least request of all ranks is, meeting by meeting.
+On one of four ranks, whose peers are played by a script: the least request of all ranks, one consensus after the other.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp2 import fully_shard
 from fsdp2.ext import conditional
-from fsdp2.ext.conditional import _COMMON, GATHER, REDUCE
+from fsdp2.ext.conditional import _COMMON, GATHER, REDUCE, Consensus
 from helpers import fake_world
 
 
@@ -50,26 +50,27 @@ def build() -> Any:
     return fully_shard(model)
 
 
-@pytest.mark.parametrize(("meets_on", "warnings"), [("cuda", 1), ("cpu", 0)])
-def test_what_meetings_on_a_device_cost_is_said_once(meets_on: str, warnings: int) -> None:
+@pytest.mark.parametrize(("device", "warnings"), [("cuda", 1), ("cpu", 0)])
+def test_what_a_consensus_on_a_device_costs_is_said_once(device: str, warnings: int) -> None:
     """At the first one, on the first rank: not where a model is built, which may never run."""
 
     def agree(_: Any, request: int, event: int) -> tuple[int, int, int]:
         return request, event, event
 
     with (
-        mock.patch.object(conditional.group_compat, "has_backend", return_value=meets_on == "cpu"),
-        mock.patch.object(conditional.group_compat, "backend_name", return_value="nccl"),
-        mock.patch.object(conditional.Agreement, "_exchange", agree),
+        mock.patch.object(conditional, "has_backend", return_value=device == "cpu"),
+        mock.patch.object(conditional, "backend_name", return_value="nccl"),
+        mock.patch.object(Consensus, "_exchange", agree),
     ):
-        mesh = mock.Mock(ranks=range(4), axis_groups=[None], device=torch.device(meets_on), is_first=True)
-        found = [conditional.Agreement([], mesh, lambda: None)]
-        mesh.is_first = False
-        found.append(conditional.Agreement([], mesh, lambda: None))
+        root = mock.Mock(states=[], groups=[])
+        root.group.mesh = mock.Mock(ranks=range(4), axis_groups=[None], device=torch.device(device), is_first=True)
+        found = [Consensus(root)]
+        root.group.mesh.is_first = False
+        found.append(Consensus(root))
         with pytest.warns(UserWarning, match="conditional=True") if warnings else nullcontext([]) as seen:
             for _ in range(2):
                 for each in found:
-                    each.meet_at_forward_end()
+                    each.gradients_computed(root)
     assert len(seen) == warnings
     assert all('init_process_group("cpu:gloo,cuda:nccl")' in str(each.message) for each in seen)
 
@@ -79,47 +80,49 @@ def event(name: str, kind: int) -> int:
 
 
 def step(model: Any, others_ask: dict[int, list[int]] | None = None) -> list[str]:
-    """Events of a step, "meet" among them; `others_ask`: number of a meeting -> what other ranks ask for before it."""
+    """Returns the events of a step, "agree" among them. `others_ask`: number of a consensus -> what other ranks ask for
+    before it.
+    """
     lines = record(model)
     others = dict(others_ask or {})
-    meetings = 0
+    agreed = 0
 
     def all_reduce(tensor: Tensor, group: Any, *, largest: bool) -> None:
-        nonlocal meetings
-        lines.append("meet")
-        asked = others.get(meetings)
+        nonlocal agreed
+        lines.append("agree")
+        asked = others.get(agreed)
         if asked:
             tensor[0] = max(int(tensor[0]), -asked.pop(0))
         else:
-            meetings += 1
+            agreed += 1
 
     with mock.patch.object(conditional, "all_reduce_now", all_reduce):
         model(torch.ones(2, 8)).sum().backward()
     return lines
 
 
-def test_meetings_of_a_step_without_the_tower() -> None:
+def test_a_step_without_the_tower() -> None:
     """One before each gather and each reduction, one at each end; nothing of the tower."""
     assert step(build()) == [
-        "meet",
+        "agree",
         "gather layer 320",
         "free   layer",
-        "meet",  # the end of the forward
-        "meet",
+        "agree",  # the end of the forward
+        "agree",
         "gather layer 320",
-        "meet",
+        "agree",
         "reduce layer 320",
         "free   layer",
-        "meet",  # the end of the backward
+        "agree",  # the end of the backward
         "free   root",
     ]
 
 
-def test_others_that_run_the_tower_are_served() -> None:
+def test_others_that_run_the_tower_are_joined() -> None:
     """In the order in which they ask, before what all ranks do: gathers are freed at once, zeros are reduced."""
     forward = [event("tower", GATHER), event("tower.0", GATHER)]
     backward = [event("tower", GATHER), event("tower", REDUCE), event("tower.0", GATHER), event("tower.0", REDUCE)]
-    lines = [line for line in step(build(), {0: forward, 4: backward}) if line != "meet"]
+    lines = [line for line in step(build(), {0: forward, 4: backward}) if line != "agree"]
     assert lines == [
         *("gather tower 320", "free   tower", "gather tower.0 320", "free   tower.0"),
         *("gather layer 320", "free   layer", "gather layer 320", "reduce layer 320", "free   layer"),
