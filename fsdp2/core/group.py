@@ -10,9 +10,9 @@ from torch import nn
 from . import compat
 from .events import strategies
 from .mesh import DataMesh
-from .param_group import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, Hold, ParamGroup, Phase
+from .param_group import ParamGroup
 from .parameter import FSDPParam
-from .policy import GroupSettings
+from .policy import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
 from .user_code import are_in_force, outside
 
 __all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase", "make_group"]

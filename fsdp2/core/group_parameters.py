@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import count
 from operator import add, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,14 @@ from . import compat
 from .buffers import GroupBuffers
 from .compat import local_of, requires_grad_of, version_of
 from .events import strategies
-from .gradients import GroupGradients
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .mesh import DataMesh
 from .parameter import FSDPParam
 from .policy import GroupSettings
 from .streams import Transfers
+
+if TYPE_CHECKING:
+    from .gradients import GroupGradients
 
 _SHARDED, _UNSHARDED = 0, 1
 _uncounted = count()

@@ -18,11 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # NCCL falls back to element-wise copies when a rank's payload is not a multiple of 16 bytes.
 RANK_ALIGNMENT = 16
@@ -136,6 +137,26 @@ class ParamSpec:
 
 
 param_spec = lru_cache(4096)(ParamSpec)
+
+
+@cache
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides, in elements, of `torch.empty(shape)`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def split_chunks(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
+    """Returns views of `whole`: its whole chunks along `spec.dim`, stacked in a new first dim; then the rest, if any."""
+    rows, dim = spec.whole_chunks * spec.chunk_rows, spec.dim
+    chunks = whole.narrow(dim, 0, rows).unflatten(dim, (spec.whole_chunks, spec.chunk_rows)).movedim(dim, 0)
+    return [chunks] if rows == spec.num_rows else [chunks, whole.narrow(dim, rows, spec.num_rows - rows)]
+
+
+# ---- gathers
 
 
 class CastRun(NamedTuple):

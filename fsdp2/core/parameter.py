@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from . import compat
 from .compat import local_of
 from .events import strategies
-from .gather import contiguous_stride
-from .layout import ParamSpec, param_spec
+from .layout import ParamSpec, contiguous_stride, param_spec
 from .mesh import DataMesh, Distribution
 from .policy import MixedPrecisionPolicy
 

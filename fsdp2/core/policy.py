@@ -1,13 +1,14 @@
-"""What a user chooses: the policies of a `fully_shard` call, and the settings of a group and of a root.
+"""What a user chooses: the policies of a `fully_shard` call, the settings of a group and of a root. And the phases of a
+group.
 
-All of them are frozen: a setting changes by putting another object in its place.
+Settings are frozen: one changes by putting another object in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 import torch
@@ -131,6 +132,46 @@ class CPUOffloadPolicy(OffloadPolicy):
     def __post_init__(self) -> None:
         if not isinstance(self.pin_memory, bool):
             raise TypeError(f"CPUOffloadPolicy.pin_memory: expected a bool, got {self.pin_memory!r}")
+
+
+class Phase(Enum):
+    """Where the parameters of a group are.
+
+    SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
+    there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. LENT: modules have
+    copies (full_params), and the group can't be gathered.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+    UNSHARDED = "unsharded"
+    LENT = "lent"
+
+
+class Hold(IntEnum):
+    """For how long the unsharded parameters of a group stay, beyond the forward or backward that uses them.
+
+    NOTHING: no longer. BACKWARD: until the backward of the forward that has left them. NEXT_PASS: until a parameter
+    changes, or a pass ends that reshards. USER: until the user calls `reshard`, or a pass with grad ends that reshards.
+    """
+
+    NOTHING = 0
+    BACKWARD = 1
+    NEXT_PASS = 2
+    USER = 3
+
+
+SHARDED, GATHERING, GATHERED, UNSHARDED, LENT = Phase
+
+TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
+    SHARDED: (GATHERING, LENT),
+    GATHERING: (GATHERED, SHARDED),
+    GATHERED: (UNSHARDED, SHARDED),
+    UNSHARDED: (GATHERED, SHARDED),
+    LENT: (SHARDED,),
+}
+"""Phase -> the phases that may follow."""
 
 
 class ReduceWhen(Enum):

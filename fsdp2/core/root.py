@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +15,11 @@ from . import compat
 from .autograd import SavedTensors, at_backward_end
 from .compat import graph_task
 from .events import NO_EVENTS, Events, Observer, strategies
-from .group import FSDPParamGroup, Hold
-from .policy import RootSettings
+from .policy import Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
 
 
 @dataclass

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from .autograd import after_leaf, after_tensors, before_nodes
 from .compat import graph_task, num_dispatch_modes, num_function_modes, storage_id, untraced
 from .events import strategies
-from .group import FSDPParamGroup
 from .policy import MixedPrecisionPolicy
 from .user_code import are_in_force, cast, hidden, run_shown
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
 
 # The attribute of a sharded module that holds its state.
 STATE = "_fsdp2_state"
