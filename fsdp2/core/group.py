@@ -8,14 +8,13 @@ from typing import Any
 from torch import nn
 
 from . import compat
-from .events import strategies
 from .mesh import DataMesh
 from .param_group import ParamGroup
 from .parameter import FSDPParam
 from .policy import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
 from .user_code import are_in_force, outside
 
-__all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase", "make_group"]
+__all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
 
 
 class FSDPParamGroup(ParamGroup):
@@ -161,10 +160,3 @@ class FSDPParamGroup(ParamGroup):
         """The gradients of all inputs of one forward are computed: reduces and frees what is left of that forward."""
         self.gradients.flush()
         self.release_after_backward()
-
-
-def make_group(
-    modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
-) -> FSDPParamGroup:
-    """Returns a group of the class that its device needs."""
-    return strategies().group_class(mesh.device, FSDPParamGroup)(modules, params, mesh, settings)
