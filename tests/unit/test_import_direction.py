@@ -272,6 +272,7 @@ RULES: tuple[Rule, ...] = (
     no_tests_and_no_paths,
 )
 
+
 @cache
 def read(package: Path) -> dict[str, Source]:
     """Returns the modules of a package by their names."""
