@@ -9,6 +9,10 @@ Prints the fixes for sharded parameters, what each does, and which are in force:
 
     python -m fsdp2 fixes
 
+Prints the checks, what each finds and costs, and which are in force:
+
+    python -m fsdp2 checks
+
 Otherwise what follows `-m fsdp2` is a command line of Python: this process becomes `python script.py ARGUMENTS`, with
 the folder `bridge/startup` first in PYTHONPATH. From there Python itself runs `sitecustomize.py` before any program. It
 has `patch_torch()` called as soon as torch.distributed.fsdp is imported.
@@ -52,6 +56,11 @@ def main() -> None:
         from .dtensor.fixes import describe_fixes
 
         print(describe_fixes())
+        return
+    if arguments == ["checks"]:
+        from .checks.table import describe_checks
+
+        print(describe_checks())
         return
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, inherited] if inherited else [STARTUP])

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ..core.compat import no_torch_function
 from ..core.group import FSDPParamGroup
+from ..core.group_parameters import version_if_counted
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam, fqn
-from ..core.registration import version_if_counted
 from ..core.state import groups_of, names_below
 from .checksum import values_of
 from .levels import is_on

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..core.api import Plan
-from ..core.compat import is_python_group, no_torch_function
+from ..core.compat import is_python_group, local_of, no_torch_function
 from ..core.group import FSDPParamGroup
+from ..core.group_parameters import version_if_counted
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
-from ..core.registration import version_if_counted
 from .checksum import bits_of, checksum
 from .looks import Look, RankCheck
 from .questions import Question, ask, bounds_over, connects, some_of
@@ -148,7 +148,7 @@ class InitialWeights(RankCheck):
 
     def before_replace(self, group: FSDPParamGroup, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
         self._loaded.clear()
-        for param in group.registration.replaced(group.params):
+        for param in _replaced(group):
             forget(param)
         for param, parameter in found:
             if not isinstance(parameter, DTensor):
@@ -164,6 +164,16 @@ class InitialWeights(RankCheck):
     def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
         if look.is_anew:
             yield from _questions(look.root.groups)
+
+
+def _replaced(group: FSDPParamGroup) -> list[FSDPParam]:
+    """Returns the parameters of `group` that a user has replaced."""
+    gone = {
+        id(sharded)
+        for slots, name, sharded, local in zip(*group.registration.watched, strict=True)
+        if slots.get(name) is not sharded or local_of(sharded) is not local
+    }
+    return [param for param in group.params if id(param.sharded) in gone]
 
 
 def compare_initial_weights(groups: Sequence[FSDPParamGroup]) -> None:

@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..core.buffers import GroupBuffers
+from ..core.gather import view_bytes
 from ..core.group import FSDPParamGroup, Hold
 from ..core.parameter import FSDPParam
 from ..ext.unsharded_versions import refuse_written
@@ -33,7 +35,7 @@ class UnshardedContent:
         buffers = group.parameters.buffers
         assert buffers is not None, "the group is unsharded"
         self._params, self._buffers = [*group.parameters.plain], buffers
-        self._words = buffers.words(every)
+        self._words = _words_of(buffers, every)
         self._sums = self._find_sums()
 
     def _find_sums(self) -> Tensor:
@@ -55,6 +57,15 @@ class UnshardedContent:
     def named(self, flags: Sequence[int]) -> list[str]:
         """Returns the names of the parameters whose flag is set."""
         return [param.name for param, flag in zip(self._params, flags, strict=True) if flag]
+
+
+def _words_of(buffers: GroupBuffers, every: int) -> list[Tensor]:
+    """Returns every so many of the words in which each unsharded parameter lies, as int64."""
+    whole = view_bytes(buffers.unsharded, 0, buffers.unsharded.numel() // 8, torch.int64)
+    return [
+        whole.as_strided((-(-spec.nbytes // (8 * every)),), (every,), offset // 8)
+        for spec, offset in zip(buffers.layout.specs, buffers.layout.full_offsets, strict=True)
+    ]
 
 
 def _differs(param: FSDPParam, unsharded: Tensor) -> Tensor:

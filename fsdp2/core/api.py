@@ -16,13 +16,12 @@ from torch.distributed.tensor import Shard
 from .compat import untraced
 from .events import strategies
 from .group import FSDPParamGroup, make_group
-from .hooks import run_forward
 from .mesh import DataMesh, Distribution, data_mesh, distribute, replicated_data_mesh
 from .module import FSDPModule
 from .parameter import FSDPParam, Slot, fqn
 from .policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
 from .root import Root
-from .state import STATE, FSDPState, modules_below, names_below, state_of, states_among
+from .state import STATE, FSDPState, modules_below, names_below, run_forward, state_of, states_among
 from .user_code import hides_modes
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")

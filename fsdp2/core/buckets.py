@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import compat, streams
-from .gather import contiguous_stride, costs_launches, split_chunks
-from .layout import BucketLayout, ParamSpec
+from .layout import BucketLayout, ParamSpec, contiguous_stride, split_chunks
 from .policy import MixedPrecisionPolicy
+from .streams import costs_launches
 
 # A group's gradients are reduced in about four buckets, so that what has arrived can be sent and freed while the rest
 # is computed: eight where copies are sent, cast ones, which take memory, too. Buckets below this size cost more in

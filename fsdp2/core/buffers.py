@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import compat
 from .comm import Comm, Work
-from .gather import GatherPlan, leaf_over, own_storage_view, view_bytes
+from .gather import GatherPlan, leaf_over, own_storage_view
 from .layout import GatherLayout
 from .streams import Transfer, Transfers
 
@@ -40,6 +40,8 @@ class GroupBuffers:
 
     The storage is allocated at first, for `unsharded_parameter`: call `free` when the parameters are built.
 
+    `shards`, `unsharded`: their bytes; `storage`: that of the unsharded parameters.
+
     Args:
         layout: where everything lies.
         rank: this rank's index in the shard group.
@@ -55,7 +57,7 @@ class GroupBuffers:
         self._stage: _Stage | None = None
         self._nbytes = self._storage_nbytes()
         if not self.layout.aliased:
-            self._unsharded = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+            self.unsharded = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         # Keep the storage when it is given up, so that pointers into it stay valid.
         self.keeps_storage = False
         self._is_allocated = True
@@ -83,25 +85,17 @@ class GroupBuffers:
             self._stage = _Stage(self.shards, self._device, self._transfers)
             source = self._stage.memory
         if self.layout.aliased:
-            self._unsharded = self.shards
-        self.storage = self._unsharded.untyped_storage()
-        self.storage_id = compat.storage_id(self._unsharded)
-        self._plan = GatherPlan(self.layout, self._rank, source, self._unsharded)
+            self.unsharded = self.shards
+        self.storage = self.unsharded.untyped_storage()
+        self.storage_id = compat.storage_id(self.unsharded)
+        self._plan = GatherPlan(self.layout, self._rank, source, self.unsharded)
         if self._stage is not None:
             self._stage.free()
 
     def unsharded_parameter(self, i: int) -> Tensor:
         """Returns the memory of unsharded parameter i, as a tensor to build the parameter upon."""
         spec = self.layout.specs[i]
-        return leaf_over(self._unsharded, self.layout.full_offsets[i], spec.shape, spec.compute_dtype)
-
-    def words(self, every: int) -> list[Tensor]:
-        """Returns every so many of the words in which each unsharded parameter lies, as int64."""
-        whole = view_bytes(self._unsharded, 0, self._unsharded.numel() // 8, torch.int64)
-        return [
-            whole.as_strided((-(-spec.nbytes // (8 * every)),), (every,), offset // 8)
-            for spec, offset in zip(self.layout.specs, self.layout.full_offsets, strict=True)
-        ]
+        return leaf_over(self.unsharded, self.layout.full_offsets[i], spec.shape, spec.compute_dtype)
 
     def hold(self, locals_: Sequence[Tensor]) -> bool:
         """Returns True if each of these local tensors is at its place in the shard buffer (`.to` makes new objects)."""

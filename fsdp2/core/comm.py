@@ -240,14 +240,10 @@ class SoloComm:
     group, rank, size, direct_min_bytes, force_sum, sums_on_arrival = None, 0, 1, 0, False, False
     purpose = Purpose()
 
-    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        raise AssertionError("one rank gathers nothing")
+    def all_gather(self, *_: Any) -> Work:
+        raise AssertionError("one rank has nothing to communicate")
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
-        raise AssertionError("one rank reduces nothing")
-
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        raise AssertionError("one rank reduces nothing")
+    reduce_scatter = all_reduce = all_gather
 
 
 # Backends that are known to coalesce, also where a debug level wraps them. Others say so themselves.

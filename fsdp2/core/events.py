@@ -139,7 +139,7 @@ class Events:
             follow = [each for each in self.observers if getattr(type(each), name) is not getattr(Observer, name)]
             setattr(self, name, tuple(getattr(each, name) for each in follow))
 
-    def __getattr__(self, name: str) -> tuple[Callable[..., None], ...]:
+    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
         raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
 
     def of(self, cls: type) -> Any:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from .comm import Comm, Work
+from .comm import Comm
 from .compat import copy_all
-from .layout import GatherLayout, ParamSpec
+from .layout import GatherLayout, contiguous_stride, split_chunks
+from .streams import Work, costs_launches
 
 # ---- views and copies
 
@@ -38,25 +38,10 @@ def own_storage_view(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype:
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape, contiguous_stride(shape))
 
 
-@cache
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides, in elements, of `torch.empty(shape)`."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns a tensor over `buffer`'s storage with a version counter of its own: refilling it is no change to autograd."""
     leaf = torch.empty(0, dtype=dtype, device=buffer.device)
     return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
-
-
-def costs_launches(device: torch.device) -> bool:
-    """Returns True if an operation is a kernel, which takes longer to launch than a few bytes take to copy."""
-    return device.type != "cpu"
 
 
 # Pairs of a target and a source.
@@ -77,16 +62,6 @@ def group_copies(copies: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[Ten
         targets.append(target)
         sources.append(source)
     return [*groups.values()]
-
-
-def split_chunks(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
-    """Returns views of `whole`: its whole chunks along `spec.dim`, stacked in a new first dim; then the rest, if any."""
-    rows, dim = spec.whole_chunks * spec.chunk_rows, spec.dim
-    chunks = whole.narrow(dim, 0, rows).unflatten(dim, (spec.whole_chunks, spec.chunk_rows)).movedim(dim, 0)
-    return [chunks] if rows == spec.num_rows else [chunks, whole.narrow(dim, rows, spec.num_rows - rows)]
-
-
-# ---- gathers
 
 
 class GatherPlan:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from . import compat, reduce
 from .buckets import Bucket, ReducePlan, find_buckets, wire_dtypes
-from .compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
+from .compat import backward_hooks_of, new_dtensor, post_accumulate_hooks_of
 from .layout import ParamSpec, bucket_layout
 from .mesh import Distribution
 from .parameter import FSDPParam
@@ -24,6 +23,10 @@ from .user_code import are_in_force, hidden, num_dispatch_modes, num_function_mo
 
 _KEY = "fsdp2"
 _NOTHING = nullcontext()
+_NO_GRAPH = (
+    "backward(create_graph=True): gradients of sharded parameters have no graph, so a loss made of them would not train. "
+    "Differentiate by what full_params yields instead, inside its block, with torch.autograd.grad."
+)
 
 
 class GroupGradients:
@@ -240,7 +243,8 @@ class GroupGradients:
                 if i in frozen:
                     continue  # since the forward
                 if may_have_graph and gradient.requires_grad:
-                    gradient = _without_graph(gradient)
+                    warnings.warn(_NO_GRAPH, stacklevel=2)
+                    gradient = gradient.detach()
                 if gradient.layout is not torch.strided:
                     raise NotImplementedError(f"{param.name}: sparse gradients are not supported. Use sparse=False.")
                 if type(param.distribution) is not Distribution or not param.shape:
@@ -340,27 +344,7 @@ class GroupGradients:
             if accumulated is None:
                 sharded.grad = gradient
             else:
-                self._add(param, accumulated, gradient)
+                param.add_to_gradient(accumulated, gradient)
             if is_hooked:
                 for hook in tuple((sharded._post_accumulate_grad_hooks or {}).values()):
                     hook(sharded)
-
-    def _add(self, param: FSDPParam, accumulated: Any, gradient: Any) -> None:
-        if not isinstance(accumulated, DTensor):
-            raise TypeError(
-                f"{param.name}: expected .grad to be None or a DTensor, got a {type(accumulated).__name__}. Use "
-                "distribute_tensor(gradient, p.device_mesh, p.placements)."
-            )
-        if accumulated.placements != gradient.placements:
-            # Computed on shards, with DTensors: not all operations leave it as the parameter is.
-            param.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)  # type: ignore[assignment]
-        local_of(accumulated).add_(local_of(gradient))
-
-
-def _without_graph(gradient: Tensor) -> Tensor:
-    warnings.warn(
-        "backward(create_graph=True): gradients of sharded parameters have no graph, so a loss made of them would not "
-        "train. Differentiate by what full_params yields instead, inside its block, with torch.autograd.grad.",
-        stacklevel=2,
-    )
-    return gradient.detach()

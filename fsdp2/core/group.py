@@ -10,10 +10,10 @@ from torch import nn
 from . import compat
 from .events import strategies
 from .mesh import DataMesh
-from .param_group import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, Hold, ParamGroup, Phase
+from .param_group import ParamGroup
 from .parameter import FSDPParam
-from .policy import GroupSettings
-from .user_code import is_inside, num_dispatch_modes, num_function_modes, outside
+from .policy import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
+from .user_code import are_in_force, outside
 
 __all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase", "make_group"]
 
@@ -59,7 +59,7 @@ class FSDPParamGroup(ParamGroup):
 
     def before_backward(self, recomputes: bool = False) -> None:
         """Unshards: backward has reached the group, or a weight of it is needed, or checkpointing runs its forward."""
-        if (compat.runs_transform() or num_dispatch_modes() or num_function_modes()) and is_inside():
+        if compat.runs_transform() or are_in_force():
             with outside():
                 return self.before_backward(recomputes)
         root = self.root

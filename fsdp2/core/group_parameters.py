@@ -1,25 +1,132 @@
-"""Builds a group's buffers from its modules' parameters, and rebuilds them when a user has replaced some."""
+"""Builds a group's buffers from its modules' parameters, registers sharded or unsharded ones, and notices changes."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
+from itertools import count
+from operator import add, is_
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from . import compat
 from .buffers import GroupBuffers
+from .compat import local_of, requires_grad_of, version_of
 from .events import strategies
-from .gradients import GroupGradients
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .mesh import DataMesh
 from .parameter import FSDPParam
 from .policy import GroupSettings
-from .registration import Registration
 from .streams import Transfers
+
+if TYPE_CHECKING:
+    from .gradients import GroupGradients
+
+_SHARDED, _UNSHARDED = 0, 1
+_uncounted = count()
+
+
+class Registration:
+    """Which parameters of one group are registered in its modules, and the version counters of the sharded ones.
+
+    A tensor counts the in-place operations on it, together with those on its views. A gathered copy is stale when the
+    counters have moved on since. `watched`: in which dicts of modules, under which names, the sharded parameters were
+    registered, with which local tensors.
+    """
+
+    def __init__(self) -> None:
+        # What to write where, to register the sharded parameters and the unsharded ones.
+        self._dict_slots: tuple[list[Any], list[Any]] = ([], [])
+        self._setattr_slots: tuple[list[Any], list[Any]] = ([], [])
+        # In which dicts of modules, under which names, the sharded ones were registered, with which local tensors.
+        self.watched: tuple[tuple[Any, ...], ...] = ((),) * 4
+        # Entries (dict, key, value) that are there only while the sharded parameters are registered; for extensions.
+        self.while_sharded: list[tuple[dict[Any, Any], Any, Any]] = []
+        # Version counters are read from both: an operation on a DTensor need not count for its local tensor. The last
+        # ones count replacements.
+        self._sharded: list[Tensor] = []
+        self._locals: list[Tensor] = []
+        self._replacements = torch.empty(0, device="cpu")
+
+    # ---- swapping
+
+    def register_unsharded(self) -> None:
+        """Registers the unsharded parameters."""
+        for entries, key, _ in self.while_sharded:
+            entries.pop(key, None)
+        self._register(_UNSHARDED)
+
+    def register_sharded(self) -> None:
+        """Registers the sharded parameters."""
+        for entries, key, value in self.while_sharded:
+            entries[key] = value
+        self._register(_SHARDED)
+
+    def _register(self, kind: int) -> None:
+        for slots, name, parameter, other in self._dict_slots[kind]:
+            if slots.get(name) is other:  # else a user has put something there, which the next forward will notice
+                slots[name] = parameter
+        for module, name, parameter in self._setattr_slots[kind]:
+            setattr(module, name, parameter)
+
+    def prepare(self, params: Sequence[FSDPParam]) -> None:
+        """Prepares to swap the parameters that `params` have now. None of them: there is nothing to swap."""
+        self._dict_slots, self._setattr_slots = ([], []), ([], [])
+        for param in params:
+            sharded, unsharded = param.sharded, param.unsharded
+            for slot in param.slots:
+                module, name = slot.module, slot.name
+                if slot.is_plain:
+                    self._dict_slots[_SHARDED].append((module._parameters, name, sharded, unsharded))
+                    self._dict_slots[_UNSHARDED].append((module._parameters, name, unsharded, sharded))
+                else:
+                    self._setattr_slots[_SHARDED].append((module, name, sharded))
+                    self._setattr_slots[_UNSHARDED].append((module, name, unsharded))
+
+    # ---- noticing
+
+    def watch(self, params: Sequence[FSDPParam]) -> None:
+        """Remembers what is registered where, and from where version counters are read."""
+        rows = [
+            (slot.module._parameters, slot.name, param.sharded, param.local) for param in params for slot in param.slots
+        ]
+        self.watched = tuple(zip(*rows, strict=True)) or ((),) * 4
+        self._sharded = [*(param.sharded for param in params), self._replacements]
+        self._locals = [*(param.local for param in params), self._replacements]
+
+    def is_replaced(self) -> bool:
+        """Returns True if a sharded parameter that should be registered is not, or has another local tensor."""
+        # No loop: it takes twice as long, in every gather.
+        slots, names, sharded, locals_ = self.watched
+        are_registered = all(map(is_, map(dict.get, slots, names), sharded))
+        return not (are_registered and all(map(is_, map(local_of, sharded), locals_)))
+
+    def note_replacement(self) -> None:
+        """Counts that parameters, or their local tensors, were replaced."""
+        increment_version(self._replacements)
+
+    def versions(self) -> tuple[int, ...]:
+        """Returns a number per sharded parameter, which grows with each in-place operation on it, or step of an
+        optimizer; and then one that grows with replacements.
+        """
+        try:
+            return tuple(map(add, map(version_of, self._sharded), map(version_of, self._locals)))
+        except RuntimeError:  # some were made in inference mode
+            return tuple(map(add, map(version_if_counted, self._sharded), map(version_if_counted, self._locals)))
+
+    def trainable(self) -> list[bool]:
+        """Returns which of the sharded parameters require a gradient."""
+        with compat.no_torch_function():
+            return list(map(requires_grad_of, self._sharded[:-1]))
+
+
+def version_if_counted(tensor: Tensor) -> int:
+    """Returns a tensor's version. One made in inference mode has none, and counts as changed whenever it is asked."""
+    return next(_uncounted) if tensor.is_inference() else tensor._version
 
 
 class GroupParameters:
@@ -191,20 +298,15 @@ class GroupParameters:
         return range(i, i + 1)
 
 
-def find_replacements(group: Any, accept_whole: bool = False, may_be_untied: bool = False) -> list[Any]:
-    """Returns (param, what is registered in its place now) for all parameters of `group`: the strategy of the core
-    alone, which extensions replace by one that looks more closely.
+def find_replacements(group: Any, accept_whole: bool, may_be_untied: bool) -> list[Any]:
+    """Returns (param, what is registered in its place now) for all parameters of `group`: of the core alone, which takes
+    DTensors only; extensions look more closely.
 
     Raises:
-        ValueError: nothing is there, or a parameter of another shape, or a plain tensor unless `accept_whole`.
+        ValueError: something else is there.
     """
-    found = []
-    for param in group.params:
-        parameter = param.slots[0].module._parameters.get(param.slots[0].name)
-        if parameter is None or tuple(parameter.shape) != param.shape:
-            got = "nothing" if parameter is None else f"shape {tuple(parameter.shape)}"
-            raise ValueError(f"{param.name}: expected a parameter of global shape {param.shape}, got {got}.")
-        if not accept_whole and not isinstance(parameter, DTensor):
-            raise ValueError(f"{param.name}: expected a DTensor, got a plain {type(parameter).__name__}.")
-        found.append((param, parameter))
+    found = [(param, param.slots[0].module._parameters.get(param.slots[0].name)) for param in group.params]
+    wrong = [p.name for p, now in found if not isinstance(now, DTensor) or tuple(now.shape) != p.shape]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: expected sharded parameters of the shapes that fully_shard has seen")
     return found

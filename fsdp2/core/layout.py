@@ -18,11 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # NCCL falls back to element-wise copies when a rank's payload is not a multiple of 16 bytes.
 RANK_ALIGNMENT = 16
@@ -138,6 +139,26 @@ class ParamSpec:
 param_spec = lru_cache(4096)(ParamSpec)
 
 
+@cache
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides, in elements, of `torch.empty(shape)`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def split_chunks(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
+    """Returns views of `whole`: its whole chunks along `spec.dim`, stacked in a new first dim; then the rest, if any."""
+    rows, dim = spec.whole_chunks * spec.chunk_rows, spec.dim
+    chunks = whole.narrow(dim, 0, rows).unflatten(dim, (spec.whole_chunks, spec.chunk_rows)).movedim(dim, 0)
+    return [chunks] if rows == spec.num_rows else [chunks, whole.narrow(dim, rows, spec.num_rows - rows)]
+
+
+# ---- gathers
+
+
 class CastRun(NamedTuple):
     """Packed parameters of the same two dtypes, that lie side by side at rest and in a rank's segment: one cast."""
 
@@ -178,17 +199,6 @@ class GatherLayout:
         """Of the full storage."""
         tails = align(self.tail_nbytes * self.world_size, RANK_ALIGNMENT)  # of which there are views in all dtypes
         return self.packed_start + self.packed_nbytes * self.world_size + tails
-
-    @property
-    def payload_nbytes(self) -> int:
-        """What each rank gives to a gather: its chunk of each parameter, and up to 15 bytes behind the packed ones.
-
-        R rows over W ranks need (-R) mod W rows of padding, so all ranks' payloads together have at most (W - 1) rows
-        of each parameter and 15 * W bytes above the parameters' own.
-        """
-        if self.world_size == 1:
-            return 0
-        return sum(self.specs[i].compute_nbytes for i in self.direct) + self.packed_nbytes
 
 
 @lru_cache(1024)

@@ -97,23 +97,10 @@ class DataMesh:
             rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
         return rank
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank is the first of all that share or replicate the parameters."""
-        return not any(self.mesh.get_local_rank(axis) for axis in self.replicate_axes + self.shard_axes)
-
     @cached_property
     def num_ranks(self) -> int:
         """How many ranks share or replicate the parameters."""
         return math.prod(self.mesh.size(axis) for axis in (*self.shard_axes, *self.replicate_axes))
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Those that share or replicate the parameters, this one included."""
-        place: list[Any] = list(self.mesh.get_coordinate() or ())
-        for axis in self.shard_axes + self.replicate_axes:
-            place[axis] = slice(None)
-        return frozenset(self.mesh.mesh[tuple(place)].flatten().tolist())
 
     @property
     def axis_groups(self) -> list[dist.ProcessGroup]:

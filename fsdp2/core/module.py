@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .group import Hold
+from .policy import Hold
 from .state import groups_below, groups_of
 from .user_code import hides_modes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import Enum, IntEnum
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,49 +15,9 @@ from .gradients import GroupGradients
 from .group_parameters import GroupParameters, find_replacements
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
-from .policy import GroupSettings
+from .policy import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, GroupSettings, Hold
 from .reduce import Reduction
 from .streams import make_transfers
-
-
-class Phase(Enum):
-    """Where the parameters of a group are.
-
-    SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
-    there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. LENT: modules have
-    copies (full_params), and the group can't be gathered.
-    """
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
-    UNSHARDED = "unsharded"
-    LENT = "lent"
-
-
-class Hold(IntEnum):
-    """For how long the unsharded parameters of a group stay, beyond the forward or backward that uses them.
-
-    NOTHING: no longer. BACKWARD: until the backward of the forward that has left them. NEXT_PASS: until a parameter
-    changes, or a pass ends that reshards. USER: until the user calls `reshard`, or a pass with grad ends that reshards.
-    """
-
-    NOTHING = 0
-    BACKWARD = 1
-    NEXT_PASS = 2
-    USER = 3
-
-
-SHARDED, GATHERING, GATHERED, UNSHARDED, LENT = Phase
-
-TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
-    SHARDED: (GATHERING, LENT),
-    GATHERING: (GATHERED, SHARDED),
-    GATHERED: (UNSHARDED, SHARDED),
-    UNSHARDED: (GATHERED, SHARDED),
-    LENT: (SHARDED,),
-}
-"""Phase -> the phases that may follow."""
 
 
 class Comms(NamedTuple):

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from . import compat
 from .compat import local_of
 from .events import strategies
-from .gather import contiguous_stride
-from .layout import ParamSpec, param_spec
+from .layout import ParamSpec, contiguous_stride, param_spec
 from .mesh import DataMesh, Distribution
 from .policy import MixedPrecisionPolicy
 
@@ -221,6 +220,18 @@ class FSDPParam:
         """Returns a gradient of the unsharded parameter as the ranks of the mesh share it."""
         gradient = self.distribution.gathered_gradient(gradient)
         return gradient.repeat(self.gathered_shape) if self.is_scalar else gradient
+
+    def add_to_gradient(self, accumulated: Any, gradient: Any) -> None:
+        """Adds `gradient`, distributed like the sharded parameter, to its `.grad`, which is `accumulated`."""
+        if not isinstance(accumulated, DTensor):
+            raise TypeError(
+                f"{self.name}: expected .grad to be None or a DTensor, got a {type(accumulated).__name__}. Use "
+                "distribute_tensor(gradient, p.device_mesh, p.placements)."
+            )
+        if accumulated.placements != gradient.placements:
+            # Computed on shards, with DTensors: not all operations leave it as the parameter is.
+            self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)  # type: ignore[assignment]
+        local_of(accumulated).add_(local_of(gradient))
 
 
 @torch.no_grad()

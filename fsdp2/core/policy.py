@@ -1,13 +1,14 @@
-"""What a user chooses: the policies of a `fully_shard` call, and the settings of a group and of a root.
+"""What a user chooses: the policies of a `fully_shard` call, the settings of a group and of a root. And the phases of a
+group.
 
-All of them are frozen: a setting changes by putting another object in its place.
+Settings are frozen: one changes by putting another object in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 import torch
@@ -56,30 +57,23 @@ class MixedPrecisionPolicy:
     wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise TypeError(
-                "MixedPrecisionPolicy.param_dtype_override_fn: expected a function or None, got "
-                f"{self.param_dtype_override_fn!r}"
-            )
+        where, choose = "MixedPrecisionPolicy", self.param_dtype_override_fn
+        if choose is not None and not callable(choose):
+            raise TypeError(f"{where}.param_dtype_override_fn: expected a function or None, got {choose!r}")
         if not isinstance(self.cast_forward_inputs, bool):
-            raise TypeError(
-                f"MixedPrecisionPolicy.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}"
-            )
+            raise TypeError(f"{where}.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}")
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"MixedPrecisionPolicy.{name}: expected a torch.dtype or None, got {dtype!r}")
+                raise TypeError(f"{where}.{name}: expected a torch.dtype or None, got {dtype!r}")
             if not dtype.is_floating_point or dtype.itemsize < 2:
-                raise ValueError(
-                    f"MixedPrecisionPolicy.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}"
-                )
+                raise ValueError(f"{where}.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}")
         wire, summed = self.wire_dtype, self.reduce_dtype
         if wire and summed and wire != summed and wire.itemsize >= summed.itemsize:
             raise ValueError(
-                f"MixedPrecisionPolicy.wire_dtype: expected a dtype narrower than reduce_dtype, or that, {summed}, got "
-                f"{wire}."
+                f"{where}.wire_dtype: expected a dtype narrower than reduce_dtype, or that, {summed}, got {wire}."
             )
 
     def keeps_dtype(self, parameter: nn.Parameter) -> bool:
@@ -138,6 +132,46 @@ class CPUOffloadPolicy(OffloadPolicy):
     def __post_init__(self) -> None:
         if not isinstance(self.pin_memory, bool):
             raise TypeError(f"CPUOffloadPolicy.pin_memory: expected a bool, got {self.pin_memory!r}")
+
+
+class Phase(Enum):
+    """Where the parameters of a group are.
+
+    SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
+    there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. LENT: modules have
+    copies (full_params), and the group can't be gathered.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+    UNSHARDED = "unsharded"
+    LENT = "lent"
+
+
+class Hold(IntEnum):
+    """For how long the unsharded parameters of a group stay, beyond the forward or backward that uses them.
+
+    NOTHING: no longer. BACKWARD: until the backward of the forward that has left them. NEXT_PASS: until a parameter
+    changes, or a pass ends that reshards. USER: until the user calls `reshard`, or a pass with grad ends that reshards.
+    """
+
+    NOTHING = 0
+    BACKWARD = 1
+    NEXT_PASS = 2
+    USER = 3
+
+
+SHARDED, GATHERING, GATHERED, UNSHARDED, LENT = Phase
+
+TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
+    SHARDED: (GATHERING, LENT),
+    GATHERING: (GATHERED, SHARDED),
+    GATHERED: (UNSHARDED, SHARDED),
+    UNSHARDED: (GATHERED, SHARDED),
+    LENT: (SHARDED,),
+}
+"""Phase -> the phases that may follow."""
 
 
 class ReduceWhen(Enum):

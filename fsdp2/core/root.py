@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +15,11 @@ from . import compat
 from .autograd import SavedTensors, at_backward_end
 from .compat import graph_task
 from .events import NO_EVENTS, Events, Observer, strategies
-from .group import FSDPParamGroup, Hold
-from .policy import RootSettings
+from .policy import Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
 
 
 @dataclass
@@ -72,7 +74,8 @@ class Root:
         self.saved_tensors = SavedTensors(self.note_unseen)
         self.queue = ReductionQueue()
         self.events = NO_EVENTS
-        self.prefetcher: Prefetcher = (strategies().make_prefetcher or _make_prefetcher)(self)
+        make = strategies().make_prefetcher
+        self.prefetcher: Prefetcher = Prefetcher(self.groups) if make is None else make(self)
         for each in self.states:
             each.root = self
         for group in self.groups:
@@ -99,11 +102,6 @@ class Root:
     def set(self, **changes: Any) -> None:
         """Changes settings of the root, between steps."""
         self.settings = self.prefetcher.settings = replace(self.settings, **changes)
-        if "saved_tensor_hooks" in changes:
-            for group in self.groups:
-                group.versions = ()  # what earlier graphs have saved is refused
-            if not self.settings.saved_tensor_hooks:
-                self.note_unseen()
 
     def note_unseen(self) -> None:
         """Autograd may save weights from now on where no hook sees them."""
@@ -265,7 +263,3 @@ class Root:
         self.prefetcher.drop()
         self.prefetcher.forget_forwards()
         self.settle_transfers()
-
-
-def _make_prefetcher(root: Root) -> Prefetcher:
-    return Prefetcher(root.groups)

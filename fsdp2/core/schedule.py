@@ -9,13 +9,14 @@ from contextlib import suppress
 from itertools import takewhile
 from operator import attrgetter
 from statistics import median_low
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from .events import strategies
-from .gradients import GroupGradients
-from .param_group import Hold, Phase
-from .policy import RootSettings
+from .policy import Hold, Phase, RootSettings
 from .reduce import Pending
+
+if TYPE_CHECKING:
+    from .gradients import GroupGradients
 
 Item = TypeVar("Item")
 

@@ -1,14 +1,32 @@
-"""What one `fully_shard` call has made of its modules, and how to find it from a module."""
+"""What one `fully_shard` call has made of its modules, how to find it from a module, and the hooks around a forward.
+
+- run_forward surrounds a call of the module
+- before_forward: casts inputs, unshards (unless that was done ahead), begins the next gather
+- after_forward: leaves hooks on the outputs for backward, reshards
+- FSDPParamGroup.before_backward: backward has reached the module, or reads a weight: unshards, begins the gather of
+  what ran before
+- FSDPParamGroup.last_gradient: all gradients are complete (each bucket was reduced with its last): reshards
+- after_backward: the gradients of all inputs are computed: reduces and reshards what is left of this forward
+- Root.end_backward: whatever none of these noticed
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .group import FSDPParamGroup
+from .autograd import after_leaf, after_tensors, before_nodes
+from .compat import graph_task, num_dispatch_modes, num_function_modes, storage_id, untraced
+from .events import strategies
 from .policy import MixedPrecisionPolicy
+from .user_code import are_in_force, cast, hidden, run_shown
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
 
 # The attribute of a sharded module that holds its state.
 STATE = "_fsdp2_state"
@@ -120,3 +138,201 @@ def modules_below(root: nn.Module, name: str = "", and_sharded: bool = True) -> 
 def names_below(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """Returns the modules in each of `roots`, whose own FQNs are empty, with their FQNs."""
     return {module: name for root in roots for module, name in modules_below(root).items()}
+
+
+# ---- forward
+
+
+@untraced
+def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns `forward(*args, **kwargs)`, run with the unsharded parameters of `state`.
+
+    The class of `module` calls it around its own call, so that it surrounds all hooks of the module: what they do to
+    parameters, they do to the unsharded ones.
+    """
+    if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+        with hidden():
+            return run_forward(state, module, partial(run_shown, forward), args, kwargs)
+    root, in_backward = state.root, graph_task() != -1
+    root.enter(state, in_backward)
+    try:
+        args, kwargs = before_forward(state, args, kwargs, in_backward)
+        output = forward(*args, **kwargs)
+        if not in_backward:
+            for notify in root.events.forward_ended:
+                for group in state.groups:
+                    notify(group)
+            if root.depth == 1:
+                for notify in root.events.pass_ended:
+                    notify(root)
+            for change in root.events.forward_returns:
+                output = change(state, (args, kwargs), output)
+        output = after_forward(state, module, output, in_backward)
+    except BaseException:
+        _fail(state, module, in_backward)
+        raise
+    finally:
+        root.depth -= 1
+        root.leave()
+    output_dtype = state.policy.output_dtype
+    return output if output_dtype is None else cast_floating(output, output_dtype)
+
+
+def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
+    root = state.root
+    for notify in root.events.forward_failed:
+        for group in state.groups:
+            notify(group)
+    if root.depth == 1:
+        for notify in root.events.pass_failed:
+            notify(root)
+    if not in_backward:
+        settle(state, module, backward_follows=False, failed=True)
+
+
+def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
+    """Prepares the inputs and the groups; returns the inputs. `in_backward`: activation checkpointing runs it again."""
+    root, dtype, inputs = state.root, state.input_dtype, None
+    if not in_backward:
+        args, kwargs = inputs_on_device(state, args, kwargs)
+    if dtype is not None:
+        inputs = strategies().tensors_in(args, kwargs)
+        if any(tensor.dtype != dtype and tensor.is_floating_point() for tensor in inputs):
+            if not in_backward:
+                for notify in root.events.inputs_cast:
+                    notify(state, inputs, dtype)
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+            inputs = None
+    counting_is_enough = True
+    for group in state.groups:
+        group.use_in_forward(in_backward)
+        if not in_backward:
+            for notify in root.events.forward_began:
+                notify(group)
+            root.prefetcher.in_forward(group)
+        counting_is_enough = counting_is_enough and group.counting_is_enough
+    # In a module that calls itself, the outermost call is the last to be done with the parameters.
+    if not counting_is_enough and torch.is_grad_enabled() and state.running == 1:
+        inputs = strategies().tensors_in(args, kwargs) if inputs is None else inputs
+        _call_after_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
+    return args, kwargs
+
+
+def inputs_on_device(state: FSDPState, args: Any, kwargs: Any) -> Any:
+    """Returns the inputs of the outermost module on the device where it computes; those of other modules as they are."""
+    root = state.root
+    device, running = root.input_device, root.running
+    if device is not None and (state is root.state or not running or running == [state]):
+        return to_device((args, kwargs), device)
+    return args, kwargs
+
+
+def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward: bool) -> Any:
+    """Hooks the outputs, and reshards; returns the output."""
+    root = state.root
+    if in_backward:
+        if not root.settings.saved_tensor_hooks and torch.is_grad_enabled():
+            # Checkpointing runs it again: another forward of the group may free it before backward comes to this one.
+            hook_outputs(state, strategies().tensors_in(output))
+        return output
+    outputs = strategies().tensors_in(output)
+    for group in state.groups:
+        weights = group.parameters.storage_ids
+        for tensor in outputs:
+            if storage_id(tensor) in weights:
+                output = _without_weights(weights, output)
+                outputs = strategies().tensors_in(output)
+                break
+    is_grad_enabled = torch.is_grad_enabled()
+    differentiable = hook_outputs(state, outputs)
+    if not differentiable and is_grad_enabled:
+        # Perhaps the module keeps tensors on itself, which a loss reads.
+        differentiable = hook_outputs(state, [value for value in vars(module).values() if isinstance(value, Tensor)])
+    # Reentrant checkpointing runs the forward without grad, and once more in backward.
+    if differentiable or (root.forward.has_grad and not is_grad_enabled):
+        for group in state.groups:
+            root.prefetcher.ran(group)
+    settle(state, module, backward_follows=differentiable)
+    return output
+
+
+def _without_weights(weights: frozenset[int], output: Any) -> Any:
+    """Returns `output` with copies, through which gradients flow, of weights in it: their memory will be refilled."""
+
+    def copy_weight(tensor: Tensor) -> Tensor:
+        return tensor.clone() if storage_id(tensor) in weights else tensor
+
+    return strategies().map_tensors(output, copy_weight, everywhere=True)
+
+
+def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
+    """Has backward unshard the groups of `state` when it reaches an output. Returns True if backward may come."""
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    if not nodes:
+        return False
+    groups = state.groups
+    # Weights that checkpointing keeps from a recomputation are read without our notice.
+    is_noticed = all(group.settings.unshard_in_backward for group in groups) or state.root.saved_tensors.are_on_top()
+
+    def gradient_of_output() -> None:
+        for group in groups:
+            if group.settings.unshard_in_backward or not is_noticed:
+                group.before_backward()
+
+    before_nodes(nodes, gradient_of_output)
+    return True
+
+
+def settle(state: FSDPState, module: nn.Module, backward_follows: bool, failed: bool = False) -> None:
+    """Reshards the groups, unless they are still in use, or will be: a list of modules shares one group."""
+    if state.running > 1:
+        return
+    if len(state.modules) > 1:
+        root = state.root
+        finished = root.forward.finished.setdefault(state, set())
+        finished.add(module)
+        if len(root.running) > 1 and not finished.issuperset(state.modules):
+            root.forward.unfinished[state] = backward_follows
+            return
+        finished.clear()
+        root.forward.unfinished.pop(state, None)
+    state.settle(backward_follows, failed)
+
+
+def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bool) -> None:
+    """Calls `after_backward` when all `inputs` have their gradient; if one never gets it, Root.end_backward serves.
+
+    Leaves are left out: users may pass the same ones again and again, and hooks would pile up on them. Only reentrant
+    checkpointing makes leaves of its own, in backward.
+    """
+    inner = [tensor for tensor in inputs if tensor.grad_fn is not None]
+    if inner:
+        after_tensors(inner, partial(after_backward, state))
+    elif in_backward:
+        for tensor in inputs[:1]:
+            after_leaf(tensor, partial(after_backward, state))
+
+
+def after_backward(state: FSDPState) -> None:
+    """The gradients of all inputs of one forward are computed: reduces and frees what is left of that forward."""
+    if state.root.backward is None:
+        return
+    if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+        with hidden():
+            return after_backward(state)
+    for group in state.groups:
+        group.after_backward()
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Returns `value` with its floating-point tensors cast to `dtype`; see Strategies.map_tensors."""
+    return strategies().map_tensors(
+        value, lambda tensor: cast(tensor, dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
+    )
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Returns `value` with its tensors on `device`; copies from page-locked memory are asynchronous."""
+    return strategies().map_tensors(
+        value, lambda tensor: tensor.to(device, non_blocking=True) if tensor.device != device else tensor
+    )

@@ -28,6 +28,11 @@ def exist_on(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def costs_launches(device: torch.device) -> bool:
+    """Returns True if an operation is a kernel, which takes longer to launch than a few bytes take to copy."""
+    return device.type != "cpu"
+
+
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
     """Context: what is issued inside runs behind all work that the current stream was given, and beside later work.

@@ -63,20 +63,6 @@ class hidden:
             _replace(modes)
 
 
-class shown:
-    """Context: the user's modes are in force, also inside `hidden`."""
-
-    def __enter__(self) -> None:
-        modes, _thread.withdrawn = _thread.withdrawn, None
-        self._is_needed = modes is not None
-        if modes is not None:
-            _replace(modes)
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_needed:
-            _thread.withdrawn = _withdraw()  # the user may have put other modes in force for good
-
-
 def run_hidden(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns `function(*args, **kwargs)`, called while the user's modes are withdrawn."""
     with hidden():
@@ -85,9 +71,15 @@ def run_hidden(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @untraced
 def run_shown(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns `function(*args, **kwargs)`, called with the user's modes in force."""
-    with shown():
+    """Returns `function(*args, **kwargs)`, called with the user's modes in force, also inside `hidden`."""
+    modes, _thread.withdrawn = _thread.withdrawn, None
+    if modes is None:
         return function(*args, **kwargs)
+    _replace(modes)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _thread.withdrawn = _withdraw()  # the user may have put other modes in force for good
 
 
 def hides_modes(function: Function) -> Function:
@@ -96,8 +88,7 @@ def hides_modes(function: Function) -> Function:
     @untraced
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with hidden():
-            return function(*args, **kwargs)
+        return run_hidden(function, *args, **kwargs)
 
     return call  # type: ignore[return-value]
 
@@ -117,11 +108,6 @@ def outside() -> Iterator[None]:
     """Context: no transform of torch.func runs, and the user's modes are withdrawn."""
     with hidden(), outside_transforms():
         yield
-
-
-def is_inside() -> bool:
-    """Returns True if a transform of torch.func runs, or modes of the user's are in force."""
-    return runs_transform() or are_in_force()
 
 
 def _withdraw() -> _Modes:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks.levels import is_on
 from ..checks.named_comm import NamedPairwiseComm
 from ..checks.rollcall import CheckedComm, are_checked, level_from_environment, note_level
 from ..core import comm as core_comm
@@ -18,6 +19,7 @@ from ..core.comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Work, bac
 from ..core.compat import backend_name
 from ..core.events import Observer
 from .any_group import FallbackComm
+from .gloo import PairwiseComm
 from .post_forward import subgroup
 
 _EXTRA = "collectives"
@@ -36,7 +38,7 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Pu
 def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
     """Returns the same without the debug level."""
     if group is not None and device.type == "cpu" and backend_name(group, device) == "gloo":
-        return NamedPairwiseComm(group, purpose)
+        return NamedPairwiseComm(group, purpose) if is_on("headers") else PairwiseComm(group, purpose)
     comm = core_comm.make_comm(group, device, purpose)
     return FallbackComm(group, purpose) if group is not None and type(comm) is AnyComm else comm
 

@@ -24,7 +24,7 @@ from ..core.policy import ReduceWhen
 from ..core.schedule import Cursor, Prefetcher
 from .compat import alias, has_backend
 from .nested import map_tensors, tensors_in
-from .rank_facts import all_reduce_now
+from .rank_facts import all_reduce_now, is_first, ranks_of
 from .user_collectives import watch_collectives
 
 _EXTRA = "conditional"
@@ -70,7 +70,7 @@ class Consensus(Observer):
 
     def __init__(self, root: Any) -> None:
         self._root, mesh = root, root.group.mesh
-        self.ranks = mesh.ranks
+        self.ranks = ranks_of(mesh)
         self.gates = find_gates(root.states)
         self._indices = {group: i for i, group in enumerate(root.groups)}
         self._process_groups, self._is_joining = mesh.axis_groups, False
@@ -79,7 +79,7 @@ class Consensus(Observer):
         has_cpu = all(has_backend(group, cpu) for group in self._process_groups)
         self._device = cpu if has_cpu else mesh.device
         # Whether to say, the first time, what a consensus costs here.
-        self._warns = mesh.is_first and self._device.type not in ("cpu", "meta")
+        self._warns = is_first(mesh) and self._device.type not in ("cpu", "meta")
 
     # ---- events
 

@@ -59,7 +59,7 @@ class ShrinkingBuffers(GroupBuffers):
     ) -> None:
         self._secondary_layout = _secondary_layout(layout, post_forward)
         super().__init__(layout, rank, device, transfers)
-        self._secondary = SecondaryShards(self._secondary_layout, post_forward, self._unsharded)
+        self._secondary = SecondaryShards(self._secondary_layout, post_forward, self.unsharded)
 
     def _storage_nbytes(self) -> int:
         return max(super()._storage_nbytes(), self._secondary_layout.full_nbytes)

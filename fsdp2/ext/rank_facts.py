@@ -14,6 +14,7 @@ from torch.distributed import broadcast  # by name: an extension may put another
 from ..core.comm import SUM_ALL, Comm, Purpose
 from ..core.compat import backend_name
 from ..core.events import strategies
+from ..core.mesh import DataMesh
 
 ALL_REDUCING = "all-reducing"
 _LARGEST_ALL = dist.AllreduceOptions()
@@ -90,3 +91,16 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
 def moves_data(groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
     """Returns True if these connect ranks. A simulated backend returns at once, and leaves in a tensor what was there."""
     return bool(groups) and all(backend_name(group, device) != "fake" for group in groups)
+
+
+def is_first(mesh: DataMesh) -> bool:
+    """Returns True if this rank is the first of all that shard or replicate the parameters."""
+    return not any(mesh.mesh.get_local_rank(axis) for axis in mesh.replicate_axes + mesh.shard_axes)
+
+
+def ranks_of(mesh: DataMesh) -> frozenset[int]:
+    """Returns the ranks that shard or replicate the parameters, this one included."""
+    place: list[Any] = list(mesh.mesh.get_coordinate() or ())
+    for axis in mesh.shard_axes + mesh.replicate_axes:
+        place[axis] = slice(None)
+    return frozenset(mesh.mesh.mesh[tuple(place)].flatten().tolist())

@@ -89,6 +89,10 @@ class RootMethods:
         if root.running or root.is_in_backward():
             raise RuntimeError("saved-tensor hooks can't be switched while a forward or backward runs")
         root.set(saved_tensor_hooks=enabled)
+        for group in root.groups:
+            group.versions = ()  # what earlier graphs have saved is refused
+        if not enabled:
+            root.note_unseen()
 
     def set_running_stats_averaging(self, enabled: bool) -> None:
         """Chooses whether ranks average `running_mean` and `running_var` of BatchNorm and the like. On the root only.

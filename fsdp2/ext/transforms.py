@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.forward_ad import unpack_dual
 
-from ..core import hooks
+from ..core import state as states
 from ..core.autograd import SavedTensors
 from ..core.compat import runs_transform, top_saved_tensor_hooks, untraced
-from ..core.hooks import cast_floating
-from ..core.state import FSDPState
+from ..core.state import FSDPState, cast_floating
 from ..core.user_code import hidden, outside_transforms
 from . import compat
 from .nested import tensors_in
@@ -26,10 +25,10 @@ from .once import once
 
 @untraced
 def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns what `core.hooks.run_forward` returns, also inside transforms of torch.func."""
+    """Returns what `core.state.run_forward` returns, also inside transforms of torch.func."""
     if runs_transform():
         return _run_transformed(state, module, forward, args, kwargs)
-    return hooks.run_forward(state, module, forward, args, kwargs)
+    return states.run_forward(state, module, forward, args, kwargs)
 
 
 @untraced
@@ -40,7 +39,7 @@ def _run_transformed(state: FSDPState, module: nn.Module, forward: Callable[...,
     transform has wrapped would silently have no gradient.
     """
     with hidden():
-        args, kwargs = hooks.inputs_on_device(state, args, kwargs)
+        args, kwargs = states.inputs_on_device(state, args, kwargs)
         if state.input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), state.input_dtype)
     _, restore = compat.transform_stacks()
@@ -54,11 +53,11 @@ def _run_transformed(state: FSDPState, module: nn.Module, forward: Callable[...,
                 outputs = tensors_in(output)
                 tangents = [unpack_dual(tensor).tangent for tensor in outputs]  # of jvp; None elsewhere
         outputs += [tangent for tangent in tangents if tangent is not None]
-        hooks.hook_outputs(state, [each for tensor in outputs for each in _levels(tensor)])
+        states.hook_outputs(state, [each for tensor in outputs for each in _levels(tensor)])
         return output
 
     with outside_transforms() as stack:
-        return hooks.run_forward(state, module, inside, args, kwargs)
+        return states.run_forward(state, module, inside, args, kwargs)
 
 
 def _levels(tensor: Tensor) -> list[Tensor]:

@@ -17,7 +17,7 @@ from ..core.api import Plan
 from ..core.compat import untraced
 from ..core.events import Observer
 from ..core.group import UNSHARDED, FSDPParamGroup
-from ..core.hooks import run_forward
+from ..core.state import run_forward
 from ..core.user_code import hides_modes
 from .once import once
 

@@ -27,7 +27,7 @@ from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam, fqn
 from ..core.state import groups_below
 from ..ext.owners import SHARDED_AS
-from ..ext.rank_facts import gather_objects
+from ..ext.rank_facts import gather_objects, is_first, ranks_of
 from .finding import Finding, compare_layouts, compare_sums, merge
 
 
@@ -62,7 +62,7 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     layout = _layout(model, groups, tensors)
     digest = hashlib.blake2b(repr(sorted(layout.items())).encode()).hexdigest()
     found = _find_in_values(tensors, groups) | _find_in_optimizers(tensors, _optimizers(optimizer))
-    report = _Report(dist.get_rank(), min(mesh.ranks), found, digest, _read_sums(tensors, mesh))
+    report = _Report(dist.get_rank(), min(ranks_of(mesh)), found, digest, _read_sums(tensors, mesh))
     axes = [*mesh.axis_groups, *_model_parallel_axes(groups, mesh)]
     reports = {each.rank: each for each in gather_objects(report, axes, mesh.device)}
     findings = merge({rank: each.found for rank, each in reports.items()})
@@ -80,7 +80,7 @@ def _model_parallel_axes(groups: Sequence[FSDPParamGroup], data: DataMesh) -> li
     meshes = {id(mesh): mesh for mesh in (param.dtensor_spec.mesh for param in params)}
     axes = [mesh.get_group(axis) for mesh in meshes.values() for axis in range(mesh.ndim)]
     found = {tuple(dist.get_process_group_ranks(axis)): axis for axis in axes}
-    return [axis for ranks, axis in sorted(found.items()) if not data.ranks.issuperset(ranks)]
+    return [axis for ranks, axis in sorted(found.items()) if not ranks_of(data).issuperset(ranks)]
 
 
 class AuditAtDebugLevel(Observer):
@@ -99,12 +99,12 @@ class AuditAtDebugLevel(Observer):
     def pass_began(self, root: Any) -> None:
         if self._is_asked:
             self._is_asked = False
-            _log_findings(root.state.modules, root.group.mesh.is_first)
+            _log_findings(root.state.modules, is_first(root.group.mesh))
 
 
-def _log_findings(modules: Iterable[nn.Module], is_first: bool) -> None:
+def _log_findings(modules: Iterable[nn.Module], logs: bool) -> None:
     findings = [finding for module in modules for finding in check(module)]
-    for finding in findings if is_first else ():
+    for finding in findings if logs else ():
         logging.getLogger("fsdp2").warning(f"before the first forward: {finding}")
 
 
@@ -272,4 +272,4 @@ def _part(tensor: Tensor, data: DataMesh) -> int:
     coordinate = tuple(mesh.get_local_rank(axis) for axis, placement in axes if not placement.is_replicate())
     ranks = tuple(mesh.mesh.flatten().tolist())
     # What is cut among all that train on one batch is the same on other ranks that get the same rows.
-    return hash(((ranks if data.ranks.difference(ranks) else ()), coordinate))
+    return hash(((ranks if ranks_of(data).difference(ranks) else ()), coordinate))

@@ -26,6 +26,7 @@ from ..core.parameter import FSDPParam
 from ..core.state import FSDPState
 from ..core.user_code import hidden
 from ..ext.collectives import choice_of
+from ..ext.rank_facts import is_first
 from ..ext.units import is_read_outside
 from ..ext.unsharded_versions import UnshardedVersions
 from .given_params import GivenParams
@@ -285,7 +286,7 @@ def _lent(
                 group.root.forget_stale([group])
                 group.release()
                 device = torch.device("cpu") if offload_to_cpu else group.mesh.device
-                copies_of.update(copies.lend(dtype, device, has_data=group.mesh.is_first or not rank0_only))
+                copies_of.update(copies.lend(dtype, device, has_data=is_first(group.mesh) or not rank0_only))
         yield given.show(copies_of.__getitem__)
     finally:
         for copies in lent:

@@ -28,7 +28,7 @@ from ..core.comm import Comm
 from ..core.compat import local_of
 from ..core.events import Observer
 from ..core.group import FSDPParamGroup
-from ..core.layout import ParamSpec, align, bucket_layout, gather_layout
+from ..core.layout import GatherLayout, ParamSpec, align, bucket_layout, gather_layout
 from ..core.mesh import DataMesh
 from ..core.module import FSDPModule
 from ..core.policy import MixedPrecisionPolicy
@@ -214,7 +214,7 @@ def _group_padding(group: FSDPParamGroup) -> GroupPadding:
     plain = tuple(spec for spec in specs if not spec.extended)
     gather = Padded(0, 0)
     if size > 1:
-        payload = gather_layout(plain, size, comms.gathers.direct_min_bytes).payload_nbytes
+        payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
         gather = Padded(sum(spec.nbytes for spec in plain), size * payload)
     trainable = [i for i, param in enumerate(params) if param.sharded.requires_grad]
     uneven = [
@@ -231,6 +231,18 @@ def _group_padding(group: FSDPParamGroup) -> GroupPadding:
         else Padded(0, 0),
         parameters=tuple(sorted(uneven, key=lambda each: -each.gather.waste)),
     )
+
+
+def gathered_nbytes(layout: GatherLayout) -> int:
+    """Returns the bytes that each rank gives to a gather: its chunk of each parameter, and up to 15 bytes behind the
+    packed ones.
+
+    R rows over W ranks need (-R) mod W rows of padding, so all ranks' payloads together have at most (W - 1) rows of
+    each parameter and 15 * W bytes above the parameters' own.
+    """
+    if layout.world_size == 1:
+        return 0
+    return sum(layout.specs[i].compute_nbytes for i in layout.direct) + layout.packed_nbytes
 
 
 def _reduce_padding(

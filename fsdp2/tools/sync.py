@@ -24,7 +24,7 @@ from ..core.state import modules_below, states_among
 from ..dtensor.write_notices import notices
 from ..ext.meshes import default_mesh
 from ..ext.owners import sharded_owner
-from ..ext.rank_facts import broadcast_over, gather_objects
+from ..ext.rank_facts import broadcast_over, gather_objects, ranks_of
 
 # Bytes of the bucket in which values are sent: the memory that a call needs besides the model.
 BUCKET_NBYTES = 16 * 1024 * 1024
@@ -170,7 +170,7 @@ def _groups_of_copies(name: str, tensor: DTensor, ranks: DataMesh) -> list[dist.
         return groups
     apart = [mesh.get_group(axis) for axis in axes if not tensor.placements[axis].is_replicate()]
     others = {rank for group in apart for rank in dist.get_process_group_ranks(group)} - {dist.get_rank()}
-    if others & ranks.ranks:
+    if others & ranks_of(ranks):
         raise ValueError(
             f"{name}: ranks of {ranks.mesh} hold different parts of it (placements {tensor.placements} on {mesh}). "
             "Pass the axes of data parallelism, for example sync_module_states(model, mesh['dp'])."

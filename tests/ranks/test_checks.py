@@ -251,3 +251,26 @@ def test_a_check_that_is_switched_on_later_begins_to_catch() -> None:
         assert "0.linear.weight was modified in place" in after
         assert "was called while its parameters are sharded" in inside
         assert "was called while its parameters are sharded" not in later
+
+
+def test_a_check_that_is_raised_to_debug_looks_at_once() -> None:
+    """At "default" it would look at a forward of every 2nd, 4th, 8th, ..., and ranks compare as rarely."""
+
+    def body(rank: int, size: int) -> list[str]:
+        set_checks("default")
+        model, found = build(), []
+        for i in range(1, 7):
+            if i == 6:
+                set_checks("debug", "unseen writes")
+            model[0].change = scale_data if i > 4 else None
+            found.append(outcome(lambda: one_step(model)))
+        set_checks("default")
+        model = build()
+        train(model, steps=9)
+        set_checks("debug", "step history")
+        return [*found[-2:], outcome(lambda: train(model, steps=2, num_updates=1 + rank))]
+
+    for unseen, seen, steps in run_ranks(2, body):
+        assert unseen == "nothing", "the 5th forward"
+        assert "0.linear.weight was modified in place" in seen
+        assert "optimizers have stepped" in steps

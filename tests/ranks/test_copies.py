@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2.state import states_below
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_shard, register_fsdp_forward_method
+from fsdp2.core.state import groups_below, groups_of, require_state
 from helpers import assert_same, full, run_checks
 from models import TinyGPT, TinyModel, mean_loss
 from scenarios import train_beside
@@ -121,23 +121,29 @@ def settings_stay(way: Callable[[Any], Any]) -> None:
     model.set_manual_backward_finalization(True)
     model.set_prefetch_budget(1000)
     twin = way(model)
-    old, new = ([describe(state) for state in states_below(each)] for each in (model, twin))
+    old, new = ([describe(group) for group in groups_below(each)] for each in (model, twin))
     assert new == old
-    states = [next(states_below(block)) for block in twin.blocks]
-    assert states[0].forward_prefetch == [states[1]]
-    assert states[1].backward_prefetch == [states[0]]
-    assert not twin._get_fsdp_state().context.finalizes_by_itself
-    assert twin._get_fsdp_state().context.prefetcher.budget == 1000
+    first, second = (groups_of(block)[0] for block in twin.blocks)
+    assert first.settings.forward_prefetch == (second,)
+    assert second.settings.backward_prefetch == (first,)
+    root = require_state(twin).root
+    assert not root.settings.finalize_backward
+    assert root.prefetcher.settings.prefetch_budget == 1000
 
 
-def describe(state: Any) -> dict[str, Any]:
+def describe(group: Any) -> dict[str, Any]:
     """Everything that a user has chosen for one group."""
-    names = (
-        "reshard_after_forward keeps_part reshard_after_backward unshard_in_backward max_reductions input_dtype policy"
-    )
-    group, chosen = state.group, {name: getattr(state, name) for name in names.split()}
-    reduction = group.gradients.settings()
-    return {**chosen, **reduction, "storage": group.adopted.keeps_storage, "choice": group._choice, "name": group.name}
+    settings, reduction = dict(vars(group.settings)), group.gradients.reduction
+    for name in ("forward_prefetch", "backward_prefetch"):
+        settings[name] = settings[name] and [each.name for each in settings[name]]
+    return {
+        **settings,
+        "input_dtype": group.state.input_dtype,
+        "restored by": group.comms.post_forward and group.comms.post_forward.size,
+        "storage": group.parameters.buffers.keeps_storage,
+        "reduction": (reduction.divisor, reduction.all_reduce, reduction.hook),
+        "name": group.name,
+    }
 
 
 def part_of_a_model() -> None:
@@ -150,7 +156,7 @@ def part_of_a_model() -> None:
     assert isinstance(twin, FSDPModule)
     x = torch.randn(2, 3, 6)
     assert_same(twin(x), model.blocks[0](x), 0, 0, "output")
-    assert twin._get_fsdp_state().context.root is twin._get_fsdp_state()
+    assert require_state(twin).root.state is require_state(twin)
 
 
 def unsharded_before() -> None:

@@ -15,7 +15,7 @@ from fsdp2 import DataParallelMeshDims, cheapest_placement
 from fsdp2.core.buckets import MAX_BUCKETS_OF_COPIES, find_buckets
 from fsdp2.core.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.ext.large_gradients import MAX_PIECES, MIN_PIECE_BYTES, split_pieces
-from fsdp2.tools.padding import COPY_COST, LINE_NBYTES, Padded, cheapest_dim, gather_cost
+from fsdp2.tools.padding import COPY_COST, LINE_NBYTES, Padded, cheapest_dim, gather_cost, gathered_nbytes
 from helpers import fake_world
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -42,7 +42,7 @@ def test_every_payload_is_a_multiple_of_16_bytes(name: str) -> None:
         specs = specs_of(name, world_size)
         gather = gather_layout(tuple(specs), world_size, direct_min_bytes)
         payloads = [*(specs[i].compute_nbytes for i in gather.direct), gather.packed_nbytes]
-        assert gather.payload_nbytes == sum(payloads)
+        assert gathered_nbytes(gather) == sum(payloads)
         for wire in (F32, BF16):
             for bucket in reductions(specs, direct_min_bytes, wire):
                 sent = [*(specs[i].shard_numel * wire.itemsize for i in bucket.direct)]
@@ -78,7 +78,7 @@ def test_payloads_are_the_largest_chunks(name: str) -> None:
 def payloads(name: str, world_size: int) -> Iterator[tuple[int, int]]:
     """Item size and payload of a gather in bf16 and of a reduction in fp32."""
     specs = specs_of(name, world_size)
-    yield 2, gather_layout(tuple(specs), world_size, DIRECT_MIN_BYTES[0]).payload_nbytes
+    yield 2, gathered_nbytes(gather_layout(tuple(specs), world_size, DIRECT_MIN_BYTES[0]))
     yield 4, sum(bucket.payload_nbytes for bucket in reductions(specs, DIRECT_MIN_BYTES[0], None))
 
 
@@ -103,7 +103,7 @@ def test_gradients_that_are_cast_to_be_sent_travel_in_smaller_parts(wire: torch.
 
 
 def test_one_rank_gathers_nothing() -> None:
-    assert gather_layout(tuple(specs_of("Llama-3-8B", 1)), 1, 0).payload_nbytes == 0
+    assert gathered_nbytes(gather_layout(tuple(specs_of("Llama-3-8B", 1)), 1, 0)) == 0
 
 
 def test_known_factors() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2.core.hooks import cast_floating, to_device
+from fsdp2.core.state import cast_floating, to_device
 from fsdp2.ext.nested import tensors_in
 
 BF16 = torch.bfloat16
