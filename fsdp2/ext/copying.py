@@ -183,7 +183,12 @@ def copying_methods(cls: Any) -> dict[str, Callable[..., Any]]:
             "fully_shard, or build a second one and load this one's state dict."
         )
 
-    methods: dict[str, Callable[..., Any]] = {"__new__": new, "__reduce_ex__": reduce, "__setstate__": setstate, "__copy__": shallow_copy}
+    methods: dict[str, Callable[..., Any]] = {
+        "__new__": new,
+        "__reduce_ex__": reduce,
+        "__setstate__": setstate,
+        "__copy__": shallow_copy,
+    }
     if hasattr(cls, "__deepcopy__"):
         methods["__deepcopy__"] = deepcopy
     return methods
