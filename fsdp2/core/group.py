@@ -12,7 +12,7 @@ from .mesh import DataMesh
 from .param_group import ParamGroup
 from .parameter import FSDPParam
 from .policy import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
-from .user_code import are_in_force, outside
+from .user_code import are_in_force, outside, run_hidden
 
 __all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
 
@@ -71,12 +71,13 @@ class FSDPParamGroup(ParamGroup):
                     self.versions = now
             self.unshard(for_backward=root.backward is not None)
             root.use(self)
-            root.prefetcher.in_backward(self)
+            for ahead in root.prefetcher.in_backward(self):
+                ahead.start_unshard(for_backward=True)
 
     def first_gradient(self) -> None:
         """The first gradient of a bucket is complete: backward has come to the group, whatever way."""
         if self.ready_in is None:
-            self.root.enter_backward()
+            run_hidden(self.root.enter_backward)
 
     def last_gradient(self) -> None:
         """The gradients of all trainable parameters are complete: reshards, unless something else is to come."""
