@@ -123,6 +123,8 @@ class OptimizerInBackward(Observer):
         self._running: dict[FSDPParamGroup, list[Future[None]]] = {}
         # The backward pass of the last gradient that a parameter was stepped with.
         self._last: dict[FSDPParam, object] = {}
+        # Parameters that were stepped on, and whose `.grad` does not say so yet.
+        self._stepped: dict[FSDPParam, FSDPParamGroup] = {}
 
     def shards_needed(self, group: FSDPParamGroup) -> None:
         running = self._running.get(group)
@@ -155,13 +157,15 @@ class OptimizerInBackward(Observer):
                 f"{', '.join(again)}: got a second gradient in one backward pass, after the optimizer had stepped with "
                 "the first. Checkpoint with use_reentrant=False, or step after backward."
             )
-        self._last.update((found[parameter], of_pass) for parameter in stepper.step(found))
+        stepped = [found[parameter] for parameter in stepper.step(found)]
+        self._last.update(dict.fromkeys(stepped, of_pass))
+        self._stepped.update(dict.fromkeys(stepped, group))
 
     def finalized(self, root: Any) -> None:
-        for group in root.groups:
-            for param in group.params:
-                if param in self._last and self._last[param] is group.gradients.backward_pass:
-                    put_stand_in(param, SteppedGrad)
+        stepped, self._stepped = self._stepped, {}
+        for param, group in stepped.items():
+            if self._last[param] is group.gradients.backward_pass:
+                put_stand_in(param, SteppedGrad)
 
     def backward_began(self, root: Any) -> None:
         for param in self._last:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from threading import Lock
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,9 +17,9 @@ from .compat import share_versions
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
 SHARDED_AS = "_fsdp2_sharded_as"
 
-# All roots that are alive. Never changed, but replaced, by one thread at a time: others may be ranks of their own.
-_roots: list[weakref.ref[Any]] = []
-_replacing = Lock()
+# All roots that are alive, by their identities. Other threads may be ranks of their own: it is only changed, and copied,
+# by operations that no other thread interrupts.
+_roots: dict[int, weakref.ref[Any]] = {}
 
 
 class Owned(NamedTuple):
@@ -34,14 +33,13 @@ class Roots(Observer):
     """Remembers every root."""
 
     def attached(self, root: Any) -> None:
-        global _roots
-        with _replacing:
-            _roots = [*(each for each in _roots if each() is not None), weakref.ref(root)]
+        key = id(root)
+        _roots[key] = weakref.ref(root, lambda _: _roots.pop(key, None))
 
 
 def all_groups() -> Iterator[FSDPParamGroup]:
     """Yields the groups of all sharded modules that are alive."""
-    for reference in _roots:
+    for reference in [*_roots.values()]:
         root = reference()
         if root is not None:
             yield from (group for group in root.groups if group.root is root)

@@ -23,7 +23,7 @@ class RootMethods:
 
         With several backward passes through the same forwards (`retain_graph=True`, a loss for each output), pass False
         before all but the last. Then the record of the forwards is kept, so that their groups are gathered ahead in
-        each of these passes. Numbers are right in any case. It may be called on any module under the root, and acts on
+        each of these passes. Where ranks hold whole parameters nothing is gathered. Numbers are right in any case. It may be called on any module under the root, and acts on
         the whole model.
 
         Args:
@@ -118,9 +118,9 @@ class RootMethods:
                 is, what is done with it (also forward or backward), and the sizes of its tensors. If they differ, all
                 raise before anything is sent. If a rank does not answer in time, or has died, the errors of the others
                 list where each process was. Before the next forward of the root, the first rank logs what `check`
-                finds. Ranks wait for each other at each collective, so training is slower. 0: none of this; on gloo,
-                group, kind and sizes are compared all the same. The default is that of the environment variable
-                FSDP2_DEBUG when `fully_shard` is called, else 0.
+                finds. Ranks wait for each other at each collective, so training is slower. On one rank nothing is
+                compared. 0: none of this; on gloo, group, kind and sizes are compared all the same. The default is that
+                of the environment variable FSDP2_DEBUG when `fully_shard` is called, else 0.
 
         Raises:
             ValueError: another level.
