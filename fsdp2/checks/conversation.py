@@ -24,7 +24,7 @@ _DATA_TAG = 0x4000_0000
 def tell_out_of_step(purposes: Iterable[Purpose]) -> None:
     """Tells the roots whose collectives these are that ranks are out of step."""
     for purpose in [*purposes]:
-        root = purpose.root
+        root = purpose.root()
         if root is not None:
             root.note_out_of_step()
 

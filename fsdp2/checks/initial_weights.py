@@ -141,7 +141,7 @@ class InitialWeights(RankCheck):
         self._loaded: dict[FSDPParam, _Sample] = {}
 
     def attached(self, root: Any) -> None:
-        for param in (param for group in root.groups for param in group.params):
+        for param in (param for group in root.new_groups for param in group.params):
             sample = _planned.get(param.slots[0].module, {}).pop(param.slots[0].name, None)
             if sample is not None:
                 _known[param] = InitialValues(param, sample, BUILT)

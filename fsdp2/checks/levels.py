@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 
 VARIABLE = "FSDP2_CHECKS"
 LEVELS = ("off", "default", "debug")
@@ -25,20 +26,10 @@ NAMES = (
 )
 
 
-class _Levels:
-    """The level of each check, by its name; None until somebody asks, for the environment is read then."""
-
-    now: dict[str, str] | None = None
-
-
+@cache
 def _levels() -> dict[str, str]:
-    if _Levels.now is None:
-        _Levels.now = _read_environment()
-    return _Levels.now
-
-
-def _read_environment() -> dict[str, str]:
-    """Returns the levels that the environment variable FSDP2_CHECKS asks for: `off`, or `entry points=off, ...`.
+    """Returns the level of each check, by its name: at first, when somebody asks, those that the environment variable
+    FSDP2_CHECKS asks for: `off`, or `entry points=off, ...`.
 
     Raises:
         ValueError: it names a check or a level that there is not.

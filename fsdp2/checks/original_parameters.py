@@ -35,7 +35,7 @@ class OriginalParameters(Check):
     """Marks original parameters once they have been cut, and refuses to compute gradients for them."""
 
     def attached(self, root: Any) -> None:
-        for param in (param for group in root.groups for param in group.params):
+        for param in (param for group in root.new_groups for param in group.params):
             planned = _planned.get(param.slots[0].module, {}).pop(param.slots[0].name, None)
             original = planned[0]() if planned is not None else None
             if planned is not None and original is not None and original is not param.sharded:

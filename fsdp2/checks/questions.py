@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ def bounds_over(mesh: DataMesh, numbers: Sequence[Tensor | int], name: str, root
     own = torch.stack([there[i].to(sent) if i in there else each for i, each in enumerate(sent.unbind())])
     both, purpose = torch.cat([~own, own]), Purpose(name)
     if root is not None:
-        purpose.run_in(root)
+        purpose.root = weakref.ref(root)
     all_reduce_over(both, mesh.axis_groups, largest=True, purpose=purpose)
     found = both.tolist()
     return [(~inverse, most) for inverse, most in zip(found[: len(own)], found[len(own) :], strict=True)]

@@ -8,7 +8,6 @@ file of the core that calls a collective.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -29,25 +28,17 @@ from .streams import AllWork, CopyWork, DividedWork, SumWork, Work
 class Purpose:
     """Says whose collectives those of a Comm are, in errors, and to checks that compare ranks.
 
-    `name`: FQN of the group's module. `part`: which of its gradients the next reduction is about.
+    `name`: FQN of the group's module. `part`: which of its gradients the next reduction is about. `root`: a weak
+    reference to the root that runs the group: a collective in flight must not keep a model alive.
     """
 
     def __init__(self, name: str = "facts to compare") -> None:
         self.name, self.part = name, ""
-        self._where: Callable[[], Any] = lambda: None
-
-    def run_in(self, root: Any) -> None:
-        """Asks `root.where()` from now on. It is held weakly: a collective in flight must not keep a model alive."""
-        self._where = weakref.ref(root)
-
-    @property
-    def root(self) -> Any:
-        """The root that runs the group, or None."""
-        return self._where()
+        self.root: Callable[[], Any] = lambda: None
 
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank ("forward", "backward", "by hand"), and how many backwards have ended."""
-        root = self._where()
+        root = self.root()
         return ("by hand", 0) if root is None else root.where()
 
     def locate(self, error: RuntimeError, doing: str) -> None:

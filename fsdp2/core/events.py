@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,6 +128,12 @@ class Observer:
         """
 
 
+@cache
+def _events_of(cls: type) -> list[str]:
+    """Returns the names of the events that observers of class `cls` follow."""
+    return [name for name in EVENTS if getattr(cls, name) is not getattr(Observer, name)]
+
+
 EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
 
 
@@ -135,11 +142,13 @@ class Events:
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self.observers = (*observers,)
-        for name in EVENTS:
-            follow = [each for each in self.observers if getattr(type(each), name) is not getattr(Observer, name)]
-            setattr(self, name, tuple(getattr(each, name) for each in follow))
+        follow: dict[str, list[Any]] = {name: [] for name in EVENTS}
+        for each in self.observers:
+            for name in _events_of(type(each)):  # type: ignore[arg-type]
+                follow[name].append(getattr(each, name))
+        vars(self).update(follow)
 
-    def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
+    def __getattr__(self, name: str) -> list[Any]:
         raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
 
     def of(self, cls: type) -> Any:

@@ -64,7 +64,7 @@ class FSDPParam:
         storage_device: torch.device,
         keeps_dtype: bool,
     ) -> None:
-        self.slots, self.mesh, self.distribution = slots, mesh, distribution
+        self.slots, self.mesh, self.distribution, self.dim = slots, mesh, distribution, distribution.dim
         # Where the sharded parameter lives.
         self.storage_device = storage_device
         # It computes in its own dtype, whatever the policy says of the others.
@@ -88,11 +88,6 @@ class FSDPParam:
         return self.names[0]
 
     @property
-    def dim(self) -> int:
-        """The dim along which the ranks of the shard group cut it."""
-        return self.distribution.dim
-
-    @property
     def local(self) -> Tensor:
         """This rank's rows, without padding."""
         return local_of(self.sharded)
@@ -103,8 +98,8 @@ class FSDPParam:
 
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """Returns what the layout must know of it as it is now."""
-        extended = strategies().gathers_itself(self.local)
-        return self._spec_of(self.local.dtype, self.compute_dtype(policy), extended)
+        local = self.local
+        return self._spec_of(local.dtype, self.compute_dtype(policy), strategies().gathers_itself(local))
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Returns the dtype of the unsharded parameter."""

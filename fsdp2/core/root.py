@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,8 @@ class Root:
     """The runtime of one root, the outermost sharded module, and of all groups below it.
 
     It follows the order in which groups run, and gathers the next ones early. `state`, `states`: the root's FSDPState,
-    and those of all modules below; `group`, `groups`: the root's own group, and all of them. `forward`, `backward`: the
+    and those of all modules below; `group`, `groups`: the root's own group, and all of them; `new_groups`: those
+    that were under no other root before. `forward`, `backward`: the
     pass that ran last, and the backward pass that runs. `running`: states whose forwards run now, the innermost last;
     `depth`: how many forwards do. `frees_memory`: False while a graph reads unsharded parameters unnoticed.
     """
@@ -58,6 +60,7 @@ class Root:
         self.state, self.states = state, list(dict.fromkeys(states))
         self.groups: list[FSDPParamGroup] = [group for each in self.states for group in each.groups]
         self.group = state.groups[0]
+        self.new_groups = [group for group in self.groups if group.root is None]
         self.settings = RootSettings()
         self.running: list[Any] = []
         self.depth = 0
@@ -81,7 +84,7 @@ class Root:
         for group in self.groups:
             group.root, group.queue, group.backward_hooks = self, self.queue, []
             group.rename(names)
-            group.purpose.run_in(self)
+            group.purpose.root = weakref.ref(self)
         observers = [make(self) for make in strategies().observers]
         self.observe([each for each in observers if each is not None])
 
@@ -91,9 +94,9 @@ class Root:
         self.events = Events(observers)
         for group in self.groups:
             group.events = self.events
-        for each in self.events.observers:
-            if each not in before:
-                each.attached(self)
+        for notify in self.events.attached:
+            if notify.__self__ not in before:
+                notify(self)
 
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank, and how many backward passes have ended."""

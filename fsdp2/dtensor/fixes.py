@@ -27,7 +27,7 @@ class Fixes(Observer):
 
     def attached(self, root: Any) -> None:
         correct_torch()
-        for group in root.groups:
+        for group in root.new_groups:
             self.rebuilt(group)
 
     def rebuilt(self, group: FSDPParamGroup) -> None:

@@ -96,7 +96,7 @@ class ShardPlaces(Observer):
     """
 
     def attached(self, root: Any) -> None:
-        for group in root.groups:
+        for group in root.new_groups:
             self.rebuilt(group)
 
     def rebuilt(self, group: Any) -> None:

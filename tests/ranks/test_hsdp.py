@@ -725,7 +725,10 @@ def forced_sums_do_not_average(mesh: DeviceMesh) -> None:
     sums, ranks = summed(new_net()), dist.get_world_size()
     operations: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        make: Any = lambda group, _, purpose: CoalescedComm(Operations(group, operations), purpose)  # type: ignore[arg-type]
+
+        def make(group: Any, _: Any, purpose: Any) -> CoalescedComm:
+            return CoalescedComm(Operations(group, operations), purpose)  # type: ignore[arg-type]
+
         patch.setattr(collectives, "make_unchecked", make)
         for setter, value, average, divisor in (
             ("set_force_sum_reduction_for_comms", False, True, ranks),

@@ -1,6 +1,7 @@
 """The table of checks and its switches: every check is documented, and some test shows that it catches its fault."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,11 @@ def test_looks_come_at_the_times_that_are_said_beforehand() -> None:
 
 
 @pytest.fixture
-def fresh_levels(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(levels._Levels, "now", None)
+def fresh_levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    levels._levels.cache_clear()
     monkeypatch.delenv(levels.VARIABLE, raising=False)
-    return monkeypatch
+    yield monkeypatch
+    levels._levels.cache_clear()
 
 
 def test_all_are_at_default_unless_somebody_chooses(fresh_levels: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """What a header says: the same for the same collective of the same group, and for no other."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -60,7 +62,7 @@ def test_the_phase_is_compared_and_the_step_is_not() -> None:
     headers = []
     for each in passes:
         purpose = Purpose("a")
-        purpose.run_in(each)
+        purpose.root = weakref.ref(each)
         headers.append(placed_header(purpose, "gathering", [torch.zeros(2)]))
     assert not differ(message(headers[1]), headers[0])
     assert differ(message(headers[2]), headers[0])
@@ -69,7 +71,7 @@ def test_the_phase_is_compared_and_the_step_is_not() -> None:
 
 def test_a_purpose_does_not_keep_what_runs_its_group() -> None:
     purpose = Purpose("a")
-    purpose.run_in(Pass("forward", 3))
+    purpose.root = weakref.ref(Pass("forward", 3))
     assert placed_header(purpose, "gathering", []).text.startswith("gathering a (by hand, step 0)")
     tell_out_of_step([purpose])
 
