@@ -9,7 +9,7 @@ from .dtensor.fixes import dtensor_fixes
 from .ext.forward_method import register_fsdp_forward_method
 from .ext.meshes import DataParallelMeshDims, ShardPlacementResult
 from .ext.root_methods import GradientReductionHandle
-from .install import install
+from .install import install as _install
 from .module import FSDPModule, share_comm_ctx
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
@@ -52,4 +52,4 @@ __all__ = [
     "sync_module_states",
 ]
 
-install()
+_install()

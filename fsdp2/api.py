@@ -159,8 +159,9 @@ def replicate(
 def _apply(module: Any, find_mesh: Callable[[], DataMesh], given: tuple[Any, ...], conditional: bool) -> Any:
     check_bool("conditional", conditional)
     level_from_environment()
-    given = check_arguments(module, *given)
-    return apply(module, Arguments(find_mesh(), *given, extras={"conditional": True} if conditional else {}))
+    checked = check_arguments(module, *given)
+    extras = {"conditional": True} if conditional else {}
+    return apply(module, Arguments(find_mesh(), *checked)._replace(extras=extras))
 
 
 # torch's functions have it, too: the state that they left on a module, or None.

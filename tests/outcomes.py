@@ -261,6 +261,6 @@ def _names(side: Side) -> Iterator[str]:
     library = side.library
     assert library is not None
     yield from ("fsdp2.register_fsdp_forward_method", *inspect.signature(library.fully_shard).parameters)
-    yield from (name for name in vars(library.FSDPModule) if not name.startswith("_") and "_" in name)
+    yield from (name for name in dir(library.FSDPModule) if not name.startswith("_") and "_" in name)
     yield from (field.name for field in dataclasses.fields(library.MixedPrecisionPolicy))
     yield from ("full_params", "register_fsdp_forward_method", "deepcopy", "full_tensor")

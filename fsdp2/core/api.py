@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from .compat import untraced
 from .events import strategies
-from .group import FSDPParamGroup, make_group
+from .group import FSDPParamGroup
 from .mesh import DataMesh, Distribution, data_mesh, distribute, replicated_data_mesh
 from .module import FSDPModule
 from .parameter import FSDPParam, Slot, fqn
@@ -110,7 +110,7 @@ def attach(state: FSDPState, below: Iterable[FSDPState], classes: Sequence[type]
     """Gives the modules of `state` their state and class, and makes it the root of all states `below`."""
     for module, cls in zip(state.modules, classes, strict=True):
         module.__dict__[STATE] = state
-        module.__class__ = cls  # type: ignore[assignment]
+        module.__class__ = cls
     Root(state, below, names_below(state.modules))
 
 
@@ -205,15 +205,15 @@ def _make_groups(
             params = [
                 FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype) for each in members
             ]
-        choice, size = given.reshard_after_forward, mesh.size
-        is_int = choice is not None and not isinstance(choice, bool)
-        reshard = choice if not is_int else choice != 1
+        choice, restore_among = given.reshard_after_forward, strategies().restore_among
+        reshard = choice if choice is None or isinstance(choice, bool) else choice != 1
         settings = GroupSettings(policy, reshard_after_forward=reshard, pin_memory=pin, extras=given.extras)
-        groups.append(make_group(modules, params, mesh, settings))
-        if is_int and choice not in (1, size) and size > 1:
-            if strategies().restore_among is None:
+        cls = strategies().group_class(mesh.device, FSDPParamGroup)
+        groups.append(cls(modules, params, mesh, settings))
+        if choice is not None and reshard is not choice and 1 < choice < mesh.size:
+            if restore_among is None:
                 raise NotImplementedError("reshard_after_forward: the core alone takes a bool or None")
-            strategies().restore_among(groups[-1], choice)
+            restore_among(groups[-1], choice)
     return groups
 
 

@@ -101,9 +101,9 @@ class Bucket:
     The unsharded parameters hold it by their hooks, so it must not hold the group that owns them.
     """
 
-    def __init__(self, indices: tuple[int, ...], progress: Callable[[Bucket], None]) -> None:
+    def __init__(self, indices: tuple[int, ...], begin: Callable[[], None], complete: Callable[[Bucket], None]) -> None:
         self.indices, self.size = indices, len(indices)
-        self._progress = weakref.WeakMethod(progress)
+        self._begin, self._complete = weakref.WeakMethod(begin), weakref.WeakMethod(complete)
         # How many are missing; and how often all were there in this pass: reentrant checkpointing may bring them again.
         self.missing, self.completed = self.size, 0
 
@@ -116,12 +116,12 @@ class Bucket:
         self.missing, self.completed = self.size, self.completed + 1
 
     def arrive(self, _: Tensor) -> None:
-        """Counts a gradient, as a post-accumulate hook; tells the group of the first and of the last."""
+        """Counts a gradient, as a post-accumulate hook; tells of the first and of the last."""
         self.missing -= 1
-        if self.missing == 0 or self.missing == self.size - 1:
-            progress = self._progress()
-            if progress is not None:
-                progress(self)
+        if self.missing == self.size - 1 and (begin := self._begin()) is not None:
+            begin()
+        if self.missing == 0 and (complete := self._complete()) is not None:
+            complete(self)
 
 
 class Segments:

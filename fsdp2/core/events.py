@@ -187,7 +187,7 @@ class Strategies:
     plan: tuple[Callable[[Any], None], ...] = ()
     module_class: type | None = None
     make_prefetcher: Callable[[Any], Any] | None = None
-    before_next_write: Callable[[Callable[[], object]], None] = lambda action: action()
+    before_next_write: Callable[[Callable[[], object]], object] = lambda action: action()
     deliver: Callable[..., Any] = lambda gradients, pending, of_pass: None
     find_replacements: Callable[..., Any] | None = None
     tensors_in: Callable[..., list[Tensor]] = tensors_in
@@ -206,5 +206,7 @@ def strategies() -> Strategies:
 def extend(**changes: Any) -> None:
     """Puts strategies in force for what is sharded from now on. Tuples are added to, other values are replaced."""
     now = _Current.strategies
-    joined = {n: (*getattr(now, n), *each) if isinstance(each, tuple) else each for n, each in changes.items()}
+    joined: dict[str, Any] = {
+        n: (*getattr(now, n), *each) if isinstance(each, tuple) else each for n, each in changes.items()
+    }
     _Current.strategies = replace(now, **joined)

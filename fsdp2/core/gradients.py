@@ -19,7 +19,7 @@ from .mesh import Distribution
 from .parameter import FSDPParam
 from .policy import MixedPrecisionPolicy, ReduceWhen
 from .reduce import Pending, Reduction, Shards
-from .user_code import are_in_force, hidden, num_dispatch_modes, num_function_modes, run_shown
+from .user_code import are_in_force, hidden, run_shown
 
 _KEY = "fsdp2"
 _NOTHING = nullcontext()
@@ -83,7 +83,7 @@ class GroupGradients:
             compat.on_accumulated(parameter, _KEY, None)
         device = self._params[0].unsharded.device if self._params else torch.device("cpu")
         buckets = find_buckets(specs, self._reduce_dtypes, self._wire_dtypes, trainable, device)
-        self.buckets = [Bucket(indices, self._progress) for indices in buckets]
+        self.buckets = [Bucket(indices, self.group.first_gradient, self._complete) for indices in buckets]
         expected = [i for indices in buckets for i in indices]
         per_rank = sum([specs[i].shard_numel * self._wire_dtypes[i].itemsize for i in expected])
         self.sent_nbytes = per_rank * self.reduction.shards.size
@@ -113,18 +113,14 @@ class GroupGradients:
 
     # ---- as gradients arrive
 
-    def _progress(self, bucket: Bucket) -> None:
-        """The first, or the last, gradient of a bucket has arrived."""
-        if (num_dispatch_modes() or num_function_modes()) and are_in_force():
-            with hidden():
-                return self._progress(bucket)
-        if bucket.missing == bucket.size - 1:
-            self.group.first_gradient()
-        # Other ranks' buckets may be complete at other times: then all reduce when backward leaves the module.
-        if bucket.missing == 0 and not self.group.settings.reduce_unused:
-            self._complete(bucket)
-
     def _complete(self, bucket: Bucket) -> None:
+        """The last gradient of a bucket has arrived."""
+        if are_in_force():
+            with hidden():
+                return self._complete(bucket)
+        # Other ranks' buckets may be complete at other times: then all reduce when backward leaves the module.
+        if self.group.settings.reduce_unused:
+            return
         bucket.complete()
         is_together = self.group.settings.reduce_when is not ReduceWhen.BUCKET
         if not is_together:

@@ -8,14 +8,13 @@ from typing import Any
 from torch import nn
 
 from . import compat
-from .events import strategies
 from .mesh import DataMesh
 from .param_group import ParamGroup
 from .parameter import FSDPParam
 from .policy import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
-from .user_code import are_in_force, outside
+from .user_code import are_in_force, outside, run_hidden
 
-__all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase", "make_group"]
+__all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
 
 
 class FSDPParamGroup(ParamGroup):
@@ -72,12 +71,13 @@ class FSDPParamGroup(ParamGroup):
                     self.versions = now
             self.unshard(for_backward=root.backward is not None)
             root.use(self)
-            root.prefetcher.in_backward(self)
+            for ahead in root.prefetcher.in_backward(self):
+                ahead.start_unshard(for_backward=True)
 
     def first_gradient(self) -> None:
         """The first gradient of a bucket is complete: backward has come to the group, whatever way."""
         if self.ready_in is None:
-            self.root.enter_backward()
+            run_hidden(self.root.enter_backward)
 
     def last_gradient(self) -> None:
         """The gradients of all trainable parameters are complete: reshards, unless something else is to come."""
@@ -161,10 +161,3 @@ class FSDPParamGroup(ParamGroup):
         """The gradients of all inputs of one forward are computed: reduces and frees what is left of that forward."""
         self.gradients.flush()
         self.release_after_backward()
-
-
-def make_group(
-    modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
-) -> FSDPParamGroup:
-    """Returns a group of the class that its device needs."""
-    return strategies().group_class(mesh.device, FSDPParamGroup)(modules, params, mesh, settings)

@@ -49,7 +49,8 @@ class ParamGroup:
     ) -> None:
         self.modules, self.params, self.mesh, self.settings = list(modules), list(params), mesh, settings
         self.name, self.purpose = type(modules[0]).__name__, Purpose()
-        self.phase, self._pending = SHARDED, None
+        self.phase = SHARDED
+        self._pending: PendingGather | None = None
         self.hold = Hold.NOTHING
         self.gathered_at: tuple[int, ...] | None = None
         self.events: Events = NO_EVENTS
@@ -113,15 +114,9 @@ class ParamGroup:
         return Comms(shards, shards, replicas if self.mesh.replicas_may_grow or replicas.size > 1 else None)
 
     def _reduction(self) -> Reduction:
-        comms, settings = self.comms, self.settings
-        return Reduction(
-            comms.reduces,
-            comms.replicas,
-            settings.divide_factor,
-            settings.all_reduce,
-            settings.reduce_hook,
-            self.transfers,
-        )
+        comms, now = self.comms, self.settings
+        how = now.divide_factor, now.all_reduce, now.reduce_hook
+        return Reduction(comms.reduces, comms.replicas, *how, self.transfers)
 
     def _rebuild(self) -> None:
         self.reshard()
@@ -170,8 +165,8 @@ class ParamGroup:
             self.register()
 
     def _finish_gather(self) -> None:
-        pending: PendingGather = self._pending  # type: ignore[assignment]
-        self._pending = None
+        pending, self._pending = self._pending, None
+        assert pending is not None, "a gather is in flight"
         try:
             pending.finish()
         except BaseException as error:

@@ -164,7 +164,7 @@ class FSDPParam:
                 # Shards are always contiguous; the object must say so, and stay the one that users hold.
                 torch.utils.swap_tensors(found, self._as_sharded(local_of(found).contiguous(), found))
             if type(found) is DTensor:
-                found.__class__ = strategies().tensor_class
+                found.__class__ = strategies().tensor_class  # type: ignore[assignment]
             self.sharded = found
             self.prepare_gradients(self.local)
         self._share_attributes()
@@ -230,7 +230,7 @@ class FSDPParam:
             )
         if accumulated.placements != gradient.placements:
             # Computed on shards, with DTensors: not all operations leave it as the parameter is.
-            self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)  # type: ignore[assignment]
+            self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
         local_of(accumulated).add_(local_of(gradient))
 
 

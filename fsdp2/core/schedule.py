@@ -111,14 +111,16 @@ class Prefetcher:
         self.needed_at_once.clear()
         self.drop()
 
-    def in_forward(self, group: Any) -> None:
-        """`group` is about to compute: begins to gather what followed it in the pass before, or what the user chose."""
+    def in_forward(self, group: Any) -> Iterator[Any]:
+        """`group` is about to compute: returns what the caller is to gather now, which followed it in the pass before,
+        or which the user chose.
+        """
         self._order_now.append(group)
         self._num_gathered += group.hold < Hold.NEXT_PASS
         if self._forward.visit(group) and self._forward.num_left < self._num_last:
             self.needed_at_once.add(group)
         chosen = group.settings.forward_prefetch
-        self._start(self._within_budget(self._forward.ahead(), _bytes_to_gather) if chosen is None else chosen, False)
+        return self._sharded(self._within_budget(self._forward.ahead(), _bytes_to_gather) if chosen is None else chosen)
 
     def ran(self, group: Any) -> None:
         """A forward of `group` has ended that backward will come back to."""
@@ -133,15 +135,17 @@ class Prefetcher:
         """A backward pass begins."""
         self._backward = self._cursor([*reversed(self._ran)])
 
-    def in_backward(self, group: Any) -> None:
-        """`group` is about to compute gradients: begins to gather what ran before it, or what the user chose."""
+    def in_backward(self, group: Any) -> Iterator[Any]:
+        """`group` is about to compute gradients: returns what the caller is to gather now, which ran before it, or which
+        the user chose.
+        """
         self._backward.visit(group)
         chosen = group.settings.backward_prefetch
         if chosen is None:
             # No list: that would be one of all groups, for each group.
             expected = (each for each in self._backward.ahead() if each.settings.unshard_in_backward)
             chosen = self._within_budget(expected, self._bytes_to_have)
-        self._start(chosen, True)
+        return self._sharded(chosen)
 
     def forget_forwards(self) -> None:
         """No backward comes back to what has run so far."""
@@ -173,10 +177,10 @@ class Prefetcher:
             return within_budget(expected, nbytes, self._typical_nbytes)
         return within_budget(expected, nbytes, budget, at_least_one=False)
 
-    def _start(self, chosen: Iterable[Any], for_backward: bool) -> None:
+    def _sharded(self, chosen: Iterable[Any]) -> Iterator[Any]:
         for group in chosen:
             if group.phase is Phase.SHARDED:
-                group.start_unshard(for_backward)
+                yield group
                 if group.root.prefetcher is self:  # what is under another root stays until that runs
                     self.prefetched.add(group)
 

@@ -209,7 +209,8 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
         if not in_backward:
             for notify in root.events.forward_began:
                 notify(group)
-            root.prefetcher.in_forward(group)
+            for ahead in root.prefetcher.in_forward(group):
+                ahead.start_unshard()
         counting_is_enough = counting_is_enough and group.counting_is_enough
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
     if not counting_is_enough and torch.is_grad_enabled() and state.running == 1:

@@ -112,13 +112,14 @@ class Consensus(Observer):
         nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
 
         def view(tensor: Tensor) -> Tensor:
-            node = tensor.grad_fn
+            node: Any = tensor.grad_fn
             return alias(tensor) if node is not None and (node in nodes or _OUTPUT in node.metadata) else tensor
 
         output = map_tensors(output, view, everywhere=True)
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.metadata[_OUTPUT] = True
+        nodes_of_output: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
+        for node in nodes_of_output:
+            if node is not None:
+                node.metadata[_OUTPUT] = True
         if len(self._root.running) == 1 and state.groups[0] not in self.gates:
             self._reach(_FORWARD_END, False)  # others may still run what this rank does not
         return output

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.api import attach, sharded_class
 from ..core.events import strategies
-from ..core.group import LENT, FSDPParamGroup, make_group
+from ..core.group import LENT, FSDPParamGroup
 from ..core.parameter import NOT_BUILT, FSDPParam
 from ..core.policy import GroupSettings
 from ..core.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
@@ -85,7 +85,8 @@ class _GroupDescription:
         self.post_forward_size = None if comm is None else comm.size
 
     def build(self) -> FSDPParamGroup:
-        group = make_group(self.modules, [_copied_param(each) for each in self.params], self.mesh, self.settings)
+        cls = strategies().group_class(self.mesh.device, FSDPParamGroup)
+        group = cls(self.modules, [_copied_param(each) for each in self.params], self.mesh, self.settings)
         group.name = self.name
         if self.post_forward_size is not None:
             restore_among(group, self.post_forward_size)
@@ -97,8 +98,9 @@ def _copied_param(described: dict[str, Any]) -> FSDPParam:
     param = object.__new__(FSDPParam)
     vars(param).update(described)
     param.unsharded, param.sharded = NOT_BUILT, param.slots[0].get()
-    if type(param.sharded) is DTensor:
-        param.sharded.__class__ = strategies().tensor_class
+    sharded: Any = param.sharded
+    if type(sharded) is DTensor:
+        sharded.__class__ = strategies().tensor_class
     param.sharded.grad = None  # as copies of plain parameters have none
     param.prepare_gradients(param.local)
     return param
@@ -181,7 +183,12 @@ def copying_methods(cls: Any) -> dict[str, Callable[..., Any]]:
             "fully_shard, or build a second one and load this one's state dict."
         )
 
-    methods = {"__new__": new, "__reduce_ex__": reduce, "__setstate__": setstate, "__copy__": shallow_copy}
+    methods: dict[str, Callable[..., Any]] = {
+        "__new__": new,
+        "__reduce_ex__": reduce,
+        "__setstate__": setstate,
+        "__copy__": shallow_copy,
+    }
     if hasattr(cls, "__deepcopy__"):
         methods["__deepcopy__"] = deepcopy
     return methods

@@ -132,7 +132,7 @@ class GroupMethods:
         Args:
             factor: a positive number.
         """
-        self.set_gradient_divide_factor(factor)  # type: ignore[attr-defined]
+        self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
         """Chooses whether gradients are summed by the backend and divided afterwards, also where it could average by

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import streams
+from ..core import reduce, streams
 from ..core.buckets import ReducePlan
 from ..core.comm import AllWork, Work
 from ..core.gradients import GroupGradients
@@ -97,12 +97,12 @@ class LargeGradients(GroupGradients):
     def start(self, gradients: dict[int, Tensor], plan: Any, carried: dict[int, Tensor]) -> Pending:
         reduction, indices = self.reduction, plan.layout.indices
         if reduction.shards.size == 1 or reduction.hook is not None:
-            return super().start(gradients, plan, carried)
+            return reduce.start(gradients, plan, reduction, carried)
         if plan.halves and reduction.replicas is None:
             return self._start_in_halves(gradients[indices[0]], plan, carried)
         if plan.pieces:
             return _start_in_pieces(gradients[indices[0]], plan, reduction, carried)
-        return super().start(gradients, plan, carried)
+        return reduce.start(gradients, plan, reduction, carried)
 
     def _start_in_halves(self, gradient: Tensor, plan: PiecePlan, carried: dict[int, Tensor]) -> Pending:
         """Begins to reduce one half, and the other when there is room for it."""

@@ -11,14 +11,14 @@ from torch import nn
 
 from ..checks import entry_points
 from ..checks.empty_memory import note_emptied_buffers, note_emptied_parameters
-from ..core.compat import untraced
+from ..core.compat import runs_transform, untraced
 from ..core.events import Observer
 from ..core.group import UNSHARDED, FSDPParamGroup
-from ..core.state import STATE, groups_below, groups_of, modules_below
+from ..core.state import STATE, groups_below, groups_of, modules_below, run_forward
 from ..core.user_code import hides_modes
 from .copying import copying_methods
 from .forward_method import Forward
-from .transforms import run_forward
+from .transforms import run_transformed
 
 Methods = dict[str, Callable[..., Any]]
 
@@ -37,7 +37,8 @@ def _call_of(cls: Any) -> Callable[..., Any]:
     @untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            return run_forward(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
+            run = run_transformed if runs_transform() else run_forward
+            return run(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
         except RuntimeError as error:
             entry_points.explain(error, self, "forward")
             entry_points.explain_dtypes(error, self, args, kwargs)

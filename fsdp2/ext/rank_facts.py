@@ -18,7 +18,7 @@ from ..core.mesh import DataMesh
 
 ALL_REDUCING = "all-reducing"
 _LARGEST_ALL = dist.AllreduceOptions()
-_LARGEST_ALL.reduceOp = dist.ReduceOp.MAX
+_LARGEST_ALL.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 
 def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> None:

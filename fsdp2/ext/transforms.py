@@ -23,16 +23,14 @@ from .nested import tensors_in
 from .once import once
 
 
-@untraced
 def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Returns what `core.state.run_forward` returns, also inside transforms of torch.func."""
-    if runs_transform():
-        return _run_transformed(state, module, forward, args, kwargs)
-    return states.run_forward(state, module, forward, args, kwargs)
+    run = run_transformed if runs_transform() else states.run_forward
+    return run(state, module, forward, args, kwargs)
 
 
 @untraced
-def _run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs a forward inside transforms: inputs and outputs are converted, and the user's forward runs, inside them.
 
     What the engine does with the inputs and outputs must leave them the objects that they are: an operation on what a

@@ -65,7 +65,8 @@ def _behind_consensus(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reach_consensus(group: dist.ProcessGroup | None) -> None:
-    watching = _watching.get(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
+    world: Any = dist.group.WORLD
+    watching: Any = {} if world is None else _watching.get(world, {})
     running = [consensus() for root, consensus in watching.items() if root.running or root.backward is not None]
     ranks = set(dist.get_process_group_ranks(group)) if running else set()
     for consensus in running:

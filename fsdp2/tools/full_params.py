@@ -166,7 +166,8 @@ def _in_use(given: GivenParams) -> Iterator[Any]:
             for group in groups:
                 group.use_in_forward(in_backward)
                 if not in_backward and group.root in inside:
-                    group.root.prefetcher.in_forward(group)
+                    for ahead in group.root.prefetcher.in_forward(group):
+                        ahead.start_unshard()
             looks = [_Look(group) for group in groups if not in_backward]
         yield given.show(lambda param: param.unsharded)
         failed = False

@@ -15,8 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, comm, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.checks import questions
+from fsdp2.core import streams
+from fsdp2.core.comm import CoalescedComm, Purpose
 from fsdp2.core.state import groups_below
 from helpers import assert_same, fake_world, full
 from models import TinyGPT, mean_loss
@@ -55,12 +57,12 @@ def test_training_matches_the_plain_model(nccl: None, policy: MixedPrecisionPoli
 def test_what_travels_in_bf16_is_summed_in_fp32(nccl: None) -> None:
     """The exchange as NCCL has it, then a sum whose parts are not all cast first: that would be twice their memory."""
     sent, output = torch.randn(1024, device="cuda").bfloat16(), torch.empty(1024, device="cuda")
-    comm.CoalescedComm(dist.group.WORLD).reduce_scatter([output], [sent], 2.0).wait()
+    CoalescedComm(dist.group.WORLD, Purpose()).reduce_scatter([output], [sent], 2.0).wait()
     assert_same(output, sent.float() / 2, 0, 0, name="of one rank")
     parts, total = torch.randn(16, 1 << 20, device="cuda").bfloat16(), torch.empty(1 << 20, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    comm._sum(parts, total, 16)
+    streams._sum(parts, total, 16)
     assert torch.cuda.max_memory_allocated() - before < parts.nbytes
     assert_same(total, parts.float().mean(0), rtol=1e-5, atol=1e-6, name="of many")
 

@@ -100,7 +100,6 @@ WAYS = {
     "gradient accumulation in mixed precision": Way(options={"mp_policy": BF16}, is_bf16=True, batches=2),
     "parameters kept after forward": Way(options={"reshard_after_forward": False}),
     "parameters kept after backward": Way(prepare=lambda model: model.set_reshard_after_backward(False)),
-    "parameters kept among two of four": Way("four", options={"reshard_after_forward": 2}),
     "HSDP": Way("two by two"),
     "HSDP, gradient accumulation": Way("two by two", batches=2),
     "CPU offload": Way(options={"offload_policy": CPUOffloadPolicy()}),

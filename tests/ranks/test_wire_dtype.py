@@ -172,7 +172,7 @@ def comm_over(all_to_all: bool) -> AbstractContextManager[Any]:
         return CoalescedComm(group, purpose) if all_to_all else NamedPairwiseComm(group, purpose)
 
     changed = dataclasses.replace(strategies(), make_comm=make_comm)
-    return mock.patch.object(param_group, "strategies", lambda: changed)
+    return mock.patch.object(param_group, "strategies", return_value=changed)
 
 
 def shard(case: Case, model: Odd) -> None:

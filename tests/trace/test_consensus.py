@@ -63,10 +63,11 @@ def test_what_a_consensus_on_a_device_costs_is_said_once(device: str, warnings: 
         mock.patch.object(Consensus, "_exchange", agree),
     ):
         root = mock.Mock(states=[], groups=[])
-        root.group.mesh = mock.Mock(ranks=range(4), axis_groups=[None], device=torch.device(device), is_first=True)
-        found = [Consensus(root)]
-        root.group.mesh.is_first = False
-        found.append(Consensus(root))
+        root.group.mesh = mock.Mock(axis_groups=[None], device=torch.device(device))
+        found = []
+        for is_first in (True, False):
+            with mock.patch.multiple(conditional, ranks_of=mock.Mock(), is_first=lambda _, first=is_first: first):
+                found.append(Consensus(root))
         with pytest.warns(UserWarning, match="conditional=True") if warnings else nullcontext([]) as seen:
             for _ in range(2):
                 for each in found:

@@ -408,7 +408,7 @@ free   root""",
 
     def test_units(self) -> None:
         """The root's head, were it large, runs by itself: last in forward, first in backward, free when reduced."""
-        with mock.patch.object(units, "MIN_UNIT_BYTES", 1):
+        with mock.patch.object(units, "MIN_BYTES", 1):
             self.assertExpectedInline(
                 trace_of_second_iteration(Root()),
                 """\

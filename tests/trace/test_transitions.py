@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.param_group import LENT, SHARDED, TRANSITIONS, Phase
+from fsdp2.core.policy import LENT, SHARDED, TRANSITIONS, Phase
 from fsdp2.core.state import groups_below
 from helpers import fake_world
 from stand_in import apart

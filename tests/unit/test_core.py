@@ -119,7 +119,7 @@ def outside_imports(texts: dict[str, str]) -> list[str]:
 
 
 def import_graph(texts: dict[str, str]) -> dict[str, set[str]]:
-    """Returns for each module of the core those that it imports when it runs: names for annotations alone give no level.
+    """Returns for each module of the core those that it imports when it runs, not for annotations alone.
 
     `__init__` hands on names only, and has no level.
     """
