@@ -42,20 +42,24 @@ class RunningStats(Observer):
         # Those that may have run in training mode since ranks have averaged.
         self._changed: list[nn.Module] = []
         self._reduced: object = None
+        # Ranks were out of step: what each has changed may differ, and which modules train, too, until they go on.
+        self._begins_anew = False
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if group is self._group:
+            if self._begins_anew:
+                self._begins_anew, self._changed, self._reduced = False, self._find_training(), None
             self._average(self._changed)
             self._changed = self._find_training()
 
     def before_reduce(self, group: FSDPParamGroup) -> None:
         if group is self._group and self._reduced is not group.gradients.backward_pass:
             # All forwards of this backward pass are over.
-            self._reduced, self._changed = group.gradients.backward_pass, []
+            self._reduced, self._changed, self._begins_anew = group.gradients.backward_pass, [], False
             self._average(self._find_training())
 
     def out_of_step(self, root: Any) -> None:
-        self._changed, self._reduced = self._find_training(), None  # what each rank has changed may differ
+        self._begins_anew = True
 
     @cached_property
     def _group(self) -> FSDPParamGroup | None:

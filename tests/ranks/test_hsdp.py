@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.core import buckets
-from fsdp2.core.comm import CoalescedComm
+from fsdp2.core.comm import CoalescedComm, Purpose
 from fsdp2.core.state import groups_below
 from fsdp2.ext import collectives
 from helpers import alone, assert_same, own_rows, run_checks, run_ranks, shard_batch
@@ -724,11 +724,11 @@ def forced_sums_do_not_average(mesh: DeviceMesh) -> None:
     """With the collectives of other backends than gloo, which average by themselves where they may."""
     sums, ranks = summed(new_net()), dist.get_world_size()
     operations: list[Any] = []
+
+    def make(group: Any, device: torch.device, purpose: Purpose) -> CoalescedComm:
+        return CoalescedComm(Operations(group, operations), purpose)  # type: ignore[arg-type]
+
     with pytest.MonkeyPatch.context() as patch:
-
-        def make(group: Any, _: Any, purpose: Any) -> CoalescedComm:
-            return CoalescedComm(Operations(group, operations), purpose)  # type: ignore[arg-type]
-
         patch.setattr(collectives, "make_unchecked", make)
         for setter, value, average, divisor in (
             ("set_force_sum_reduction_for_comms", False, True, ranks),
