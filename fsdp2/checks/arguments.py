@@ -21,7 +21,8 @@ Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 def check_arguments(
     module: Any, reshard: Any, placement_fn: Any, mp_policy: Any, offload_policy: Any, ignored: Any
 ) -> tuple[Any, ...]:
-    """Returns the last five arguments, which `fully_shard` or `replicate` is given, with policies of torch's own as ours.
+    """Returns the last five arguments, which `fully_shard` or `replicate` is given, with policies of torch's own as
+    ours.
 
     Raises:
         TypeError: an argument of the wrong type.

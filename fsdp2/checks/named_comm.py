@@ -123,7 +123,7 @@ class NamedPairwiseComm(PairwiseComm):
 
 
 class Goodbyes(Observer):
-    """Says goodbye to all with whom a root has collectives when ranks are out of step: ranks of other axes wait for it."""
+    """Says goodbye, when ranks are out of step, to all with whom a root has collectives: ranks of other axes wait."""
 
     def out_of_step(self, root: Any) -> None:
         for group in root.groups:

@@ -82,8 +82,8 @@ class Rollcall:
 
 
 class CheckedComm:
-    """A Comm whose ranks answer a rollcall before each collective: no data moves if they differ. If one fails, its error
-    says what all processes have noted.
+    """A Comm whose ranks answer a rollcall before each collective: no data moves if they differ. If one fails, its
+    error says what all processes have noted.
 
     Args:
         unchecked: what moves the data.

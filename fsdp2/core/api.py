@@ -58,8 +58,8 @@ class Plan:
     """What one call is about to do; extensions may refuse it, or change it, while nothing is changed yet.
 
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
-    FQNs; `inside`: the states of inner calls; `parameters`: by FQN. `units`: modules that get a state of their own, with
-    the FQNs of their parameters; extensions fill it.
+    FQNs; `inside`: the states of inner calls; `parameters`: by FQN. `units`: modules that get a state of their own,
+    with the FQNs of their parameters; extensions fill it.
     """
 
     roots: list[nn.Module]
@@ -193,7 +193,9 @@ def _make_states(plan: Plan) -> list[FSDPState]:
 def _make_groups(
     plan: Plan, modules: list[nn.Module], parameters: list[ParameterPlan], policy: MixedPrecisionPolicy
 ) -> list[FSDPParamGroup]:
-    """Returns a group for each mesh of `parameters`; one, which may be empty, on the mesh of the call if there are none."""
+    """Returns a group for each mesh of `parameters`; one, which may be empty, on the mesh of the call if there are
+    none.
+    """
     given = plan.given
     on_mesh: dict[DataMesh, list[ParameterPlan]] = {}
     for each in parameters:

@@ -174,7 +174,9 @@ class Segments:
 
 
 def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
-    """Returns a gradient's whole chunks, and the rest as one row; the gradient as it is, if no rank has more than a row."""
+    """Returns a gradient's whole chunks, and the rest as one row; the gradient as it is, if no rank has more than a
+    row.
+    """
     if spec.has_single_rows:
         return [gradient]
     if spec.dim == 0:

@@ -203,7 +203,8 @@ def single_tensor_collectives(group: dist.ProcessGroup) -> tuple[Callable[..., A
     return group._allgather_base, group._reduce_scatter_base
 
 
-# The public functions of one tensor, which changed name in torch 2.13: (output, input, group=..., async_op=...) -> Work.
+# The public functions of one tensor, which changed name in torch 2.13: (output, input, group=..., async_op=...) ->
+# Work.
 all_gather_one: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_one: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

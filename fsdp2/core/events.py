@@ -167,13 +167,13 @@ class Strategies:
         observers: called with each new root; each returns an observer, or None.
         make_comm: (process group or None, device, purpose) -> Comm.
         tensor_class: class of sharded parameters and of their gradients.
-        class_attributes: called with a module's class; what they return is added to the class that it gets when sharded.
+        class_attributes: called with a module's class; what they return is added to its sharded class.
         make_buffers: makes a group's buffers; None: GroupBuffers.
         restore_among: (group, k) has k neighbouring ranks restore a group after forward (reshard_after_forward=k).
         group_class: (device, FSDPParamGroup) -> class of groups on that device.
-        distribute: (parameter, mesh, dim) -> Distribution of a parameter that is a tensor subclass, a DTensor for example.
+        distribute: (parameter, mesh, dim) -> Distribution of a tensor subclass, a DTensor for example.
         gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
-        gather_extension: (params, mesh, policy) -> what gathers these parameters, see SubclassGather in ext/subclasses.py.
+        gather_extension: (params, mesh, policy) -> what gathers these, see SubclassGather in ext/subclasses.py.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
         module_class: class that sharded modules get besides their own; None: core.FSDPModule.
         make_prefetcher: (root) -> Prefetcher.

@@ -24,8 +24,8 @@ from .user_code import are_in_force, hidden, run_shown
 _KEY = "fsdp2"
 _NOTHING = nullcontext()
 _NO_GRAPH = (
-    "backward(create_graph=True): gradients of sharded parameters have no graph, so a loss made of them would not train. "
-    "Differentiate by what full_params yields instead, inside its block, with torch.autograd.grad."
+    "backward(create_graph=True): gradients of sharded parameters have no graph, so a loss made of them would not "
+    "train. Differentiate by what full_params yields instead, inside its block, with torch.autograd.grad."
 )
 
 

@@ -41,7 +41,7 @@ class FSDPParamGroup(ParamGroup):
     # ---- use
 
     def use_in_forward(self, in_backward: bool) -> None:
-        """Has the unsharded parameters registered for a forward. `in_backward`: activation checkpointing runs it again."""
+        """Has the unsharded parameters registered for a forward. `in_backward`: checkpointing runs it again."""
         root = self.root
         if in_backward:
             self.before_backward(recomputes=True)  # gradients follow at once
@@ -98,7 +98,8 @@ class FSDPParamGroup(ParamGroup):
     # ---- after use
 
     def settle(self, backward_follows: bool, failed: bool = False, keeps: bool = False) -> None:
-        """Forward is over: registers the sharded parameters; frees the unsharded ones' data, or keeps all or some of it.
+        """Forward is over: registers the sharded parameters; frees the unsharded ones' data, or keeps all or some of
+        it.
 
         Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
         would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.

@@ -133,8 +133,9 @@ class GroupParameters:
     """The parameters of one group, and what is built from them.
 
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
-    `extension`: what gathers those that say themselves how; they are the last ones in `params`.
-    `unsharded`: the unsharded parameters. `trainable`: which of them require a gradient, as far as buckets know. `storage_ids`: of the unsharded parameters.
+    `extension`: what gathers those that say themselves how; they are the last ones in `params`. `unsharded`: the
+    unsharded parameters. `trainable`: which of them require a gradient, as far as buckets know. `storage_ids`: of the
+    unsharded parameters.
     """
 
     def __init__(
@@ -299,8 +300,8 @@ class GroupParameters:
 
 
 def find_replacements(group: Any, accept_whole: bool, may_be_untied: bool) -> list[Any]:
-    """Returns (param, what is registered in its place now) for all parameters of `group`: of the core alone, which takes
-    DTensors only; extensions look more closely.
+    """Returns (param, what is registered in its place now) for all parameters of `group`: of the core alone, which
+    takes DTensors only; extensions look more closely.
 
     Raises:
         ValueError: something else is there.

@@ -150,7 +150,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def split_chunks(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
-    """Returns views of `whole`: its whole chunks along `spec.dim`, stacked in a new first dim; then the rest, if any."""
+    """Returns views of `whole`: its whole chunks along `spec.dim`, stacked in a new first dim; then the rest."""
     rows, dim = spec.whole_chunks * spec.chunk_rows, spec.dim
     chunks = whole.narrow(dim, 0, rows).unflatten(dim, (spec.whole_chunks, spec.chunk_rows)).movedim(dim, 0)
     return [chunks] if rows == spec.num_rows else [chunks, whole.narrow(dim, rows, spec.num_rows - rows)]

@@ -35,8 +35,9 @@ class ParamGroup:
     """Owns one flat shard buffer and one storage for the unsharded parameters of a group.
 
     `phase` says where the parameters are, `hold` for how long unsharded ones stay; outside of forward and backward
-    modules have the sharded ones, even if the unsharded ones' data is there. `gathered_at`: versions of the shards that were gathered last, or None where that was
-    for a backward, between which and its forward users may not change parameters.
+    modules have the sharded ones, even if the unsharded ones' data is there. `gathered_at`: versions of the shards that
+    were gathered last, or None where that was for a backward, between which and its forward users may not change
+    parameters.
     """
 
     # Those of the root that the group runs under, see Root.

@@ -1,4 +1,4 @@
-"""From unsharded gradients to this rank's shards of their mean. It takes tensors and a layout, and knows no parameter."""
+"""From unsharded gradients to this rank's shards of their mean: on tensors and a layout, without parameters."""
 
 from __future__ import annotations
 
@@ -144,7 +144,8 @@ class PendingReduce(Pending):
         return True
 
     def finish(self) -> Shards:
-        """Waits, and returns this rank's shards of the mean gradients, in the storage dtype (partial: the reduce dtype).
+        """Waits, and returns this rank's shards of the mean gradients, in the storage dtype (partial: the reduce
+        dtype).
 
         If they rest on the CPU the host waits, else as with collectives.
         """
@@ -182,7 +183,8 @@ class PendingReduce(Pending):
 def start(
     gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
 ) -> Pending:
-    """Begins to reduce `gradients` (parameter index -> unsharded gradient), which must not be written to until `finish`.
+    """Begins to reduce `gradients` (parameter index -> unsharded gradient), which must not be written to until
+    `finish`.
 
     Every rank must call it, in the same order, with the same plan.
     """

@@ -66,7 +66,8 @@ class Root:
         self.depth = 0
         self.forward = ForwardPass(False, -1)
         self.backward: BackwardPass | None = None
-        # Identity of the backward pass that runs, or ran last; how many have ended; how often a user dropped everything.
+        # Identity of the backward pass that runs, or ran last; how many have ended; how often a user dropped
+        # everything.
         self.backward_pass: object = object()
         self.num_backwards = self.num_resets = 0
         self.frees_memory = True

@@ -81,7 +81,8 @@ def within_budget(
 
 
 class Prefetcher:
-    """Gathers groups ahead of use: in forward those that ran next in the pass before, in backward those that ran before.
+    """Gathers groups ahead of use: in forward those that ran next in the pass before, in backward those that ran
+    before.
 
     `prefetched`: groups that are gathered, or being gathered, in advance only. `needed_at_once`: groups of this pass
     that backward needs at once, as far as the pass before tells, so that they stay.
@@ -136,8 +137,8 @@ class Prefetcher:
         self._backward = self._cursor([*reversed(self._ran)])
 
     def in_backward(self, group: Any) -> Iterator[Any]:
-        """`group` is about to compute gradients: returns what the caller is to gather now, which ran before it, or which
-        the user chose.
+        """`group` is about to compute gradients: returns what the caller is to gather now, which ran before it, or
+        which the user chose.
         """
         self._backward.visit(group)
         chosen = group.settings.backward_prefetch
@@ -163,8 +164,8 @@ class Prefetcher:
         self.prefetched.clear()
 
     def _count_last(self, recorded: Sequence[Any]) -> int:
-        """Counts the last group of a pass, and those that are gathered ahead as soon as backward begins with it: if they
-        were freed after forward, they would be back at once.
+        """Counts the last group of a pass, and those that are gathered ahead as soon as backward begins with it: if
+        they were freed after forward, they would be back at once.
         """
         if not recorded or recorded[-1].settings.backward_prefetch is not None:
             return min(1, len(recorded))

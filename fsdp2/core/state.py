@@ -220,7 +220,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def inputs_on_device(state: FSDPState, args: Any, kwargs: Any) -> Any:
-    """Returns the inputs of the outermost module on the device where it computes; those of other modules as they are."""
+    """Returns the inputs of the outermost module on the device where it computes; those of others unchanged."""
     root = state.root
     device, running = root.input_device, root.running
     if device is not None and (state is root.state or not running or running == [state]):

@@ -4,7 +4,8 @@ A group below a conditional module may run on some ranks only, but its gathers a
 before anything is communicated the ranks reach *consensus*, in one all-reduce of three numbers, each with what it is
 about to do. While any of them asks for a conditional group, all do that: those that do not run it join, with their
 shards and with gradients of zeros. When none does, all are at the same place, and go on. Nothing is remembered from one
-consensus to the next: whatever modules run where, in forward, backward or recomputation, ranks communicate in one order.
+consensus to the next: whatever modules run where, in forward, backward or recomputation, ranks communicate in one
+order.
 """
 
 from __future__ import annotations
@@ -210,8 +211,8 @@ def make_consensus(root: Any) -> Consensus | None:
 class GatedCursor(Cursor[Any]):
     """Walks along the recorded order inside each conditional module, and outside of all, separately.
 
-    What lies in a conditional module is gathered ahead inside that module only: ranks that run it, and ranks that don't,
-    must expect the same of what they all run.
+    What lies in a conditional module is gathered ahead inside that module only: ranks that run it, and ranks that
+    don't, must expect the same of what they all run.
     """
 
     def __init__(self, recorded: Sequence[Any]) -> None:

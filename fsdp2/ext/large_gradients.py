@@ -39,8 +39,8 @@ def split_pieces(numel: int, world_size: int, itemsize: int, max_pieces: int, mi
 class PiecePlan(ReducePlan):
     """A plan that knows the pieces of a bucket of one gradient.
 
-    `pieces`, `halves`: (first, last) elements of each rank's shard: many pieces if the gradient is all of its group, two
-    halves if it is copied and shares its group with others.
+    `pieces`, `halves`: (first, last) elements of each rank's shard: many pieces if the gradient is all of its group,
+    two halves if it is copied and shares its group with others.
     """
 
     def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:

@@ -17,8 +17,8 @@ from .compat import share_versions
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
 SHARDED_AS = "_fsdp2_sharded_as"
 
-# All roots that are alive, by their identities. Other threads may be ranks of their own: it is only changed, and copied,
-# by operations that no other thread interrupts.
+# All roots that are alive, by their identities. Other threads may be ranks of their own: it is only changed, and
+# copied, by operations that no other thread interrupts.
 _roots: dict[int, weakref.ref[Any]] = {}
 
 

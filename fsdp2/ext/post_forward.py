@@ -136,9 +136,9 @@ _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessG
 
 
 def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """Returns a process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it, and,
-    where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL splits
-    it.
+    """Returns a process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it,
+    and, where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL
+    splits it.
 
     Of all of them: a second one over the same ranks.
     """

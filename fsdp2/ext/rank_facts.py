@@ -29,7 +29,8 @@ def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -
 def all_reduce_over(
     tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool, purpose: Purpose | None = None
 ) -> None:
-    """Fills `tensor` with its sum, or its largest values, over the ranks of a mesh with these groups, one for each axis.
+    """Fills `tensor` with its sum, or its largest values, over the ranks of a mesh with these groups, one for each
+    axis.
 
     All of these ranks must call it. `purpose`: what it is about, for errors and for checks that compare ranks.
 
@@ -89,7 +90,7 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
 
 
 def moves_data(groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
-    """Returns True if these connect ranks. A simulated backend returns at once, and leaves in a tensor what was there."""
+    """Returns True if these connect ranks. A simulated backend returns at once, and leaves tensors unchanged."""
     return bool(groups) and all(backend_name(group, device) != "fake" for group in groups)
 
 

@@ -1,5 +1,5 @@
-"""What users put in a parameter's place, by assignment or by loading: found in its slots, and refused if it can't become
-the sharded parameter.
+"""What users put in a parameter's place, by assignment or by loading: found in its slots, and refused if it can't
+become the sharded parameter.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _refuse_computed(param: FSDPParam, found: nn.Parameter) -> None:
 
 
 def _check_distribution(param: FSDPParam, found: DTensor, accept_whole: bool) -> None:
-    """Refuses what lies neither like the sharded parameter nor, with `accept_whole`, like that of tensor parallelism."""
+    """Refuses what lies neither like the sharded parameter nor, if allowed, like that of tensor parallelism."""
     kind = param.distribution
     is_whole = accept_whole and isinstance(kind, TensorParallel) and kind.is_of_full(found)
     if not kind.is_of_sharded(found) and not is_whole:

@@ -23,8 +23,8 @@ class RootMethods:
 
         With several backward passes through the same forwards (`retain_graph=True`, a loss for each output), pass False
         before all but the last. Then the record of the forwards is kept, so that their groups are gathered ahead in
-        each of these passes. Where ranks hold whole parameters nothing is gathered. Numbers are right in any case. It may be called on any module under the root, and acts on
-        the whole model.
+        each of these passes. Where ranks hold whole parameters nothing is gathered. Numbers are right in any case. It
+        may be called on any module under the root, and acts on the whole model.
 
         Args:
             is_last_backward: True, the default: no backward comes back to the forwards that have run. False: one does.

@@ -101,7 +101,7 @@ def is_read_outside(group: FSDPParamGroup) -> bool:
 
 @hides_modes
 def _read_parameters(state: Any) -> None:
-    """Registers the unsharded parameters of a large submodule, one of which somebody reads, if the outer module runs."""
+    """Registers the unsharded parameters of a large submodule if the outer module runs: somebody reads one."""
     root = state.root
     in_backward = root.backward is not None
     is_used = in_backward or any(state in other.parts for other in root.running)

@@ -64,8 +64,8 @@ class _Versions:
             increment_version(self._tensors)
 
     def renew(self, sharded: tuple[int, ...]) -> None:
-        """Notes that the data is there, made of `sharded` versions: what autograd has saved of it is valid, if it is the
-        same data.
+        """Notes that the data is there, made of `sharded` versions: what autograd has saved of it is valid, if it is
+        the same data.
         """
         before, self._made_of = self._made_of, sharded
         if before != self._made_of:
