@@ -2,7 +2,7 @@
 
 `python -m benchmarks.cuda PART FILE` measures one part and appends rows to a file as it goes.
 
-At its steps number 1, 2, 4, 8, 16, ... fsdp2's checks look (fsdp2/guards/looks.py), and the host waits for the device.
+At its steps number 1, 2, 4, 8, 16, ... fsdp2's checks look (fsdp2/checks/looks.py), and the host waits for the device.
 What is counted, and memory, is that of steps between; of nine timed steps at most one is such a step, which medians
 leave out.
 """

@@ -10,13 +10,12 @@ from helpers import fake_world, strategies_replaced
 
 HEADING = "## Add a feature"
 ROOT = Path(__file__).resolve().parents[2]
-PLACES = (ROOT / "fsdp2" / "README.md", Path(__file__).with_name("observer_example.md"))
+README = ROOT / "fsdp2" / "README.md"
 
 
 def blocks(kind: str) -> list[str]:
     """Returns the code blocks of one language ("" of none) below the heading."""
-    texts = [path.read_text() for path in PLACES if path.exists()]
-    section = next(text for text in texts if HEADING in text).partition(HEADING)[2].partition("\n## ")[0]
+    section = README.read_text().partition(HEADING)[2].partition("\n## ")[0]
     found = re.findall(r"^```(\w*)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return [text for language, text in found if language == kind]
 

@@ -64,10 +64,17 @@ def test_what_users_may_call_is_named() -> None:
     assert sorted(name for name in names if not re.search(rf"\b{name}\b", FOR_USERS)) == []
 
 
-def modules_listed(heading: str) -> set[str]:
-    """Names in the first column of the table of modules that has this heading."""
+def rows_below(heading: str) -> list[list[str]]:
+    """Returns the cells of each row of the table in the architecture's README that has this heading."""
     table = ARCHITECTURE.partition(f"| {heading} |")[2].partition("\n\n")[0]
-    return {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+\.py)`", row.split("|")[1])}
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()[2:]]
+
+
+def files_of(folder: str) -> dict[str, Path]:
+    """Returns the Python files of a folder of the package (`fsdp2`: those at the top), by their paths in it."""
+    top = ROOT / "fsdp2"
+    paths = top.glob("*.py") if folder == "fsdp2" else (top / folder).rglob("*.py")
+    return {path.relative_to(top if folder == "fsdp2" else top / folder).as_posix(): path for path in paths}
 
 
 def code_lines(path: Path) -> set[int]:
@@ -84,26 +91,32 @@ def code_lines(path: Path) -> set[int]:
     return lines.difference(*(range(doc.lineno, (doc.end_lineno or 0) + 1) for doc in docs))
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent.name for path in (ROOT / "fsdp2").glob("*/__init__.py")))
+FOLDERS = ["fsdp2", *sorted(path.parent.name for path in (ROOT / "fsdp2").glob("*/__init__.py"))]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_modules_of_folders_are_listed(folder: str) -> None:
-    files = {path.name for path in (ROOT / "fsdp2" / folder).glob("[!_]*.py")}
-    assert modules_listed(f"`{folder}/`") - {"__main__.py"} == files
+    """Each once, with a sentence of what it does. An `__init__.py` of a folder need not be listed."""
+    rows = rows_below(f"`{folder}/`")
+    names = [name.strip("`") for name, _ in rows]
+    assert sorted(names) == sorted({*files_of(folder)} - ({"__init__.py"} if folder != "fsdp2" else set()))
+    assert [row for row in rows if not row[1].endswith(".")] == []
 
 
-def test_modules_are_listed() -> None:
-    files = {path.name for path in (ROOT / "fsdp2").glob("[!_]*.py")}
-    engine, beside = modules_listed("the engine"), modules_listed("beside it")
-    assert engine | beside == files
-    assert not engine & beside
-
-
-def test_the_engine_is_as_short_as_promised() -> None:
-    promised = re.search(r"(\d+) files, ([\d,]+) lines besides docstrings and comments", ARCHITECTURE)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_are_as_short_as_promised(folder: str) -> None:
+    promised = re.search(rf"^`{folder}/`, .*: (\d+) files, ([\d,]+) lines of code\.$", ARCHITECTURE, re.MULTILINE)
     assert promised is not None
-    engine = modules_listed("the engine")
-    lines = sum(len(code_lines(ROOT / "fsdp2" / name)) for name in engine)
-    assert len(engine) == int(promised[1])
+    files = files_of(folder)
+    lines = sum(len(code_lines(path)) for path in files.values())
+    assert len(files) == int(promised[1])
     assert abs(lines - int(promised[2].replace(",", ""))) <= 50
+
+
+def test_the_glossary_is_short() -> None:
+    terms = [term for term, _ in rows_below("term")]
+    assert 0 < len(terms) <= 25
+    assert len({*terms}) == len(terms)
 
 
 def test_lines_of_code_are_counted(tmp_path: Path) -> None:
