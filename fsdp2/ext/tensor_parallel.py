@@ -89,7 +89,8 @@ def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
     ):
         raise ValueError(
             f"expected Replicate on the data-parallel axes of {mesh.mesh}, got placements {placements}. If fully_shard "
-            "has sharded it with another module, apply it to the module that both have in common first, by itself."
+            "has sharded it already, with a module around this one or beside it: apply it to inner modules first, and "
+            "to a module that both have in common before them, by itself."
         )
     rows = local_of(parameter).shape[dim] if parameter.dim() else 0
     if len(mesh.shard_axes) > 1 and rows % mesh.size:

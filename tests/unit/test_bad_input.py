@@ -256,6 +256,11 @@ CASES = {
         lambda: nn.Sequential(fully_shard(Block(), reshard_after_forward=2)),
         {"conditional": lambda: True},
     ),
+    "a module inside one that is sharded": Case(
+        ValueError,
+        r"^weight: expected Replicate .* If fully_shard has sharded it already, .* apply it to inner modules first",
+        lambda: fully_shard(Block()).inner,
+    ),
     # policies
     "mp_policy: None": option("mp_policy", lambda: None, TypeError),
     "mp_policy: a dtype": option("mp_policy", lambda: torch.bfloat16, TypeError, "mp_policy.*torch.bfloat16"),
