@@ -69,7 +69,7 @@ class Forward:
 
     While a call of the module runs, the attribute is what its own class, or the user on the instance, has written, so
     that a call costs one look-up more than a plain one's. It is a data descriptor, because what stands in the
-    instance's dict would hide a plain function. (This file is one of those that dynamo traces, see torch_compat.py: a
+    instance's dict would hide a plain function. (This file is one of those that dynamo traces, see ext/compat.py: a
     graph goes through `__get__`, and breaks where something must be gathered.)
     """
 

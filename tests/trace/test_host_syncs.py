@@ -1,4 +1,4 @@
-"""How often the host waits for the device in each step: never but where checks look, see guards/looks.py.
+"""How often the host waits for the device in each step: never but where checks look, see fsdp2/checks/looks.py.
 
 The kind: a check, or a piece of bookkeeping, that reads a number off the device where it is computed. On a GPU the host
 then stands still until all kernels that were launched before have run, once for each such place: for each group, each
