@@ -113,6 +113,19 @@ def test_folders_are_as_short_as_promised(folder: str) -> None:
     assert abs(lines - int(promised[2].replace(",", ""))) <= 50
 
 
+def test_functions_of_the_walk_exist() -> None:
+    """Those that are named as `Class.method`, or with a file behind: `function` (`file.py`)."""
+    walk = ARCHITECTURE.partition("## The walk")[2].partition("\n## ")[0]
+    trees = {name: ast.parse(path.read_text()) for name, path in files_of("core").items()}
+    tops = {name: {getattr(node, "name", None): node for node in tree.body} for name, tree in trees.items()}
+    classes = {name: node for top in tops.values() for name, node in top.items() if isinstance(node, ast.ClassDef)}
+    for owner, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", walk):
+        assert method in {getattr(node, "name", None) for node in classes[owner].body}, f"{owner}.{method}"
+    for name, file in re.findall(r"`([\w.]+)` \(`(\w+\.py)`\)", walk):
+        own = {getattr(node, "name", None) for node in ast.walk(trees[file])}
+        assert name.rpartition(".")[2] in own, f"{name} ({file})"
+
+
 def test_the_glossary_is_short() -> None:
     terms = [term for term, _ in rows_below("term")]
     assert 0 < len(terms) <= 25
