@@ -42,6 +42,7 @@ from fsdp2.dtensor import sharded_dtensor
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.ext.collectives import make_comm
 from fsdp2.ext.meshes import default_mesh
+from fsdp2.ext.owners import sharded_owner
 from helpers import assert_same, full, own_rows, run_ranks, sharded
 
 ROWS, WIDTH = 12, 6
@@ -628,6 +629,21 @@ def test_a_class_of_modules_is_made_once() -> None:
         return id(sharded_class(Small))
 
     assert len(set(run_threads(4, body))) == 1
+
+
+def test_what_threads_shard_at_the_same_time_is_all_known() -> None:
+    """The owner of each parameter is found, whichever thread was interrupted while it noted its own."""
+    models = [[nn.Linear(1, 1, bias=False) for _ in range(60)] for _ in range(4)]
+
+    def body(rank: int) -> list[bool]:
+        sys.setswitchinterval(1e-6)
+        dist.barrier()
+        for model in models[rank]:
+            fully_shard(model)
+        dist.barrier()
+        return [sharded_owner(model.weight) is not None for model in models[rank]]
+
+    assert run_threads(4, body) == [[True] * 60] * 4
 
 
 @pytest.mark.skipif(DISPATCHES_TO_SUBCLASSES, reason="torch asks the class of sharded parameters, and has no table")
