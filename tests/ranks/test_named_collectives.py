@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import helpers
-from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, replicate
 from fsdp2.core.comm import CoalescedComm
 from fsdp2.ext import collectives
 from helpers import RankError, alone, run_ranks
@@ -298,9 +298,9 @@ def normed() -> Any:
     return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
 
 
-def sharded() -> Any:
+def sharded(shard: Callable[..., Any] = fully_shard) -> Any:
     model, policy = normed(), MixedPrecisionPolicy(param_dtype=torch.float64)
-    return fully_shard(model, ignored_params={model[2].bias.requires_grad_(False)}, mp_policy=policy)
+    return shard(model, ignored_params={model[2].bias.requires_grad_(False)}, mp_policy=policy)
 
 
 def one_evaluates(model: Any, x: Tensor, is_first: bool) -> None:
@@ -357,9 +357,11 @@ ALONE: dict[Callable[[Any, Tensor, bool], None], str] = {
 }
 
 
-def errors_alone(rank: int, stray: Callable[[Any, Tensor, bool], None], level: int) -> str:
+def errors_alone(
+    rank: int, stray: Callable[[Any, Tensor, bool], None], level: int, shard: Callable[..., Any] = fully_shard
+) -> str:
     x = torch.randn(2, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plain, model = normed(), sharded()
+    plain, model = normed(), sharded(shard)
     model.set_debug_level(level)
     sum(loss_of(plain(rows)) / 2 for rows in x).backward()
     train(model, x[rank])
@@ -384,6 +386,19 @@ def test_one_rank_reduces_something_else(stray: Callable[[Any, Tensor, bool], No
     for errors in run_ranks(2, body, timeout=30):
         for error in errors:
             assert re.search(rf"ranks are out of step\..*all-reducing .*{ALONE[stray]}", error), error
+
+
+@pytest.mark.parametrize("stray", [one_evaluates, one_freezes_a_norm], ids=lambda stray: stray.__name__)
+def test_one_replica_averages_other_statistics(stray: Callable[[Any, Tensor, bool], None]) -> None:
+    """Where nothing is gathered, too, ranks go on from the modules that train then, not from those that trained when
+    they were out of step.
+    """
+
+    def body(rank: int, size: int) -> list[str]:
+        return [errors_alone(rank, stray, level, replicate) for level in (0, 1)]
+
+    for error in (error for errors in run_ranks(2, body, timeout=30) for error in errors):
+        assert re.search(rf"ranks are out of step\..*all-reducing .*{ALONE[stray]}", error), error
 
 
 # ---- who does not come -----------------------------------------------------------------------------------------------
