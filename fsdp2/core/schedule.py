@@ -120,6 +120,8 @@ class Prefetcher:
         self._num_gathered += group.hold < Hold.NEXT_PASS
         if self._forward.visit(group) and self._forward.num_left < self._num_last:
             self.needed_at_once.add(group)
+        else:
+            self.needed_at_once.discard(group)  # its last forward in a pass decides
         chosen = group.settings.forward_prefetch
         return self._sharded(self._within_budget(self._forward.ahead(), _bytes_to_gather) if chosen is None else chosen)
 

@@ -647,7 +647,7 @@ def test_a_layer_that_does_not_look_whether_its_weight_has_memory() -> None:
     def body(rank: int, _: int) -> None:
         torch.manual_seed(0)
         model = Pair()
-        fully_shard([model.norm, model.last], reshard_after_forward=True)
+        fully_shard([model.norm, model.last])
         fully_shard(model)
         x = torch.randn(2, WIDTH, requires_grad=True)
         (slope,) = slopes(model, [x])
