@@ -74,7 +74,7 @@ class Exchange:
             raise
 
     def receive(self) -> tuple[set[int], str]:
-        """Wait for first messages. Return whose came, and why others' did not."""
+        """Waits for first messages. Returns whose came, and why others' did not."""
         came, problem = set(self.rows), ""
         for source, work in self.received.items():
             try:
@@ -91,7 +91,7 @@ class Exchange:
         return came, problem
 
     def fail(self, error: RuntimeError) -> None:
-        """It could not even be begun. Say in the message where ranks are."""
+        """Says in the message of an error where ranks are: the collective could not even be begun."""
         error.args = (f"{error}{self._conversation.table(self, set())}",)
         self._conversation.give_up([self], str(error))
 
@@ -122,13 +122,13 @@ class Conversation:
         return _HEADER_TAG + self._errors % 0x10000
 
     def begin(self, exchange: Exchange) -> int:
-        """The tag of the messages that follow its first ones."""
+        """Returns the tag of the messages that follow its first ones."""
         self._pending.append(exchange)
         self._sequence = zlib.crc32(exchange.header.text.encode(), self._sequence)
         return _DATA_TAG | self._sequence & 0x3FFF_FFFF
 
     def compare_until(self, last: Exchange) -> None:
-        """Compare headers, in order, of all up to `last`, unless that has been done."""
+        """Compares headers, in order, of all up to `last`, unless that has been done."""
         while not last.is_compared:
             exchange = self._pending.popleft()
             exchange.is_compared = True
@@ -147,7 +147,7 @@ class Conversation:
                 self._last = exchange.header.text, time.monotonic()
 
     def come_back(self, take_leave: Callable[[Sequence[Exchange]], None]) -> None:
-        """Behind a goodbye: wait until all ranks have said theirs, and whatever began before is compared."""
+        """Waits, behind a goodbye, until all ranks have said theirs, and whatever began before is compared."""
         if self._pending:
             self.compare_until(self._pending[-1])
         if self.partings:
@@ -167,7 +167,7 @@ class Conversation:
         self._sequence = self._errors
 
     def table(self, exchange: Exchange, came: set[int]) -> str:
-        """Where each rank was, as far as headers have told."""
+        """Returns where each rank was, as far as headers have told."""
         doing, (last, since) = without_sizes(exchange.header.text), self._last
         absent = f"not there; {time.monotonic() - since:.1f} s ago it was {without_sizes(last)}"
         lines = []

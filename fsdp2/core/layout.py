@@ -41,7 +41,7 @@ LARGE_SHARD_BYTES = 64 * 1024
 
 
 def align(value: int, alignment: int) -> int:
-    """The least multiple of `alignment` that is not below `value`."""
+    """Returns the least multiple of `alignment` that is not below `value`."""
     return -(-value // alignment) * alignment
 
 
@@ -96,12 +96,12 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        """Of the full parameter, without padding."""
+        """Bytes of the unsharded parameter, without padding."""
         return self.numel * self.compute_dtype.itemsize
 
     @property
     def full_nbytes(self) -> int:
-        """What the full parameter takes: along dim 0 its chunks lie there with their padding, else it alone does."""
+        """Bytes that the unsharded parameter takes: cut along dim 0, its chunks lie there with their padding."""
         return self.compute_nbytes * self.world_size if self.dim == 0 else self.nbytes
 
     @property
@@ -110,25 +110,25 @@ class ParamSpec:
 
     @property
     def whole_chunks(self) -> int:
-        """How many ranks hold a whole chunk of rows; the next one may hold fewer rows, the others hold none."""
+        """Number of ranks that hold a whole chunk of rows; the next one may hold fewer, the others hold none."""
         return self.num_rows // self.chunk_rows if self.chunk_rows else 0
 
     @property
     def num_holders(self) -> int:
-        """How many ranks hold any rows: the first ones."""
+        """Number of ranks that hold any rows: the first ones."""
         return -(-self.num_rows // self.chunk_rows) if self.chunk_rows else 0
 
     @cached_property
     def has_single_rows(self) -> bool:
-        """Whether each rank holds one row along dim 0, or none."""
+        """True if each rank holds one row along dim 0, or none."""
         return self.dim == 0 and self.chunk_rows <= 1
 
     def arrives_in(self, dtype: torch.dtype) -> bool:
-        """Whether the full gradient is known to come in `dtype`."""
+        """Returns True if the unsharded gradient is known to come in `dtype`."""
         return self.compute_dtype == dtype and not self.extended
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """First and one-past-last row that `rank` holds."""
+        """Returns the first row that `rank` holds, and the one after its last."""
         return min(rank * self.chunk_rows, self.num_rows), min((rank + 1) * self.chunk_rows, self.num_rows)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -196,14 +196,14 @@ class GatherLayout:
 
     @cached_property
     def full_nbytes(self) -> int:
-        """Of the full storage."""
+        """Bytes of the storage of all unsharded parameters."""
         tails = align(self.tail_nbytes * self.world_size, RANK_ALIGNMENT)  # of which there are views in all dtypes
         return self.packed_start + self.packed_nbytes * self.world_size + tails
 
 
 @lru_cache(1024)
 def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_bytes: int) -> GatherLayout:
-    """Lay out one group. `direct_min_bytes`: parameters of which a rank holds so many are gathered straight into place.
+    """Lays out one group. `direct_min_bytes`: parameters of which a rank holds so many are gathered into place.
 
     Equal groups share the layout: the blocks of a transformer are one.
     """
@@ -254,8 +254,8 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
 
 
 def _find_direct(specs: Sequence[ParamSpec], indices: Iterable[int], min_bytes: int) -> list[int]:
-    """Those of `indices` that are an operation of their own: with one for the others, no more than a call may have,
-    unless they are large.
+    """Returns those of `indices` that are an operation of their own: with one for the others, no more than a call may
+    have, unless they are large.
     """
     # Chunks along another dim interleave in the parameter: they must be copied to their places.
     sizes = {i: specs[i].compute_nbytes for i in indices if specs[i].dim == 0}
@@ -269,7 +269,7 @@ def _dtype_names(spec: ParamSpec) -> tuple[str, str]:
 
 
 def _offsets(sizes: dict[int, int], alignment: int) -> tuple[dict[int, int], int]:
-    """Lay `sizes` one behind the other; return the offset of each and the total."""
+    """Lays `sizes` one behind the other; returns the offset of each and the total."""
     offsets, position = {}, 0
     for index, size in sizes.items():
         offsets[index] = position
@@ -301,7 +301,7 @@ class BucketLayout:
 
     @property
     def payload_nbytes(self) -> int:
-        """What each rank gives to each other in a reduction; bounded as the payload of a gather is."""
+        """Bytes that each rank gives to each other in a reduction; bounded as those of a gather are."""
         return self.shard_numel * self.wire_dtype.itemsize
 
 
@@ -312,7 +312,7 @@ def bucket_layout(
     direct_min_bytes: int,
     wire_dtype: torch.dtype | None = None,
 ) -> BucketLayout:
-    """Lay out the reduction of the parameters `indices`, which share one storage dtype.
+    """Lays out the reduction of the parameters `indices`, which share one storage dtype.
 
     `wire_dtype`: no wider than the reduce dtype; None: that.
     """

@@ -46,7 +46,7 @@ class DataMesh:
     def dtensor_spec(
         self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> DTensorSpec:
-        """Of a contiguous parameter on `mesh`. Equal ones share it: to build it takes a seventh of `fully_shard`."""
+        """Returns the spec of a contiguous parameter on `mesh`; equal ones share it, for it takes long to build."""
         # By identity: meshes of another default process group would be equal. The spec keeps its mesh alive.
         key = (id(mesh), placements, shape, dtype)
         spec = self._specs.get(key)
@@ -55,7 +55,7 @@ class DataMesh:
         return spec
 
     def plain_distribution(self, dim: int, is_scalar: bool) -> Distribution:
-        """Of what is no DTensor; all such parameters share it."""
+        """Returns the distribution of parameters that are no DTensors, which all share it."""
         key = (dim, is_scalar)
         if key not in self._plain:
             sharded = () if is_scalar else self.shard_axes
@@ -99,7 +99,7 @@ class DataMesh:
 
     @cached_property
     def num_ranks(self) -> int:
-        """How many ranks share or replicate the parameters."""
+        """Number of ranks that share or replicate the parameters."""
         return math.prod(self.mesh.size(axis) for axis in (*self.shard_axes, *self.replicate_axes))
 
     @property
@@ -110,7 +110,7 @@ class DataMesh:
 
 
 def _group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The process group of this rank along `axes`; several count as one, for which it makes a group, once."""
+    """Returns the process group of this rank along `axes`; several count as one, for which a group is made once."""
     if len(axes) < 2:
         return mesh.get_group(axes[0]) if axes else None
     return compat.mesh_over(mesh, axes).get_group()
@@ -142,7 +142,7 @@ def on_axes(mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple
 
 
 def data_mesh(mesh: DeviceMesh) -> DataMesh:
-    """One axis shards; of two, the first replicates and the second shards (HSDP)."""
+    """Returns a mesh whose only axis shards, or whose first axis replicates and whose second shards (HSDP)."""
     if mesh.ndim > 2:
         raise ValueError(
             f"mesh: expected one axis (sharded) or two (replicated, sharded), got {mesh.ndim} (shape "
@@ -152,7 +152,7 @@ def data_mesh(mesh: DeviceMesh) -> DataMesh:
 
 
 def replicated_data_mesh(mesh: DeviceMesh) -> DataMesh:
-    """One axis, which replicates."""
+    """Returns a mesh of one axis, which replicates."""
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one axis, which replicates, got {mesh.ndim} (shape {tuple(mesh.shape)})")
     return on_axes(mesh, (), (0,))

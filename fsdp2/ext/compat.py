@@ -53,7 +53,7 @@ _METADATA_METHODS = (
 
 
 def reads_metadata(func: Any) -> bool:
-    """Whether what `__torch_function__` is asked for computes nothing from the values."""
+    """Returns True if what `__torch_function__` is asked for computes nothing from the values."""
     attribute = getattr(getattr(func, "__self__", None), "__name__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__"):
         return attribute not in _COMPUTED_ATTRIBUTES
@@ -61,12 +61,12 @@ def reads_metadata(func: Any) -> bool:
 
 
 def norm_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each, computed in `dtype`; one launch where the device allows it."""
+    """Returns the norm of each, computed in `dtype`; one launch where the device allows it."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
 def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
-    """tensors[i] *= factor, a tensor without dims on their device; one launch where the device allows it."""
+    """Multiplies each by `factor`, a tensor without dims on their device; one launch where the device allows it."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -78,7 +78,7 @@ Memory = tuple[StorageWeakRef, int]
 
 
 def memory_of(tensor: Tensor) -> Memory | None:
-    """Equal for tensors that begin at the same place of one storage, also when it is gone; None: there is nothing."""
+    """Returns a value that is equal for tensors that begin at the same place of one storage; None: there is none."""
     data = tensor if type(tensor) in _PLAIN else inner_tensors(tensor)[0]
     if data.numel() == 0 or data.is_meta or data.layout != torch.strided:
         return None
@@ -86,7 +86,7 @@ def memory_of(tensor: Tensor) -> Memory | None:
 
 
 def saved_by(node: Any) -> list[Any]:
-    """What an operation has saved for its gradient; nothing, where a backward has freed it."""
+    """Returns what an operation has saved for its gradient; nothing, where a backward has freed it."""
     names = [name for name in dir(node) if name.startswith("_saved_")]
     try:
         return [getattr(node, name) for name in names]
@@ -108,7 +108,7 @@ is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_
 
 
 def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
-    """Two contexts: without the transforms that run, as which it gives their list; and with those of such a list."""
+    """Returns two contexts: one without the transforms that run, which gives their list; one with such a list."""
     from torch._functorch import pyfunctorch  # some 100 ms, where nobody has used torch.func
 
     return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
@@ -118,7 +118,7 @@ _TRACED = ("autograd_inputs", "entry_points", "forward_method")
 
 
 def keep_out_of_graphs() -> None:
-    """Have dynamo, once it is there, compile none of our functions but those around users' methods, and torch's."""
+    """Has dynamo, once it is there, compile none of our functions but those around users' methods, and torch's."""
     when_imported("torch._dynamo", _skip_ours)
 
 
@@ -129,13 +129,13 @@ def _skip_ours(dynamo: Any) -> None:
 
 
 def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Have no other hook on the gradient of `tensor`, where another tensor may have taken the ones before."""
+    """Leaves no other hook on the gradient of `tensor`, where another tensor may have taken the ones before."""
     tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     tensor._backward_hooks = OrderedDict({0: hook})  # what register_hook does, at the tenth part of the cost
 
 
 def register_composable(module: nn.Module, state: ComposableState, name: str) -> None:
-    """Let torch's other composable APIs know that `name` manages `module`.
+    """Lets torch's other composable APIs know that `name` manages `module`.
 
     DDP's `replicate` refuses such a module, and leaves its parameters alone below another. Tools look for the state in
     torch's table, which does not keep it alive.
@@ -148,12 +148,12 @@ def register_composable(module: nn.Module, state: ComposableState, name: str) ->
 
 
 def is_shared_with_ddp(module: nn.Module) -> bool:
-    """Whether a user has told DDP to leave some of its parameters alone: the function for that is private, too."""
+    """Returns True if a user has told DDP to leave some of its parameters alone: that function is private, too."""
     return hasattr(module, "_ddp_params_and_buffers_to_ignore")
 
 
 def wrap_total_norm(wrapper: Callable[[Any], Any]) -> None:
-    """Have torch's own clipping, and torch.nn.utils.get_total_norm, call what `wrapper` makes of the latter."""
+    """Has torch's own clipping, and torch.nn.utils.get_total_norm, call what `wrapper` makes of the latter."""
     clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
     clipping._get_total_norm = torch.nn.utils.get_total_norm = wrapper(clipping._get_total_norm)
 
@@ -175,12 +175,12 @@ def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
 
 
 def size_at_first(group: dist.ProcessGroup) -> int:
-    """The number of ranks that torch was told of when `group` was made, whatever it says now."""
+    """Returns the number of ranks that torch was told of when `group` was made, whatever it says now."""
     return dist.ProcessGroup.size(group)
 
 
 def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether `group` says that it can communicate tensors on `device`. One that is written in Python may not."""
+    """Returns True if `group` says that it can communicate tensors on `device`. One in Python may not."""
     try:
         group._get_backend(device)
     except RuntimeError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def let_callers_finish() -> None:
-    """Have gloo's threads of this process wait for a core rather than take that of a thread which just sends.
+    """Has gloo's threads of this process wait for a core rather than take that of a thread which just sends.
 
     Whoever sends holds a lock on the connection meanwhile. What arrives wakes gloo's thread, to which Linux, where all
     cores are busy, gives the core of the sender; and there it asks for the lock, over and over, for all of its time

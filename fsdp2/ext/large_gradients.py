@@ -27,7 +27,7 @@ PIECES_IN_FLIGHT = 2
 
 
 def split_pieces(numel: int, world_size: int, itemsize: int, max_pieces: int, min_bytes: int) -> list[tuple[int, int]]:
-    """Cut segments of `numel` elements per rank, a multiple of 16 bytes, into pieces that are such multiples, too.
+    """Cuts segments of `numel` elements per rank, a multiple of 16 bytes, into pieces that are such multiples, too.
 
     Returns first and one-past-last element of each. A piece of all ranks has at least `min_bytes`.
     """

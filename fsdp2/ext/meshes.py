@@ -47,7 +47,7 @@ class ShardPlacementResult:
 
 
 def described_data_mesh(mesh_info: Any) -> DataMesh:
-    """What the `mesh_info` of a ShardPlacementResult says.
+    """Returns what the `mesh_info` of a ShardPlacementResult says.
 
     Raises:
         TypeError: it says nothing.
@@ -70,7 +70,7 @@ def shared_data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
 
 
 def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
-    """The axes of `mesh` that `dims`, a DataParallelMeshDims, names.
+    """Returns the axes of `mesh` that `dims`, a DataParallelMeshDims, names.
 
     Raises:
         ValueError: the mesh has no such name, or no names; or one is given twice.
@@ -91,7 +91,7 @@ _last_default: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMe
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator if there is one. Initialises the default process group from the environment.
+    """Returns a mesh of all ranks, on the accelerator if there is one; initialises the default process group.
 
     The same object for all calls while it is in use: meshes that are equal but not one slow DTensor's operations down.
     """
