@@ -48,7 +48,7 @@ class Observer:
         return output
 
     def settled(self, state: Any, backward_follows: bool, failed: bool) -> None:
-        """The groups of `state` were resharded, or kept, after a forward."""
+        """After a forward, the groups of `state` were resharded, or left unsharded."""
 
     def forward_failed(self, group: Any) -> None:
         """A forward has raised. The group is resharded next."""
@@ -69,7 +69,7 @@ class Observer:
         """The group's unsharded parameters are there, or were there already, and are about to be used."""
 
     def before_reshard(self, group: Any) -> None:
-        """A user has called `reshard`; what is raised is raised after it."""
+        """A user has called `reshard`; an exception raised here propagates once the group is resharded."""
 
     def before_free(self, group: Any) -> None:
         """The memory of the unsharded parameters is about to be freed."""
@@ -96,10 +96,10 @@ class Observer:
         """`.grad` of these sharded parameters holds what the backward pass `of_pass` has computed."""
 
     def gradients_computed(self, root: Any) -> None:
-        """Autograd has computed all gradients of a backward pass, and all that were there are being reduced."""
+        """Autograd has computed all gradients of a backward pass, and the reductions of all that exist have begun."""
 
     def finalized(self, root: Any) -> None:
-        """`.grad` shows all gradients, but for those that are unsynchronized."""
+        """All reductions have finished; `.grad` holds every gradient except unsynchronized ones."""
 
     def backward_ended(self, root: Any) -> None:
         """A backward pass is about to end."""
@@ -111,7 +111,7 @@ class Observer:
         """A user has dropped everything that was under way, unsynchronized gradients, too."""
 
     def out_of_step(self, root: Any) -> None:
-        """Ranks have found that they do not run the same; from the next pass on none must rely on what it recorded."""
+        """Ranks have run different sequences; from the next pass on, no observer may rely on what it recorded."""
 
     def settings_changed(self, group: Any) -> None:
         """A setting of the group, or which of its parameters are trainable, has changed."""
@@ -208,7 +208,7 @@ class _Current:
 
 
 def strategies() -> Strategies:
-    """Returns those in force."""
+    """Returns the current strategies."""
     return _Current.strategies
 
 

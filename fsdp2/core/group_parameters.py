@@ -134,7 +134,7 @@ class GroupParameters:
 
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
     `extension`: what gathers those that say themselves how; they are the last ones in `params`. `unsharded`: the
-    unsharded parameters. `trainable`: which of them require a gradient, as far as buckets know. `storage_ids`: of the
+    unsharded parameters. `trainable`: which of them require a gradient, when buckets were last planned. `storage_ids`: of the
     unsharded parameters.
     """
 
@@ -163,7 +163,7 @@ class GroupParameters:
 
     @property
     def plain(self) -> Sequence[FSDPParam]:
-        """Those that lie in the buffers."""
+        """The parameters that lie in the buffers: those that do not say themselves how they are gathered."""
         return self.params[: len(self.buffers.layout.specs)] if self.buffers is not None else ()
 
     # ---- building

@@ -53,7 +53,7 @@ class Cursor(Generic[Item]):
 
     @property
     def num_left(self) -> int:
-        """The number of items behind the one visited last."""
+        """The number of recorded items that come after the one visited last."""
         return len(self.recorded) - self._position
 
     def ahead(self) -> Iterator[Item]:
@@ -65,9 +65,9 @@ class Cursor(Generic[Item]):
 def within_budget(
     items: Iterable[Item], size: Callable[[Item], int], budget: int, at_least_one: bool = True
 ) -> Iterator[Item]:
-    """Yields as many of `items`, in order, as sum to at most `budget`; `at_least_one`: the first whatever its size.
+    """Yields items in order until their sizes exceed `budget`. `at_least_one`: the first one even if it alone does.
 
-    Items of size 0 are passed over.
+    Items of size 0 are skipped.
     """
     spent = 0
     for item in items:
@@ -81,11 +81,11 @@ def within_budget(
 
 
 class Prefetcher:
-    """Gathers groups ahead of use: in forward those that ran next in the pass before, in backward those that ran
-    before.
+    """Chooses which groups to gather ahead of use, for the caller to gather: in forward those that followed in the last
+    pass, in backward those whose forwards came before.
 
-    `prefetched`: groups that are gathered, or being gathered, in advance only. `needed_at_once`: groups of this pass
-    that backward needs at once, as far as the pass before tells, so that they stay.
+    `prefetched`: groups that are gathered, or being gathered, in advance only. `needed_at_once`: groups that backward
+    will need first, judging by the last pass; they stay unsharded after forward.
     """
 
     def __init__(self, groups: Sequence[Any], cursor: type[Cursor[Any]] = Cursor) -> None:
@@ -126,7 +126,7 @@ class Prefetcher:
         return self._sharded(self._within_budget(self._forward.ahead(), _bytes_to_gather) if chosen is None else chosen)
 
     def ran(self, group: Any) -> None:
-        """A forward of `group` has ended that backward will come back to."""
+        """Records that a forward of `group` has ended for which a backward may run."""
         self._ran.append(group)
 
     def end_pass(self) -> None:
@@ -151,11 +151,11 @@ class Prefetcher:
         return self._sharded(chosen)
 
     def forget_forwards(self) -> None:
-        """No backward comes back to what has run so far."""
+        """Clears the record of forwards: no later backward will use it."""
         self._ran.clear()
 
     def forget_order(self) -> None:
-        """Ranks may have recorded different orders."""
+        """Clears the recorded orders, which may differ between ranks."""
         self._order = []
         self._ran.clear()
 
@@ -166,8 +166,8 @@ class Prefetcher:
         self.prefetched.clear()
 
     def _count_last(self, recorded: Sequence[Any]) -> int:
-        """Counts the last group of a pass, and those that are gathered ahead as soon as backward begins with it: if
-        they were freed after forward, they would be back at once.
+        """Returns how many groups at the end of the order stay unsharded after forward: the last one, and those that
+        backward would gather ahead as soon as it begins with that.
         """
         if not recorded or recorded[-1].settings.backward_prefetch is not None:
             return min(1, len(recorded))
@@ -188,7 +188,7 @@ class Prefetcher:
                     self.prefetched.add(group)
 
     def _bytes_to_have(self, group: Any) -> int:
-        """Groups that stayed because backward would have gathered them ahead take the place of others."""
+        """Returns the bytes that `group` takes of the budget; one that stayed for the start of backward counts in full."""
         return group.nbytes if group in self.needed_at_once else _bytes_to_gather(group)
 
 
@@ -214,10 +214,10 @@ _num_halves, _nbytes = attrgetter("pending.num_halves"), attrgetter("pending.nby
 class ReductionQueue:
     """The reductions in flight of all groups under one root, oldest first.
 
-    While the next bucket is packed, reductions whose inputs take at most `window` bytes run, or `max_running` buckets
-    of any size, or their halves; older ones are finished first, which bounds what they hold. The window is a quarter of
-    a typical group, one or two buckets: then compute waits in the middle of a group only where a gather and a reduction
-    of a group take longer than its backward, so that it would have to wait in any case.
+    Before the next bucket is packed, the oldest are finished while both limits are exceeded: `max_running` buckets (a
+    bucket may be reduced as two halves), and `window` bytes of inputs: a quarter of a typical group, and one group more
+    for each further `max_running`. Then compute waits in the middle of a group only if gathering and reducing a group
+    take longer than its backward.
     """
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class ReductionQueue:
         self._finish_returning(all_but=0)
 
     def finish_partial(self) -> None:
-        """Finishes those that leave something to be summed between replicas by a later one."""
+        """Finishes reductions whose all-reduce between replicas (HSDP) is left to a later pass, and all that are older."""
         while any(entry.pending.is_partial for entry in self._running):
             self._finish_oldest()
 
