@@ -134,8 +134,8 @@ class GroupParameters:
 
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
     `extension`: what gathers those that say themselves how; they are the last ones in `params`. `unsharded`: the
-    unsharded parameters. `trainable`: which of them require a gradient, when buckets were last planned. `storage_ids`: of the
-    unsharded parameters.
+    unsharded parameters; `storage_ids`: the identities of their storages. `trainable`: which of them required a
+    gradient when buckets were last planned.
     """
 
     def __init__(

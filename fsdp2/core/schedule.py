@@ -188,7 +188,7 @@ class Prefetcher:
                     self.prefetched.add(group)
 
     def _bytes_to_have(self, group: Any) -> int:
-        """Returns the bytes that `group` takes of the budget; one that stayed for the start of backward counts in full."""
+        """Returns the bytes that `group` takes of the budget: all, if it stayed for the start of backward."""
         return group.nbytes if group in self.needed_at_once else _bytes_to_gather(group)
 
 
@@ -263,7 +263,7 @@ class ReductionQueue:
         self._finish_returning(all_but=0)
 
     def finish_partial(self) -> None:
-        """Finishes reductions whose all-reduce between replicas (HSDP) is left to a later pass, and all that are older."""
+        """Finishes reductions whose all-reduce between replicas is left to a later pass, and all older ones."""
         while any(entry.pending.is_partial for entry in self._running):
             self._finish_oldest()
 
