@@ -285,6 +285,8 @@ if not DISPATCHES_TO_SUBCLASSES:
 
     def _keep_class(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs a torch function. Operations return torch's DTensors there, also `clone`, on which copying relies."""
+        if _has_other_subclasses(types):
+            return NotImplemented  # an unsynchronized gradient refuses to be stepped with
         if func is Tensor.__deepcopy__:
             return _deepcopy(*args)
         with no_torch_function():

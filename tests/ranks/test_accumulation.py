@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from helpers import run_ranks, world_sizes
+from helpers import assert_same, full, run_ranks, world_sizes
 from scenarios import WIDTH, WRAPS, Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
 
 
@@ -135,6 +135,27 @@ def test_zero_grad_to_zero_then_unused() -> None:
         run.step("after", model, optimizer)
 
     check(scenario, sync=(False, True), wrap=WRAPS)
+
+
+def test_no_way_to_step_takes_an_unsynchronized_gradient() -> None:
+    """Where all gradients are unsynchronized, too, and in place: torch before 2.13 asks the parameter's class first."""
+
+    def body(rank: int, _: int) -> None:
+        model = fully_shard(nn.Linear(4, 3))
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 4)).sum().backward()
+        params = list(model.parameters())
+        before = [full(param).clone() for param in params]
+        steps = [torch.optim.SGD(params, lr=0.1, foreach=foreach).step for foreach in (None, True, False)]
+        steps += [torch.optim.Adam(params, lr=0.1).step, lambda: params[0].add_(params[0].grad)]
+        steps.append(lambda: torch._foreach_add_(params, [param.grad for param in params]))
+        for step in steps:
+            with pytest.raises(RuntimeError, match="not synchronised"), torch.no_grad():
+                step()
+        for param, value in zip(params, before, strict=True):
+            assert_same(full(param), value, 0, 0, "a weight")
+
+    run_ranks(2, body)
 
 
 def test_gradients_that_wait_are_visible_and_refuse_other_uses() -> None:
