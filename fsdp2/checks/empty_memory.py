@@ -22,7 +22,7 @@ from ..core.state import groups_of, names_below
 from .checksum import values_of
 from .levels import is_on
 from .looks import ForwardCheck, Look, RankCheck
-from .questions import Question, ask, connects
+from .questions import Question, ask, groups_by_mesh
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -141,10 +141,7 @@ def refuse_empty_memory(groups: Iterable[FSDPParamGroup]) -> None:
 
 
 def _questions(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, Question]]:
-    on_mesh: dict[DataMesh, list[FSDPParamGroup]] = {}
-    for group in groups:
-        on_mesh.setdefault(group.mesh, []).append(group)
-    return ((mesh, _question(members)) for mesh, members in on_mesh.items() if connects(mesh))
+    return ((mesh, _question(members)) for mesh, members in groups_by_mesh(groups).items())
 
 
 def _question(groups: Sequence[FSDPParamGroup]) -> Question:

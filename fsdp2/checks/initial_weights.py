@@ -20,9 +20,10 @@ from ..core.group import FSDPParamGroup
 from ..core.group_parameters import version_if_counted
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
+from ..ext.owners import some_of
 from .checksum import bits_of, checksum
 from .looks import Look, RankCheck
-from .questions import Question, ask, bounds_over, connects, some_of
+from .questions import Question, ask, bounds_over, groups_by_mesh
 
 _NUM_SAMPLES = 16
 # Where the values of a parameter come from: nobody knows, or they are others by now; fully_shard was given them; they
@@ -185,10 +186,7 @@ def compare_initial_weights(groups: Sequence[FSDPParamGroup]) -> None:
 
 
 def _questions(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, Question]]:
-    on_mesh: dict[DataMesh, list[FSDPParamGroup]] = {}
-    for group in groups:
-        on_mesh.setdefault(group.mesh, []).append(group)
-    return ((mesh, _question(mesh, members)) for mesh, members in on_mesh.items() if connects(mesh))
+    return ((mesh, _question(mesh, members)) for mesh, members in groups_by_mesh(groups).items())
 
 
 def _question(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> Question:

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from ..core.group import FSDPParamGroup
 from ..ext.collectives import choice_of
+from ..ext.owners import some_of
 from .looks import Check
-from .questions import some_of, widest_mesh
 
 # By the method that sets it: a user's function, which a group without parameters never calls.
 _FUNCTIONS = {
@@ -83,13 +83,6 @@ def find_partial(groups: Iterable[FSDPParamGroup]) -> dict[str, list[str]]:
     """
     groups = list(dict.fromkeys(groups))
     return {"divided apart": [*_divided_apart(groups)], "never called": [*_never_called(groups)]}
-
-
-def common_divisor(groups: Sequence[FSDPParamGroup]) -> float:
-    """Returns what the gradients of groups on the widest mesh are divided by, once `find_partial` finds nothing."""
-    mesh = widest_mesh(groups)
-    divisors = [_divisor_of(group) for group in groups if group.mesh == mesh and _is_divided(group)]
-    return divisors[0] if divisors else mesh.num_ranks
 
 
 def _divisor_of(group: FSDPParamGroup) -> float:

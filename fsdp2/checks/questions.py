@@ -77,6 +77,9 @@ def widest_mesh(groups: Iterable[Any]) -> DataMesh:
     return max(meshes, key=lambda mesh: mesh.num_ranks)
 
 
-def some_of(names: Sequence[str]) -> str:
-    """Returns the first three names, and how many more there are, for errors."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def groups_by_mesh(groups: Iterable[Any]) -> dict[DataMesh, list[Any]]:
+    """Returns mesh -> those of `groups` that are on it, of meshes whose ranks can tell each other anything."""
+    on_mesh: dict[DataMesh, list[Any]] = {}
+    for group in groups:
+        on_mesh.setdefault(group.mesh, []).append(group)
+    return {mesh: members for mesh, members in on_mesh.items() if connects(mesh)}

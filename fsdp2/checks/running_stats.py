@@ -20,9 +20,10 @@ from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.state import names_below
 from ..ext.compat import set_versions
+from ..ext.owners import some_of
 from ..ext.rank_facts import all_reduce_over
 from .observers import group_of_all_ranks
-from .questions import connects, some_of
+from .questions import connects
 
 SETTING = "average_running_stats"
 """What `set_running_stats_averaging` sets among the `extras` of the root's settings."""

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..ext.compat import stepped_on_accumulation
+from ..ext.owners import some_of
 from .looks import Look, RankCheck
-from .questions import Question, some_of
+from .questions import Question
 
 
 class StepHistory(RankCheck):

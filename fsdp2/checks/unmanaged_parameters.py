@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import fqn
-from ..ext.owners import names_of_unsharded, sharded_owner
+from ..ext.owners import names_of_unsharded, sharded_owner, some_of
 from .checksum import checksum
 from .looks import Look, RankCheck
-from .questions import Question, some_of
+from .questions import Question
 
 
 class UnmanagedParameters(RankCheck):

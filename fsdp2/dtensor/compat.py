@@ -55,13 +55,6 @@ def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     return new_dtensor(strategies().tensor_class, local, spec)
 
 
-def of_chosen_class(tensor: DTensor) -> DTensor:
-    """Returns `tensor`; if it is torch's DTensor, it gets the class of sharded parameters."""
-    if type(tensor) is DTensor:
-        tensor.__class__ = strategies().tensor_class
-    return tensor
-
-
 def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Returns this rank's shard of a tensor that all ranks have, without communication."""
     return ext_compat.cut(full, mesh, placements, strategies().tensor_class)

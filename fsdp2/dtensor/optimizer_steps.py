@@ -23,7 +23,7 @@ from ..core.events import Observer
 from ..core.group import UNSHARDED, FSDPParamGroup
 from ..core.user_code import hides_modes
 from ..ext.optimizer_in_backward import stepper_of
-from ..ext.owners import SHARDED_AS, all_groups, sharded_owner
+from ..ext.owners import SHARDED_AS, all_groups, sharded_owner, some_of
 from ..ext.rank_facts import all_reduce_over, moves_data
 from .sharded_dtensor import ShardedDTensor
 from .switches import is_on
@@ -135,7 +135,7 @@ def _refuse_unfinished(optimizer: Optimizer, groups: Groups) -> None:
     names = [str(group) for group in unfinished if group.gradients.is_pending()]
     if names:
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step: gradients of {_some_of(names)} are still on their way, after "
+            f"{type(optimizer).__name__}.step: gradients of {some_of(names)} are still on their way, after "
             "set_manual_backward_finalization(True). Call finalize_backward() on the root first; before clipping, too."
         )
 
@@ -222,19 +222,14 @@ def _refuse_stale(kind: str, params: Sequence[Tensor]) -> None:
     replaced = [name for param in params if (name := vars(param).get(SHARDED_AS))]
     if replaced:
         raise RuntimeError(
-            f"{kind} steps what was {_some_of(replaced)} before fully_shard, and is no parameter of the model any "
+            f"{kind} steps what was {some_of(replaced)} before fully_shard, and is no parameter of the model any "
             "more: the optimizer was built before fully_shard. Build it afterwards, from model.parameters()."
         )
     names = _names_of_unsharded()
     unsharded = [names[id(param)] for param in params if id(param) in names]
     if unsharded:
         raise RuntimeError(
-            f"{kind} steps unsharded parameters, of {_some_of(unsharded)}, which get no gradients: the optimizer was "
+            f"{kind} steps unsharded parameters, of {some_of(unsharded)}, which get no gradients: the optimizer was "
             "built inside a forward, or behind unshard(). Build it outside, from model.parameters(), which are sharded "
             "there."
         )
-
-
-def _some_of(names: Sequence[str]) -> str:
-    """Returns the first of `names`, for errors, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..checks import entry_points
-from ..checks.empty_memory import note_emptied_buffers, note_emptied_parameters
+from ..checks.empty_memory import buffers_on_meta, note_emptied_buffers, note_emptied_parameters
 from ..core.compat import runs_transform, untraced
 from ..core.events import Observer
 from ..core.group import UNSHARDED, FSDPParamGroup
@@ -79,16 +79,6 @@ def _changing_methods(cls: Any) -> Methods:
             _register_again(hidden)
 
     return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
-
-
-def buffers_on_meta(modules: Any) -> list[tuple[nn.Module, str]]:
-    """Returns where those of `modules` have buffers with elements, and no memory for them."""
-    return [
-        (module, name)
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and buffer.numel()
-    ]
 
 
 def _refuse_shared_memory(self: nn.Module) -> nn.Module:

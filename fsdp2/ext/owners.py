@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -59,6 +59,11 @@ def owners_by_id() -> dict[int, Owned]:
 def names_of_unsharded(tensor: Tensor) -> list[str]:
     """Returns the names of the parameter whose unsharded parameter `tensor` is; none, if it is no such."""
     return next((param.names for group in all_groups() for param in group.params if param.unsharded is tensor), [])
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Returns the first three names, and how many more there are, for errors."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # Identity of a sharded parameter -> its group, as far as anybody has asked. It may be out of date. Never changed, but
