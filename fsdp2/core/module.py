@@ -10,22 +10,10 @@ from .user_code import hides_modes
 
 
 class FSDPModule:
-    """The class that `fully_shard` and `replicate` add to the class of a module.
+    """The methods that `fully_shard` of the core adds to the class of a module; `fsdp2.FSDPModule` has more.
 
-    The class of a sharded module is a subclass of its own class and of FSDPModule. So `isinstance(model, FSDPModule)`
-    tells whether a module is sharded, and tells a type checker that it has the methods below.
-
-    Call each method on every rank, with the same arguments, between steps: not while a forward or backward runs. A
-    method acts on the groups of this module: the parameters that the `fully_shard` call on it manages. With
-    `recurse=True` it also acts on the groups of all sharded modules inside this one. Methods that say "on the root
-    only" act on all groups of the model. The root is the outermost sharded module.
-
-    Example:
-        ```python
-        model = fully_shard(model)
-        assert isinstance(model, FSDPModule)
-        model.set_requires_gradient_sync(False)
-        ```
+    Call each method on every rank, with the same arguments, between steps. A method acts on the groups of this module;
+    with `recurse=True` also on those of all sharded modules inside it.
     """
 
     @hides_modes
