@@ -26,7 +26,12 @@ class Observer:
 
     `root` is a Root, `state` the FSDPState of one sharded module, `group` an FSDPParamGroup, `param` an FSDPParam. What
     a method raises ends the pass in which it is called. A method must do the same on all ranks if it communicates.
+
+    `ignored`: names of events that the observer overrides and is not told of now. A class may name those that it needs
+    at times only: `root.events.follow` and `root.events.ignore` change it, so that a steady step runs what it needs.
     """
+
+    ignored: frozenset[str] = frozenset()
 
     def attached(self, root: Any) -> None:
         """The root, its groups and their names are known. It happens again when an outer module is sharded."""
@@ -134,7 +139,7 @@ def _events_of(cls: type) -> list[str]:
     return [name for name in EVENTS if getattr(cls, name) is not getattr(Observer, name)]
 
 
-EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+EVENTS = tuple(name for name, method in vars(Observer).items() if callable(method) and not name.startswith("_"))
 
 
 class Events:
@@ -145,11 +150,26 @@ class Events:
         follow: dict[str, list[Any]] = {name: [] for name in EVENTS}
         for each in self.observers:
             for name in _events_of(type(each)):  # type: ignore[arg-type]
-                follow[name].append(getattr(each, name))
+                if name not in each.ignored:
+                    follow[name].append(getattr(each, name))
         vars(self).update(follow)
 
     def __getattr__(self, name: str) -> list[Any]:
         raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
+
+    def follow(self, observer: Observer, *names: str) -> None:
+        """Tells `observer` of the events `names`, too, from the next time on that they happen."""
+        self._change(observer, observer.ignored.difference(names), names)
+
+    def ignore(self, observer: Observer, *names: str) -> None:
+        """Does not tell `observer` of the events `names`, from the next time on that they happen."""
+        self._change(observer, observer.ignored.union(names), names)
+
+    def _change(self, observer: Observer, ignored: frozenset[str], names: Iterable[str]) -> None:
+        observer.ignored = ignored
+        for name in names:  # into a new list: an event that happens now walks along the present one
+            told = [each for each in self.observers if name in _events_of(type(each)) and name not in each.ignored]  # type: ignore[arg-type]
+            vars(self)[name] = [getattr(each, name) for each in told]
 
     def of(self, cls: type) -> Any:
         """Returns the observer of that class, or None."""
