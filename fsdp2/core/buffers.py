@@ -24,8 +24,11 @@ class PendingGather:
 
     def finish(self) -> None:
         """Waits (the current stream; on CPU the caller); then the unsharded parameters are there."""
-        self.abandon()
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
         self._plan.finish()
+        self._inputs_kept_alive = ()
 
     def abandon(self) -> None:
         """Waits until nobody writes to the buffers any more, so that they can be freed."""
@@ -119,18 +122,14 @@ class GroupBuffers:
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
         """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
-        self.allocate()
+        if not self._is_allocated:
+            self.storage.resize_(self._nbytes)
+            self._is_allocated = True
         start = self._plan.start
         if self._stage is not None:
             self._stage.start(partial(start, comm, more_outputs, more_inputs))
             return PendingGather(self._plan, self._stage, more_inputs)
         return PendingGather(self._plan, start(comm, more_outputs, more_inputs), more_inputs)
-
-    def allocate(self) -> None:
-        """Allocates the storage of the unsharded parameters, unless it is there."""
-        if not self._is_allocated:
-            self.storage.resize_(self._nbytes)
-            self._is_allocated = True
 
     def free(self) -> None:
         """Frees the unsharded parameters."""

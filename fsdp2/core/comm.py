@@ -98,11 +98,6 @@ _AVERAGE_SCATTER, _SUM_SCATTER, _AVERAGE_ALL, SUM_ALL = (
 )
 
 
-def backend_averages(comm: Comm, divisor: float) -> bool:
-    """Returns True if the division is left to the backend."""
-    return divisor == comm.size and not comm.force_sum
-
-
 class AnyComm:
     """A Comm over any process group that has torch.distributed's functions of one tensor.
 
@@ -181,7 +176,7 @@ class CoalescedComm:
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         if outputs[0].dtype != inputs[0].dtype:
             return self._exchange(outputs, inputs, divisor)
-        averages = backend_averages(self, divisor)
+        averages = divisor == self.size and not self.force_sum
         if not averages and outputs[0].dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
             inputs = compat.quotients([*inputs], divisor)  # in other memory: autograd may still use the gradients
             return AllWork([self._scatter(outputs, inputs, _SUM_SCATTER)], inputs)
@@ -211,7 +206,7 @@ class CoalescedComm:
         return SumWork(works, [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        if backend_averages(self, divisor):
+        if divisor == self.size and not self.force_sum:
             return self.group.allreduce([tensor], _AVERAGE_ALL)
         divisor = divide_before(tensor, divisor)
         return DividedWork([self.group.allreduce([tensor], SUM_ALL)], [tensor], divisor)

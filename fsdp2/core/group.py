@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from . import compat
+from .compat import num_dispatch_modes, num_function_modes, runs_transform
 from .mesh import DataMesh
 from .param_group import ParamGroup
 from .parameter import FSDPParam
@@ -34,7 +35,7 @@ class FSDPParamGroup(ParamGroup):
         super().__init__(modules, params, mesh, settings)
         self.versions: tuple[int, ...] = ()
         self.ready_in: object = None
-        self.counting_is_enough = False
+        self.counting_is_enough = not params
         # The dicts of full backward hooks of each of the group's modules; empty until a backward asks.
         self.backward_hooks: list[dict[int, Any]] = []
 
@@ -58,7 +59,7 @@ class FSDPParamGroup(ParamGroup):
 
     def before_backward(self, recomputes: bool = False) -> None:
         """Unshards: backward has reached the group, or a weight of it is needed, or checkpointing runs its forward."""
-        if compat.runs_transform() or are_in_force():
+        if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):
             with outside():
                 return self.before_backward(recomputes)
         root = self.root
@@ -77,7 +78,11 @@ class FSDPParamGroup(ParamGroup):
     def first_gradient(self) -> None:
         """The first gradient of a bucket is complete: backward has come to the group, whatever way."""
         if self.ready_in is None:
-            run_hidden(self.root.enter_backward)
+            enter = self.root.enter_backward
+            if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+                run_hidden(enter)
+            else:
+                enter()
 
     def last_gradient(self) -> None:
         """The gradients of all trainable parameters are complete: reshards, unless something else is to come."""
@@ -148,6 +153,7 @@ class FSDPParamGroup(ParamGroup):
         """Between passes: frees what earlier passes have left, unless another one may use it. What the user holds stays
         held: the next forward gathers it anew.
         """
+        self.root.is_in_backward()  # one that has failed is over
         hold = self.hold
         if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
             self.release()

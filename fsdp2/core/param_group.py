@@ -72,9 +72,7 @@ class ParamGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded parameters, in compute dtypes, padding included."""
-        buffers, extension = self.parameters.buffers, self.parameters.extension
-        plain = buffers.layout.full_nbytes if buffers is not None else 0
-        return plain if extension is None else plain + extension.nbytes
+        return self.parameters.nbytes
 
     @property
     def is_unsharded(self) -> bool:
@@ -194,13 +192,13 @@ class ParamGroup:
         """Registers the unsharded parameters, whose data is there."""
         if self.phase is GATHERED:
             self.phase = UNSHARDED
-            self.registration.register_unsharded()
+            self.registration.register(unsharded=True)
 
     def unregister(self) -> None:
         """Registers the sharded parameters, and leaves the unsharded ones' data where it is."""
         if self.phase is UNSHARDED:
             self.phase = GATHERED
-            self.registration.register_sharded()
+            self.registration.register(unsharded=False)
 
     def reshard(self, free: bool = True) -> None:
         """Registers the sharded parameters, and frees the unsharded ones' data.

@@ -149,7 +149,10 @@ class PendingReduce(Pending):
 
         If they rest on the CPU the host waits, else as with collectives.
         """
-        shards = self._finish_sums() if not self.start_return() else self._return.finish()  # type: ignore[union-attr]
+        if self._reduction.transfers is not None and self.start_return():
+            shards = self._return.finish()  # type: ignore[union-attr]
+        else:
+            shards = self._finish_sums()
         return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
 
     def _finish_sums(self) -> Tensor:
@@ -206,7 +209,8 @@ def start(
         inputs.append(segments.flat)
         outputs.append(output[layout.packed_start :] if outputs else output)
         give_back = partial(plan.give_back, segments)
-    work = comm.reduce_scatter(outputs, inputs, reduction.divisors()[0]) if outputs else None
+    divisor = comm.size if reduction.divisor is None else reduction.divisor
+    work = comm.reduce_scatter(outputs, inputs, divisor) if outputs else None
     return PendingReduce(layout, reduction, work, output, inputs, carried, plan.nbytes, give_back=give_back)
 
 
