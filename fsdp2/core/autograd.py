@@ -1,4 +1,4 @@
-"""Places of the autograd graph where the engine is called: saved tensors, nodes, gradients, the end of backward.
+"""Calls the engine from the autograd graph: when tensors are saved and unpacked, and when gradients are computed.
 
 Saved-tensor hooks make backward independent of how a loss reached a module: whatever node of the graph needs a weight
 unpacks it first, whether the module returned its tensors, kept them on `self`, or handed out views of them.
@@ -24,7 +24,7 @@ _DO_LATER = "Change parameters before forward or after backward; none made in to
 
 
 class SavedTensors:
-    """Saved-tensor hooks that are in force during a forward pass of one root.
+    """Holds the saved-tensor hooks that are in force during a forward pass of one root.
 
     They recognise unsharded parameters among what autograd saves, have them gathered again when backward reads them,
     and refuse those that have changed meanwhile. `owners`: storage identity -> the group whose weights lie there.
@@ -56,13 +56,13 @@ class SavedTensors:
             self._hooks.__enter__()
 
     def deactivate(self) -> None:
-        """Puts them out of force."""
+        """Takes the hooks out of force."""
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
 
     def are_on_top(self) -> bool:
-        """Returns True if these hooks, not somebody else's on top of them, are called."""
+        """Returns True if these hooks, and no other hooks on top of them, are called."""
         active = compat.top_saved_tensor_hooks(False)
         return bool(active) and getattr(active[0], "__self__", None) is self
 

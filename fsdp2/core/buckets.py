@@ -1,4 +1,4 @@
-"""Which gradients of a group are reduced together (buckets), and how those of one bucket are packed to be sent.
+"""Divides the gradients of a group into buckets that are reduced together, and packs a bucket for the reduce-scatter.
 
 Shape legend:  W ranks,  P elements of one rank's segment.
 """
@@ -108,7 +108,7 @@ class Bucket:
         self.missing, self.completed = self.size, 0
 
     def arrive(self, _: Tensor) -> None:
-        """Counts a gradient, as a post-accumulate hook; tells of the first and of the last."""
+        """Counts a gradient. It is a post-accumulate hook, and calls back at the first gradient and at the last."""
         self.missing -= 1
         if self.missing == self.size - 1 and (begin := self._begin()) is not None:
             begin()
@@ -117,7 +117,7 @@ class Bucket:
 
 
 class Segments:
-    """Memory in which the packed gradients of one bucket lie side by side, one segment for each rank, to be sent.
+    """Holds the packed gradients of one bucket while they are sent: one segment for each rank, side by side.
 
     `of_ranks`: (W, P) elements of the wire dtype; `flat`: the same as one row. The views that gradients are copied to
     are made once; the memory may be freed between two uses.
@@ -143,7 +143,7 @@ class Segments:
 
     @cached_property
     def _places(self) -> list[Tensor]:
-        """Where the parts of all gradients go."""
+        """The views of the segments to which the parts of all gradients are copied."""
         layout = self._layout
         offsets = [layout.offsets[i] - layout.packed_start for i in layout.packed]
         return [
@@ -151,7 +151,7 @@ class Segments:
         ]
 
     def _places_of(self, spec: ParamSpec, offset: int) -> list[Tensor]:
-        """Where the parts of one gradient go, which begins at `offset` of each segment."""
+        """Returns the views to which the parts of one gradient are copied; it begins at `offset` of each segment."""
         segment = self.of_ranks.stride(0)
         if spec.has_single_rows:
             return [self.of_ranks.as_strided(spec.shape, (segment, *contiguous_stride(spec.shape[1:])), offset)]
@@ -181,7 +181,7 @@ def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
 
 
 class ReducePlan:
-    """Prepares what all reductions of one bucket have in common.
+    """Holds what all reductions of one bucket have in common, and packs its gradients.
 
     `has_parts`: an extension reduces its gradient part by part.
     """

@@ -1,4 +1,4 @@
-"""The memory of one group: its shards at rest, and its unsharded parameters while they are needed."""
+"""Owns the memory of one group: its shards at rest, and its unsharded parameters while they are needed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .streams import Transfer, Transfers
 
 
 class PendingGather:
-    """A gather in flight. Its group's buffers stay allocated until `finish` or `abandon`."""
+    """Is an all-gather in flight. Its group's buffers stay allocated until `finish` or `abandon`."""
 
     def __init__(self, plan: GatherPlan, work: Work | None, inputs: Sequence[Tensor] = ()) -> None:
         self._plan, self._work, self._inputs_kept_alive = plan, work, inputs
 
     def finish(self) -> None:
-        """Waits (the current stream; on CPU the caller); then the unsharded parameters are there."""
+        """Makes the current stream (on CPU: the caller) wait until the unsharded parameters are there."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -31,7 +31,7 @@ class PendingGather:
         self._inputs_kept_alive = ()
 
     def abandon(self) -> None:
-        """Waits until nobody writes to the buffers any more, so that they can be freed."""
+        """Waits until the all-gather no longer writes to the buffers, so that they can be freed."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -39,7 +39,7 @@ class PendingGather:
 
 
 class GroupBuffers:
-    """One flat buffer of shards, and one storage for the unsharded parameters, allocated from `start_gather` to `free`.
+    """Owns one flat buffer of shards, and one storage for the unsharded parameters, allocated from gather to free.
 
     The storage is allocated at first, for `unsharded_parameter`: call `free` when the parameters are built.
 
@@ -143,7 +143,7 @@ class GroupBuffers:
 
 
 class _Stage:
-    """Memory on the device for a copy of the shards, from which a gather reads. It is the Work of that gather.
+    """Holds a copy of offloaded shards on the device, from which an all-gather reads. It is that all-gather's Work.
 
     It is allocated at first, for a plan to be made of it.
     """

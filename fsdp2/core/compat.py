@@ -1,4 +1,4 @@
-"""Private names of torch that the core uses, each with the reason why no public name will do."""
+"""Collects the private names of torch that the core uses, each with the reason why no public name will do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface between the core and the rest of the package: events that observers follow, and strategies as values.
+"""Joins the rest of the package to the core: by events that observers follow, and by strategies, which are values.
 
 An *observer* follows the groups under one root: it overrides methods of `Observer`, and a root calls only those that
 are overridden. A *strategy* is a value that replaces a decision of the core: how ranks communicate, which class sharded
@@ -143,7 +143,7 @@ EVENTS = tuple(name for name, method in vars(Observer).items() if callable(metho
 
 
 class Events:
-    """For each event, by its name, the methods of the observers that follow it."""
+    """Holds, for each event, by its name, the methods of the observers that follow it."""
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self.observers = (*observers,)
@@ -177,7 +177,7 @@ NO_EVENTS = Events()
 
 @dataclass(frozen=True)
 class Strategies:
-    """Decisions of the core that the rest of the package replaces.
+    """Holds decisions of the core that the rest of the package replaces.
 
     Args:
         observers: called with each new root; each returns an observer, or None.

@@ -30,7 +30,7 @@ _NO_GRAPH = (
 
 
 class GroupGradients:
-    """The gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
+    """Holds the gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
 
     `unsynchronized`: parameter index -> unsharded gradient, in the reduce dtype, which a later pass will reduce.
     `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas.
@@ -116,7 +116,7 @@ class GroupGradients:
     # ---- as gradients arrive
 
     def _complete(self, bucket: Bucket) -> None:
-        """The last gradient of a bucket has arrived."""
+        """Reduces a bucket, whose last gradient has arrived."""
         if (compat.num_dispatch_modes() or compat.num_function_modes()) and are_in_force():
             with hidden():
                 return self._complete(bucket)
@@ -175,7 +175,7 @@ class GroupGradients:
     # ---- backward passes
 
     def begin_backward(self, backward_pass: object) -> None:
-        """A backward pass begins, or what stands for one."""
+        """Begins a backward pass, or what stands for one."""
         self.backward_pass, self._may_be_sums = backward_pass, self.owes
         self.taken.clear()
 
@@ -214,7 +214,7 @@ class GroupGradients:
             self.forget(i)
 
     def forget(self, i: int) -> None:
-        """Drops what is unsynchronized of the gradient of parameter i."""
+        """Drops the unsynchronized gradient of parameter i."""
         self.unsynchronized.pop(i, None)
         self.partial.pop(i, None)
 
@@ -227,7 +227,7 @@ class GroupGradients:
         return taken
 
     def _take(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Takes the unsharded gradients that are there, with unsynchronized ones; nobody else holds them then."""
+        """Takes the unsharded gradients that are there, with unsynchronized ones, and drops other references."""
         taken, may_have_graph = {}, torch.is_grad_enabled()
         with compat.no_torch_function():
             frozen = [i for i in indices if not self._params[i].sharded.requires_grad]

@@ -1,4 +1,4 @@
-"""A group at run time: when it is unsharded, resharded and reduced, in forward and in backward."""
+"""Decides when a group is unsharded, resharded and reduced, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGr
 
 
 class FSDPParamGroup(ParamGroup):
-    """A group of parameters at run time.
+    """Runs a group of parameters in forward and backward.
 
     `state`: the FSDPState of the modules that it belongs to. `versions`: those of the shards of which its unsharded
     parameters were made when they were last gathered on purpose; saved weights are compared with that.
@@ -42,7 +42,7 @@ class FSDPParamGroup(ParamGroup):
     # ---- use
 
     def use_in_forward(self, in_backward: bool) -> None:
-        """Has the unsharded parameters registered for a forward. `in_backward`: checkpointing runs it again."""
+        """Unshards and registers for a forward. `in_backward`: checkpointing runs it again."""
         root = self.root
         if in_backward:
             self.before_backward(recomputes=True)  # gradients follow at once
@@ -53,12 +53,12 @@ class FSDPParamGroup(ParamGroup):
             self.versions = self.gathered_at  # else the same object: no time to compare
 
     def use_in_backward(self) -> None:
-        """Has the unsharded parameters there, of which backward is about to read one."""
+        """Unshards, unless that is done: backward is about to read a weight."""
         if self.ready_in is None:
             self.before_backward()
 
     def before_backward(self, recomputes: bool = False) -> None:
-        """Unshards: backward has reached the group, or a weight of it is needed, or checkpointing runs its forward."""
+        """Unshards when backward reaches the group, needs a weight of it, or runs its forward again (checkpointing)."""
         if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):
             with outside():
                 return self.before_backward(recomputes)
@@ -76,7 +76,7 @@ class FSDPParamGroup(ParamGroup):
                 ahead.start_unshard(for_backward=True)
 
     def first_gradient(self) -> None:
-        """The first gradient of a bucket is complete: backward has come to the group, whatever way."""
+        """Notes that backward has come to the group: the first gradient of a bucket is complete."""
         if self.ready_in is None:
             enter = self.root.enter_backward
             if (num_dispatch_modes() or num_function_modes()) and are_in_force():
@@ -85,7 +85,7 @@ class FSDPParamGroup(ParamGroup):
                 enter()
 
     def last_gradient(self) -> None:
-        """The gradients of all trainable parameters are complete: reshards, unless something else is to come."""
+        """Reshards, when the gradients of all trainable parameters are complete, unless something else is to come."""
         # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed
         # regions (reentrant checkpointing runs a backward inside the one that began).
         if all(self.parameters.trainable) and self.root.backward.task == compat.graph_task():
@@ -103,8 +103,7 @@ class FSDPParamGroup(ParamGroup):
     # ---- after use
 
     def settle(self, backward_follows: bool, failed: bool = False, keeps: bool = False) -> None:
-        """Forward is over: registers the sharded parameters; frees the unsharded ones' data, or keeps all or some of
-        it.
+        """Registers the sharded parameters after a forward, and frees the unsharded ones' data, or keeps some of it.
 
         Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
         would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
@@ -150,8 +149,8 @@ class FSDPParamGroup(ParamGroup):
             self.unregister()
 
     def forget_stale(self) -> None:
-        """Between passes: frees what earlier passes have left, unless another one may use it. What the user holds stays
-        held: the next forward gathers it anew.
+        """Frees, between passes, what earlier passes have left, unless another one may use it. What the user holds
+        stays held: the next forward gathers it anew.
         """
         self.root.is_in_backward()  # one that has failed is over
         hold = self.hold
@@ -160,11 +159,11 @@ class FSDPParamGroup(ParamGroup):
             self.hold = hold if hold is Hold.USER else self.hold
 
     def give_up(self) -> None:
-        """Reshards, whoever holds the unsharded parameters."""
+        """Reshards, whatever holds the unsharded parameters."""
         self.hold = Hold.NOTHING
         self.reshard(free=self.root.frees_memory)
 
     def after_backward(self) -> None:
-        """The gradients of all inputs of one forward are computed: reduces and frees what is left of that forward."""
+        """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
         self.gradients.flush()
         self.release_after_backward()

@@ -30,7 +30,7 @@ _uncounted = count()
 
 
 class Registration:
-    """Which parameters of one group are registered in its modules, and the version counters of the sharded ones.
+    """Swaps sharded and unsharded parameters in the modules that own them, and reads version counters.
 
     A tensor counts the in-place operations on it, together with those on its views. A gathered copy is stale when the
     counters have moved on since. `watched`: in which dicts of modules, under which names, the sharded parameters were
@@ -126,7 +126,7 @@ def version_if_counted(tensor: Tensor) -> int:
 
 
 class GroupParameters:
-    """The parameters of one group, and what is built from them.
+    """Holds the parameters of one group, and builds buffers, plans and unsharded parameters from them.
 
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
     `extension`: what gathers those that say themselves how; they are the last ones in `params`. `unsharded`: the
@@ -247,7 +247,7 @@ class GroupParameters:
         self._watch()
 
     def follow(self) -> None:
-        """Has everything else follow the sharded and unsharded parameters that there are now."""
+        """Updates everything that depends on which sharded and unsharded parameters there are now."""
         assert self.buffers is not None, "unsharded parameters are there"
         self._watch()
         self.follow_requires_grad()

@@ -1,4 +1,4 @@
-"""The parameters that one `fully_shard` call shards together: unsharded and resharded as one."""
+"""Unshards and reshards, as one, the parameters that one `fully_shard` call shards together."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .streams import make_transfers
 
 
 class Comms(NamedTuple):
-    """How a group communicates: to gather, to reduce, between replicas, and among the ranks that restore the parameters
-    after forward (`reshard_after_forward=k`).
+    """Holds the Comms of a group: to gather, to reduce, between replicas, and among the ranks that restore the
+    parameters after forward (`reshard_after_forward=k`).
     """
 
     gathers: Comm
@@ -148,7 +148,7 @@ class ParamGroup:
             raise
 
     def unshard(self, for_backward: bool = False, registers: bool = True) -> None:
-        """Has the unsharded parameters' data there, made of what the sharded ones are now, and registers them.
+        """Makes the unsharded parameters of what the sharded ones are now, unless they are there, and registers them.
 
         Gathers, or finishes the gather in flight. `for_backward`: users may not have changed parameters since forward.
         """
@@ -180,7 +180,7 @@ class ParamGroup:
             notify(self)
 
     def unshard_again(self) -> None:
-        """Gathers what is in use: it keeps its values. Every rank must call it, or `unshard`."""
+        """Gathers, for other ranks, parameters that are in use here. Every rank must call it, or `unshard`."""
         self.unshard(for_backward=True, registers=False)
         was_registered = self.phase is UNSHARDED
         self.phase = SHARDED

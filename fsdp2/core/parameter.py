@@ -1,4 +1,4 @@
-"""One parameter of a group: the sharded parameter that users see, the unsharded one that modules compute with."""
+"""Holds one parameter of a group: the sharded one that users see, and the unsharded one that modules compute with."""
 
 from __future__ import annotations
 

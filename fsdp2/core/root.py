@@ -1,4 +1,4 @@
-"""What all groups under one root share: the pass that runs, what is in flight, the end of backward."""
+"""Runs all groups below one root: begins and ends forward and backward passes, and recovers when one has failed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ForwardPass:
-    """Facts of one call of the outermost sharded module outside backward, which end with it.
+    """Holds facts of one call of the outermost sharded module outside backward, and ends with it.
 
     `has_grad`: it began with grad enabled, so that a backward may follow. `thread`: identity of the one it began on.
     `finished`: modules of lists that share a group, of which some have run; `unfinished`: those states, and whether
@@ -41,14 +41,17 @@ class ForwardPass:
 
 @dataclass
 class BackwardPass:
-    """Facts of one backward pass, which end with it. `task`: autograd's number of it; `builds_graph`: create_graph."""
+    """Holds facts of one backward pass, and ends with it.
+
+    `task`: autograd's number of the pass. `builds_graph`: create_graph=True.
+    """
 
     task: int
     builds_graph: bool = False
 
 
 class Root:
-    """The runtime of one root, the outermost sharded module, and of all groups below it.
+    """Runs the groups of the outermost sharded module (the root) and of all sharded modules below it.
 
     It follows the order in which groups run, and gathers the next ones early. `state`, `states`: the root's FSDPState,
     and those of all modules below; `group`, `groups`: the root's own group, and all of them; `new_groups`: those
@@ -92,7 +95,7 @@ class Root:
         self.observe([each for each in observers if each is not None])
 
     def observe(self, observers: Iterable[Observer]) -> None:
-        """Tells these observers, and no others, of events from now on; those that are new, that they are attached."""
+        """Has these observers, and no others, follow events from now on. New ones get the event `attached`."""
         before = self.events.observers
         self.events = Events(observers)
         for group in self.groups:
@@ -110,7 +113,7 @@ class Root:
         self.settings = self.prefetcher.settings = replace(self.settings, **changes)
 
     def note_unseen(self) -> None:
-        """Autograd may save weights from now on where no hook sees them."""
+        """Tells observers that autograd may save weights from now on where no hook sees them."""
         self.notify(self.events.saved_unseen)
 
     def notify(self, follow: Iterable[Callable[[Any], None]]) -> None:
@@ -121,7 +124,7 @@ class Root:
     # ---- forward
 
     def begin_pass(self) -> None:
-        """A call of the outermost sharded module begins, outside backward."""
+        """Begins a forward pass: the outermost sharded module is called, outside backward."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             raise NotImplementedError(f"{self.group}: its gathers can be in no graph. {compat.EXPORT_PLAIN}")
         if self.backward is not None:
@@ -136,7 +139,7 @@ class Root:
                 group.forget_stale()
 
     def enter(self, state: Any) -> None:
-        """Something uses `state` from now on until `leave`, in the pass that runs, or between passes."""
+        """Notes that the groups of `state` are in use until `leave`, in the pass that runs, or between passes."""
         self.running.append(state)
         state.running += 1
         if len(self.running) == 1:
@@ -146,7 +149,7 @@ class Root:
                 self.saved_tensors.activate()
 
     def leave(self) -> None:
-        """The innermost use ends, or has failed."""
+        """Ends the innermost use, which may have failed."""
         self.running.pop().running -= 1
         if not self.running:
             self.saved_tensors.deactivate()
@@ -159,7 +162,7 @@ class Root:
                     strategies().before_next_write(self.settle_transfers)
 
     def use(self, group: FSDPParamGroup) -> None:
-        """`group` is unsharded on purpose now, not only in advance: recognises what autograd saves of its weights."""
+        """Notes that `group` is in use, not only gathered ahead: recognises what autograd saves of its weights."""
         self.prefetcher.prefetched.discard(group)
         if self.settings.saved_tensor_hooks:
             for storage in group.parameters.storage_ids:
@@ -168,7 +171,7 @@ class Root:
     # ---- offload
 
     def settle_transfers(self) -> None:
-        """Waits until no shard is copied to the device any more: somebody may write to shards next."""
+        """Waits until no shard is being copied to the device: the user may write to shards next."""
         for transfers in self._transfers:
             transfers.settle()
 
@@ -185,7 +188,7 @@ class Root:
         return self.backward is not None
 
     def enter_backward(self, recomputes: bool = False) -> None:
-        """Something of a backward pass happens. The first time in each, arranges for its end to be noticed.
+        """Notes that a backward pass runs. The first time in each pass, asks autograd to call `end_backward`.
 
         `recomputes`: it is a forward that runs again, with grad enabled, whether or not the backward builds a graph.
         """
@@ -209,10 +212,10 @@ class Root:
             group.gradients.begin_backward(self.backward_pass)
 
     def end_backward(self) -> None:
-        """All gradients are computed: reduces what is left, frees what is left, delivers everything.
+        """Reduces and reshards what is left, and delivers all gradients: autograd has computed them.
 
-        Autograd calls it, unless the backward itself fails: then it drops what it holds at some later time, on a
-        device's thread perhaps.
+        Autograd calls it, unless the backward itself fails: then autograd drops what it holds at some later time,
+        perhaps on a device's thread.
         """
         if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):
             with outside():
@@ -241,7 +244,7 @@ class Root:
             raise
 
     def resume_reductions(self, groups: Iterable[FSDPParamGroup]) -> None:
-        """All gradients are being reduced: sums between replicas what earlier passes have left of those of `groups`."""
+        """Sums between replicas the gradients of `groups` that earlier passes have left; others are being reduced."""
         self.notify(self.events.gradients_computed)
         for group in groups:
             if group.gradients.partial:
@@ -253,7 +256,7 @@ class Root:
         self.notify(self.events.finalized)
 
     def recover(self) -> None:
-        """A backward pass has raised: drops what it left half done."""
+        """Drops what a backward pass that has raised left half done."""
         self.backward = None
         self.queue.abandon(self.backward_pass)
         self.settings = self.prefetcher.settings = replace(self.settings, is_last_backward=True)

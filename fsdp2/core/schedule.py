@@ -1,4 +1,4 @@
-"""What is in flight under one root: groups that are gathered ahead of use, and reductions, both bounded in bytes."""
+"""Schedules what is in flight under one root: gathers ahead of use, and reductions, both bounded in bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cursor(Generic[Item]):
         self._position = 0
 
     def visit(self, item: Item) -> int | None:
-        """`item` runs now. Returns how many items come after it in the record; None if the rest of that has it not."""
+        """Goes on to `item`, which runs now. Returns how many items follow it; None if what is left lacks it."""
         for position in range(self._position, len(self.recorded)):
             if self.recorded[position] is item:
                 self._position = position + 1
@@ -101,7 +101,7 @@ class Prefetcher:
         self.needed_at_once: set[Any] = set()
 
     def begin_pass(self) -> None:
-        """A forward pass begins."""
+        """Prepares for a forward pass, which begins."""
         if self._num_gathered:
             self._order = self._order_now
         budget, sizes = self.settings.prefetch_budget, [group.parameters.nbytes for group in self._groups]
@@ -113,8 +113,8 @@ class Prefetcher:
         self.drop()
 
     def in_forward(self, group: Any) -> Iterator[Any]:
-        """`group` is about to compute: returns what the caller is to gather now, which followed it in the pass before,
-        or which the user chose.
+        """Returns the groups that the caller is to gather now, while `group` computes: those that followed it in the
+        pass before, or that the user chose.
         """
         self._order_now.append(group)
         self._num_gathered += group.hold < Hold.NEXT_PASS
@@ -129,12 +129,12 @@ class Prefetcher:
         return self._sharded(chosen)
 
     def begin_backward(self) -> None:
-        """A backward pass begins."""
+        """Prepares for a backward pass, which begins."""
         self._backward = self._cursor([*reversed(self.ran)])
 
     def in_backward(self, group: Any) -> Iterator[Any]:
-        """`group` is about to compute gradients: returns what the caller is to gather now, which ran before it, or
-        which the user chose.
+        """Returns the groups that the caller is to gather now, while `group` computes gradients: those that ran before
+        it, or that the user chose.
         """
         self._backward.visit(group)
         chosen = group.settings.backward_prefetch
@@ -148,7 +148,7 @@ class Prefetcher:
         self.ran.clear()
 
     def drop(self) -> None:
-        """Frees what was gathered in vain."""
+        """Reshards what was gathered ahead and not used."""
         for group in self.prefetched:
             group.release()
         self.prefetched.clear()
@@ -188,7 +188,7 @@ def _bytes_of(group: Any) -> int:
 
 
 class _Entry(NamedTuple):
-    """A reduction in flight, and the backward pass that began it."""
+    """Holds a reduction in flight, and the backward pass that began it."""
 
     gradients: GroupGradients
     pending: Pending
@@ -200,7 +200,7 @@ _num_halves, _nbytes = attrgetter("pending.num_halves"), attrgetter("pending.nby
 
 
 class ReductionQueue:
-    """The reductions in flight of all groups under one root, oldest first.
+    """Holds the reductions in flight of all groups under one root, oldest first.
 
     `returning`: those that are reduced, and now are copied to the CPU, or stepped on there; `running`: the others.
     Before the next bucket is packed, the oldest are finished while both limits are exceeded: `max_running` buckets (a
@@ -237,7 +237,7 @@ class ReductionQueue:
         return any(entry.gradients is gradients for entry in (*self.running, *self.returning))
 
     def finish_all(self) -> None:
-        """Delivers everything."""
+        """Finishes all reductions, and delivers their gradients."""
         while self.running:
             self._finish_oldest()
         if self.returning:

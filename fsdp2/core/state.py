@@ -1,4 +1,4 @@
-"""What one `fully_shard` call has made of its modules, how to find it from a module, and the hooks around a forward.
+"""Holds the state that one `fully_shard` call gives its modules, finds it, and surrounds their forwards.
 
 - run_forward surrounds a call of the module
 - before_forward: casts inputs, unshards (unless that was done ahead), begins the next gather
@@ -35,7 +35,7 @@ _ONLY_TENSORS = {Tensor}
 
 
 class FSDPState:
-    """The modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on.
+    """Holds the modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on.
 
     `parts`: states whose groups the methods of these modules reach as well; extensions add them. `running`: how many
     forwards of the modules run now.
@@ -316,7 +316,7 @@ def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bo
 
 
 def after_backward(state: FSDPState) -> None:
-    """The gradients of all inputs of one forward are computed: reduces and frees what is left of that forward."""
+    """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
     if state.root.backward is None:
         return
     if (num_dispatch_modes() or num_function_modes()) and are_in_force():

@@ -1,4 +1,4 @@
-"""Where the engine meets a user's code: modes that are in force around it, and tensors inside inputs and outputs.
+"""Hides the user's modes from the engine's operations, and finds tensors inside inputs and outputs.
 
 A user's modes (TorchDispatchMode, TorchFunctionMode; selective activation checkpointing is made of them) see the user's
 operations and no others: the engine computes while they are withdrawn, and puts them back in force around the user's
@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Modes(NamedTuple):
-    """The modes of one thread, outermost first."""
+    """Holds the modes of one thread, outermost first."""
 
     dispatch: Sequence[Any]
     function: Sequence[Any]
@@ -43,7 +43,7 @@ _thread = _ThreadState()
 
 
 def are_in_force() -> bool:
-    """Returns True if modes are in force on this thread that nobody has withdrawn yet."""
+    """Returns True if modes are in force on this thread that have not been withdrawn."""
     return _thread.withdrawn is None and bool(num_dispatch_modes() or num_function_modes())
 
 
