@@ -103,7 +103,10 @@ class GroupGradients:
         return bucket.arrive
 
     def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool) -> ReducePlan:
-        shards, first = self.reduction.shards, indices[0]
+        shards, first, buffers = self.reduction.shards, indices[0], self.group.parameters.buffers
+        # As the shards lie, so that both can be used as one tensor; those that gather themselves come behind.
+        offsets = dict(enumerate(buffers.layout.shard_offsets if buffers is not None else ()))
+        indices = tuple(sorted(indices, key=lambda i: (i not in offsets, offsets.get(i, i))))
         wire_dtype = (self._wire_dtypes_of_sums if may_be_sums else self._wire_dtypes)[first]
         layout = bucket_layout(self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, wire_dtype)
         return self.plan_class(layout, self._specs, shards.size, self._params[0].unsharded.device)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -210,11 +210,9 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
     aliased = world_size == 1 and all(spec.storage_dtype == spec.compute_dtype for spec in specs)
     everything = range(len(specs))
     direct = [*everything] if world_size == 1 else _find_direct(specs, everything, direct_min_bytes)
-    # Wide dtypes first: then every offset is a multiple of its own item size without gaps.
-    packed = sorted(
-        set(everything) - set(direct),
-        key=lambda i: (-specs[i].compute_dtype.itemsize, -specs[i].storage_dtype.itemsize, *_dtype_names(specs[i])),
-    )
+    # Wide dtypes first: then every offset is a multiple of its own item size without gaps. Vectors last: optimizers
+    # often treat them otherwise (no weight decay), and step on what lies side by side as one tensor.
+    packed = sorted(set(everything) - set(direct), key=lambda i: (*_dtype_order(specs[i]), len(specs[i].shape) < 2, i))
     packed_offsets, end = _offsets({i: specs[i].compute_nbytes for i in packed}, 1)
     packed_nbytes = align(end, RANK_ALIGNMENT)
 
@@ -225,7 +223,7 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
         shard_offsets |= {i: shard_nbytes + packed_offsets[i] for i in packed}
         shard_nbytes += packed_nbytes
     else:
-        for _, run in groupby(packed, key=lambda i: _dtype_names(specs[i])):
+        for _, run in groupby(packed, key=lambda i: _dtype_order(specs[i])):
             members = list(run)
             offsets, nbytes = _offsets({i: specs[i].storage_nbytes for i in members}, 1)
             shard_offsets |= {i: shard_nbytes + offset for i, offset in offsets.items()}
@@ -264,8 +262,9 @@ def _find_direct(specs: Sequence[ParamSpec], indices: Iterable[int], min_bytes: 
     return sorted(i for place, i in enumerate(largest) if place < MAX_OPERATIONS - 1 or sizes[i] >= LARGE_SHARD_BYTES)
 
 
-def _dtype_names(spec: ParamSpec) -> tuple[str, str]:
-    return str(spec.storage_dtype), str(spec.compute_dtype)
+def _dtype_order(spec: ParamSpec) -> tuple[Any, ...]:
+    dtypes = spec.compute_dtype, spec.storage_dtype
+    return (*(-dtype.itemsize for dtype in dtypes), *map(str, dtypes))
 
 
 def _offsets(sizes: dict[int, int], alignment: int) -> tuple[dict[int, int], int]:

@@ -66,9 +66,9 @@ class Faults:
         """Also at what the library does beside collectives."""
 
         def first(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 self.event(name)
-                return function(*args)
+                return function(*args, **kwargs)
 
             return call
 

@@ -1,0 +1,72 @@
+"""The gradients of a bucket lie in one tensor as their shards lie in the shard buffer, so both are one tensor."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.core.compat import local_of
+from fsdp2.core.state import groups_below
+from helpers import fake_world
+
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16/fp32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+}
+
+
+class Block(nn.Module):
+    """Matrices and vectors alternate; some sizes are uneven on all numbers of ranks that are tested."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(size), nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+        self.odd = nn.Linear(size, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.up(self.norm(x))))
+        return x + y * self.odd(x).sum()
+
+
+@pytest.mark.parametrize("precision", POLICIES)
+@pytest.mark.parametrize(("ranks", "size"), [(2, 16), (3, 32), (8, 256), (64, 16)])
+def test_gradients_lie_like_shards(ranks: int, size: int, precision: str) -> None:
+    with fake_world(ranks):
+        model = nn.Sequential(Block(size), Block(size))
+        for block in model:
+            fully_shard(block, mesh=init_device_mesh("cpu", (ranks,)), mp_policy=POLICIES[precision])
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), mp_policy=POLICIES[precision])
+        model(torch.randn(2, size)).sum().backward()
+        for group in groups_below(model)[1:]:
+            for bucket in group.gradients.buckets:
+                params = [group.params[i] for i in bucket.indices if group.params[i].local.numel()]
+                gradients = [local_of(param.sharded.grad) for param in params]
+                assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) <= 1
+                offsets = group.parameters.buffers.layout.shard_offsets
+                offset_of = dict(zip(group.params, offsets, strict=True))
+                places = sorted((offset_of[param], local_of(param.sharded.grad).data_ptr()) for param in params)
+                runs = count_runs(places)
+                # One, or the large ones and the small ones, which are gathered in other ways.
+                assert runs <= 2, places
+                assert len(group.gradients.buckets) > 1 or runs == 1, places
+
+
+def count_runs(places: list[tuple[int, int]]) -> int:
+    """Returns in how many parts pairs of (offset of a shard, address of its gradient) agree but for a constant."""
+    constants = [address - offset for offset, address in places]
+    return 1 + sum(a != b for a, b in pairwise(constants))
+
+
+def test_vectors_lie_behind_matrices() -> None:
+    """So optimizers that treat vectors otherwise (no weight decay) need two tensors, not one for each parameter."""
+    with fake_world(64):
+        block = fully_shard(Block(16), mesh=init_device_mesh("cpu", (64,)))
+        (group,) = groups_below(block)
+        buffers = group.parameters.buffers
+        assert buffers is not None
+        offsets = zip(buffers.layout.shard_offsets, group.params, strict=True)
+        dims = [len(param.shape) for _, param in sorted(offsets, key=lambda item: item[0])]
+        assert dims == sorted(dims, reverse=True)
