@@ -195,7 +195,7 @@ class BuffersOnMeta(ForwardCheck):
     def __init__(self) -> None:
         self._passed: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def looks_at(self, group: FSDPParamGroup, number: int, is_thorough: bool) -> None:
+    def before_forward(self, group: FSDPParamGroup, is_first: bool, is_thorough: bool) -> None:
         if group in self._passed and not self.always:
             return
         device = group.mesh.device

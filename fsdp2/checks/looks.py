@@ -6,10 +6,11 @@ look at, and `observers.py` decides when: a `RankCheck` compares ranks, a `Forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..core.events import Observer
 from ..core.mesh import DataMesh
@@ -22,8 +23,12 @@ def is_time_to_look(number: int, always: bool = False) -> bool:
     """Returns True at time number 1, 2, 4, ..., 64, and every 128th, or `always`; never while a CUDA graph is recorded,
     for the host would wait for the device.
     """
-    is_time = always or not (number % _PERIOD and number & (number - 1))
-    return is_time and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return (always or not (number % _PERIOD and number & (number - 1))) and not is_capturing()
+
+
+def is_capturing() -> bool:
+    """Returns True while a CUDA graph is recorded."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def next_look(number: int) -> int:
@@ -65,13 +70,21 @@ class RankCheck(Check):
 
 
 class ForwardCheck(Check):
-    """Looks at the forwards of a group. The host reads what it computes on a device when the pass ends (reads.py)."""
+    """Checks some forwards of each group, see ForwardChecks. The host reads what a check computes on a device when the
+    pass ends (reads.py).
+    """
 
-    def looks_at(self, group: Any, number: int, is_thorough: bool) -> None:
-        """Forward number `number` of `group` begins, at which this check looks. `is_thorough`: at every value."""
+    def before_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """A forward of `state` that this check checks is about to cast floating-point tensors among `inputs`."""
 
-    def looked_at(self, group: Any) -> None:
+    def before_forward(self, group: Any, is_first: bool, is_thorough: bool) -> None:
+        """A forward of `group` that this check checks begins.
+
+        `is_first`: it is the group's first. `is_thorough`: each forward is checked, at the debug level.
+        """
+
+    def after_forward(self, group: Any) -> None:
         """That forward has returned."""
 
-    def failed(self, group: Any) -> None:
-        """A forward of `group`, at which this check need not have looked, has raised."""
+    def after_failure(self, group: Any) -> None:
+        """A forward of `group`, which this check need not have checked, has raised."""

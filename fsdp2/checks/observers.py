@@ -5,18 +5,20 @@ A steady step runs nothing of this folder but a few methods of the classes here,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..core.compat import version_of
 from ..core.events import Observer
 from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.policy import ReduceWhen
 from ..ext.collectives import choice_of
 from ..ext.unsharded_versions import UnshardedVersions, refuse_written
-from .looks import Check, ForwardCheck, Look, RankCheck, is_time_to_look, next_look
+from .looks import Check, ForwardCheck, Look, RankCheck, is_capturing, is_time_to_look, next_look
 from .moved_data import UnshardedPlaces, put_back, refuse_lost, refuse_moved
 from .questions import Question, ask, connects, widest_mesh
 from .reads import PassReads
@@ -114,91 +116,144 @@ def group_of_all_ranks(root: Any) -> FSDPParamGroup | None:
     return None
 
 
-@dataclass(slots=True)
-class _Forwards:
-    """How many forwards of a group have begun, and the next one at which checks look."""
+class ForwardChecks(Observer):
+    """Has the forward checks of a root check forwards of its groups.
 
-    number: int = 0
-    next: int = 1
-
-
-class ForwardLooks(Observer):
-    """Has the forward checks of a root look at forwards of its groups, each group by itself, at the times of looks.py;
-    at the debug level of a group, at each. `reads`: what the host judges when the pass ends.
+    All groups are due at the passes of looks.py. A group stays due until its next forward, which is checked: the first
+    one in any case, and of a group that runs rarely the first after each such pass. At the debug level of a check, or
+    of a group, each forward is checked. While no group is due, no event of a forward is followed.
     """
+
+    ignored = frozenset({"forward_ended", "pass_ended"})
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._forwards: dict[FSDPParamGroup, _Forwards] = {}
-        # The checks that look at the forward of a group that runs.
-        self._looking: dict[FSDPParamGroup, list[ForwardCheck]] = {}
-        self.reads = PassReads()
+        # How many passes have begun, and the next one at which all groups are due.
+        self._passes, self._next = 0, 1
+        # The groups whose next forward is checked. True: it is their first.
+        self._due: dict[FSDPParamGroup, bool] = {}
+        # Some check checks each forward. The groups of which some check does.
+        self._is_debug = False
+        self._always: set[FSDPParamGroup] = set()
+        # The checks of the groups whose forward is being checked.
+        self._running: dict[FSDPParamGroup, list[ForwardCheck]] = {}
+        # What the host judges when the pass ends.
+        self._reads = PassReads()
+
+    def attached(self, root: Any) -> None:
+        self._due = dict.fromkeys(root.groups, True)
+        self.refresh()
+
+    def pass_began(self, root: Any) -> None:
+        number = self._passes = self._passes + 1
+        if number >= self._next:
+            self._next = next_look(number)
+            for group in root.groups:
+                self._due.setdefault(group, False)
+            self._follow_forwards()
+
+    def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        group = state.groups[0]
+        if is_capturing():
+            return
+        for check in self._checks():
+            if check.always or group in self._due:
+                check.before_cast(state, inputs, dtype)
 
     def forward_began(self, group: FSDPParamGroup) -> None:
-        forwards = self._forwards.get(group)
-        if forwards is None:
-            forwards = self._forwards[group] = _Forwards()
-        if group.state.running == 1:
-            number = forwards.number + 1
-            if number >= forwards.next:
-                self._look(group, number)
-            forwards.number = number
+        is_due, is_checked = group in self._due, group in self._always
+        if not (is_due or is_checked) or group.state.running > 1 or is_capturing():
+            return
+        is_first, level = self._due.get(group, False), choice_of(group).checked
+        checks = [check for check in self._checks() if is_due or level or check.always]
+        for check in checks:
+            check.before_forward(group, is_first, is_thorough=level or check.always)
+        self._running[group] = checks
+        follow_if(True, self._root, self, "forward_ended")
+        # Had a check raised, the group would still be due.
+        self._due.pop(group, None)
+        self._follow_forwards()
 
     def forward_ended(self, group: FSDPParamGroup) -> None:
-        if self._looking and group.state.running == 1:
-            for check in self._looking.pop(group, ()):
-                check.looked_at(group)
-
-    def pass_ended(self, root: Any) -> None:
-        if self.reads.waiting:
-            self.reads.judge()
+        if group.state.running == 1:
+            for check in self._end(group):
+                check.after_forward(group)
 
     def forward_failed(self, group: FSDPParamGroup) -> None:
-        self._looking.pop(group, None)
+        self._end(group)
         for check in self._checks():
-            check.failed(group)
+            check.after_failure(group)
 
-    def pass_failed(self, root: Any) -> None:
-        self.reads.drop()
+    def _end(self, group: FSDPParamGroup) -> list[ForwardCheck]:
+        """Returns the checks of the group's forward, which is over."""
+        checks = self._running.pop(group, [])
+        follow_if(bool(self._running), self._root, self, "forward_ended")
+        return checks
 
     def settings_changed(self, group: FSDPParamGroup) -> None:
-        if group in self._forwards:
-            self._forwards[group].next = 0
+        (self._always.add if self._is_debug or choice_of(group).checked else self._always.discard)(group)
+        self._follow_forwards()
 
     def refresh(self) -> None:
         """Follows the levels of the checks, which have changed."""
-        for forwards in self._forwards.values():
-            forwards.next = 0
+        self._is_debug = any(check.always for check in self._checks())
+        for group in self._root.groups:
+            self.settings_changed(group)
 
     def _checks(self) -> list[ForwardCheck]:
         return [each for each in self._root.events.observers if isinstance(each, ForwardCheck)]
 
-    def _look(self, group: FSDPParamGroup, number: int) -> None:
-        checks, is_checked = self._checks(), choice_of(group).checked
-        always = [check for check in checks if check.always or is_checked]
-        due = [check for check in checks if is_time_to_look(number, check in always)]
-        for check in due:
-            check.looks_at(group, number, check in always)
-        if due:
-            self._looking[group] = due
-        self._forwards[group].next = number + 1 if always else next_look(number)
+    def _follow_forwards(self) -> None:
+        follow_if(bool(self._due or self._always), self._root, self, "inputs_cast", "forward_began")
+
+    # ---- what the host reads
+
+    def judge_at_end(self, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
+        """Calls `judge` with `numbers`, a flat int64 tensor, when the pass ends. It may raise."""
+        self._reads.add(numbers, judge)
+        follow_if(True, self._root, self, "pass_ended")
+
+    def pass_ended(self, root: Any) -> None:
+        follow_if(False, root, self, "pass_ended")
+        self._reads.judge()
+
+    def pass_failed(self, root: Any) -> None:
+        follow_if(False, root, self, "pass_ended")
+        self._reads.drop()
 
 
-def reads_of(root: Any) -> PassReads:
-    """Returns what the host judges when the pass ends that runs under `root`."""
-    reads: PassReads = root.events.of(ForwardLooks).reads
-    return reads
+def judge_at_end(root: Any, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
+    """Calls `judge` with `numbers`, a flat int64 tensor, when the pass ends that runs under `root`. It may raise."""
+    root.events.of(ForwardChecks).judge_at_end(numbers, judge)
+
+
+def follow_if(wanted: bool, root: Any, observer: Observer, *names: str) -> None:
+    """Has `root` tell `observer` of the events `names` from now on if `wanted`, else no more."""
+    if wanted is (names[0] in observer.ignored):
+        (root.events.follow if wanted else root.events.ignore)(observer, *names)
 
 
 class WrittenParameters(Check):
     """Refuses in-place writes to unsharded parameters that a version counter shows: resharding would undo them."""
 
+    def __init__(self) -> None:
+        # The counters of each group that has run, until its unsharded parameters are other objects.
+        self._counters: dict[FSDPParamGroup, Any] = {}
+
     def attached(self, root: Any) -> None:
         self._versions: UnshardedVersions = root.events.of(UnshardedVersions)
 
+    def rebuilt(self, group: FSDPParamGroup) -> None:
+        self._counters.pop(group, None)
+
     def forward_ended(self, group: FSDPParamGroup) -> None:
-        if written := self._versions.of(group).take_written():
-            refuse_written(written)
+        counters = self._counters.get(group)
+        if counters is None:
+            counters = self._counters[group] = self._versions.of(group)
+        # Each forward comes here, so this calls no function.
+        expected = counters.expired if counters.is_expired else counters.valid
+        if tuple(map(version_of, counters.tensors)) != expected:
+            refuse_written(counters.take_written())
 
     def before_reshard(self, group: FSDPParamGroup) -> None:
         groups = _resharded_with(group)
@@ -243,10 +298,10 @@ class MovedData(ForwardCheck):
         for group in root.groups:
             self.take_moved(group)
 
-    def looked_at(self, group: FSDPParamGroup) -> None:
+    def after_forward(self, group: FSDPParamGroup) -> None:
         refuse_written(self.take_moved(group))
 
-    def failed(self, group: FSDPParamGroup) -> None:
+    def after_failure(self, group: FSDPParamGroup) -> None:
         self.take_moved(group)
 
     def take_moved(self, group: FSDPParamGroup) -> list[str]:

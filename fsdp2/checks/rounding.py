@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..core.compat import local_if_any
 from ..core.mesh import DataMesh
-from .looks import Look, RankCheck, is_time_to_look
-from .observers import reads_of
+from .looks import ForwardCheck, Look, RankCheck
+from .observers import judge_at_end
 from .questions import Question, connects, greatest
 
 _SAMPLE = 4096
@@ -22,23 +22,21 @@ _TELLING = 3
 _NONE = torch.iinfo(torch.int64).max
 
 
-class RoundedInputs(RankCheck):
-    """Looks at the inputs that forwards cast, and tells all ranks what one of them has found."""
+class RoundedInputs(RankCheck, ForwardCheck):
+    """Checks the inputs that forwards cast, and tells all ranks what one of them has found."""
 
     def __init__(self) -> None:
-        # How often the inputs of each state were cast, and what whole numbers were rounded then; those of the pass that
-        # runs, which the host has not read yet.
-        self._casts: dict[Any, int] = {}
+        # What whole numbers were rounded when the inputs of each state were cast; those of the pass that runs, which
+        # the host has not read yet.
         self._rounded: dict[Any, set[int]] = {}
         self._unread: dict[Any, Tensor] = {}
 
-    def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        number = self._casts[state] = self._casts.get(state, 0) + 1
-        if is_time_to_look(number, self.always) and connects(state.groups[0].mesh):
+    def before_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        if connects(state.groups[0].mesh):
             found = rounded_whole_numbers(inputs, dtype)
             if found is not None:
                 self._unread[state] = found
-                reads_of(state.root).add(found, partial(self._note_rounded, state))
+                judge_at_end(state.root, found, partial(self._note_rounded, state))
 
     def _note_rounded(self, state: Any, found: Sequence[int]) -> None:
         self._unread.pop(state, None)

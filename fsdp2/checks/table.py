@@ -22,7 +22,7 @@ from .entry_points import EntryPoints
 from .initial_weights import InitialWeights, keep_samples
 from .levels import LEVELS, NAMES, change_levels, is_on, level_of
 from .looks import Check, ForwardCheck, RankCheck
-from .observers import ForwardLooks, MovedData, RankLooks, WrittenParameters, make_rank_looks
+from .observers import ForwardChecks, MovedData, RankLooks, WrittenParameters, make_rank_looks
 from .original_parameters import OriginalParameters, remember_originals
 from .partial_settings import PartialSettings, check_settings
 from .rounding import RoundedInputs
@@ -210,13 +210,13 @@ def _rank_looks(root: Any) -> Observer | None:
     return make_rank_looks(root) if _is_any_on(RankCheck) else None
 
 
-def _forward_looks(root: Any) -> Observer | None:
-    return ForwardLooks(root) if _is_any_on(ForwardCheck, RoundedInputs) else None
+def _forward_checks(root: Any) -> Observer | None:
+    return ForwardChecks(root) if _is_any_on(ForwardCheck) else None
 
 
 def _follow_levels(root: Any) -> None:
     """Has a root that is there already observed as the levels say now. Checks that stay keep what they know."""
-    before, is_ours = root.events.observers, (Check, RankLooks, ForwardLooks)
+    before, is_ours = root.events.observers, (Check, RankLooks, ForwardChecks)
     present = {type(each): each for each in before}
     now: list[Observer] = []
     for made in filter(None, (make(root) for make in CHECKS)):
@@ -230,7 +230,7 @@ def _follow_levels(root: Any) -> None:
         if isinstance(check, Check) and check not in now:
             check.detached(root)
     for looks in now:
-        if isinstance(looks, (RankLooks, ForwardLooks)):
+        if isinstance(looks, (RankLooks, ForwardChecks)):
             looks.refresh()
 
 
@@ -244,7 +244,7 @@ def _remember(plan: Plan) -> None:
 CHECKS: tuple[Callable[[Any], Observer | None], ...] = (
     *(partial(_make, row) for row in TABLE if row.cls is not None),
     _rank_looks,
-    _forward_looks,
+    _forward_checks,
 )
 OBSERVERS = (*CHECKS, make_running_stats, lambda root: UnsynchronizedGradients())
 """All observers of this folder. They stand behind those of ext/ and of dtensor/."""

@@ -5,6 +5,7 @@ It is no check that can be switched: without it `zero_grad` would not reach unsy
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from ..core.events import Observer, strategies
 from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
 from ..ext.compat import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
+from .observers import follow_if
 
 
 class UnsynchronizedGrad(DTensor):
@@ -117,12 +119,29 @@ def take_stand_in(param: FSDPParam) -> bool:
     return True
 
 
-class UnsynchronizedGradients(Observer):
-    """Keeps the stand-ins of one root's groups in step with their unsynchronized gradients."""
+# For each group with stand-ins, the indices of the parameters that have got one. It outlives the group's root, which
+# another one replaces when an outer module is sharded.
+_marked: weakref.WeakKeyDictionary[FSDPParamGroup, set[int]] = weakref.WeakKeyDictionary()
 
-    def __init__(self) -> None:
-        # For each group, the indices of parameters that have got a stand-in.
-        self._marked: dict[FSDPParamGroup, set[int]] = {}
+
+class UnsynchronizedGradients(Observer):
+    """Keeps the stand-ins of one root's groups in step with their unsynchronized gradients.
+
+    It follows backward passes from when a group is set to leave gradients unsynchronized until no group does, and none
+    of its gradients is.
+    """
+
+    ignored = frozenset({"backward_began", "finalized"})
+
+    def attached(self, root: Any) -> None:
+        self._follow_if_needed(root)
+
+    def settings_changed(self, group: FSDPParamGroup) -> None:
+        if _leaves_gradients(group):
+            follow_if(True, group.root, self, "backward_began", "finalized")
+
+    def _follow_if_needed(self, root: Any) -> None:
+        follow_if(any(map(_leaves_gradients, root.groups)), root, self, "backward_began", "finalized")
 
     def backward_began(self, root: Any) -> None:
         """Drops what the user has cleared or replaced since the last backward.
@@ -130,24 +149,23 @@ class UnsynchronizedGradients(Observer):
         Raises:
             RuntimeError: a gradient was lost in a backward pass that failed, and not cleared since.
         """
-        if not self._marked:
-            return
-        for group, marked in self._marked.items():
+        found = [(group, _marked[group]) for group in root.groups if group in _marked]
+        for group, marked in found:
             for param in (group.params[i] for i in marked):
                 if isinstance(param.sharded.grad, UnsynchronizedGrad) and param.sharded.grad.is_lost:
                     raise RuntimeError(
                         f"{param.name}: unsynchronized gradients were lost in a backward pass that failed. Call "
                         "zero_grad, and repeat the accumulation."
                     )
-        for group, marked in self._marked.items():
+        for group, marked in found:
             for i in marked:
                 if not take_stand_in(group.params[i]):
                     group.gradients.forget(i)
-        self._marked.clear()
+            del _marked[group]
 
     def before_replace(self, group: FSDPParamGroup, found: Any) -> None:
         """Drops what the user has cleared: what is left is known by the places of its parameters, which must stay."""
-        for i in self._marked.get(group, ()):
+        for i in _marked.get(group, ()):
             if not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
                 group.gradients.forget(i)
 
@@ -157,9 +175,10 @@ class UnsynchronizedGradients(Observer):
             gradients = group.gradients
             if gradients.unsynchronized or gradients.partial:
                 self._mark(group)
+        self._follow_if_needed(root)
 
     def _mark(self, group: FSDPParamGroup) -> None:
-        gradients, marked = group.gradients, self._marked.setdefault(group, set())
+        gradients, marked = group.gradients, _marked.setdefault(group, set())
         for i in {*gradients.unsynchronized, *gradients.partial}:
             if i in marked and not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
                 gradients.forget(i)  # the user has cleared it since
@@ -171,12 +190,21 @@ class UnsynchronizedGradients(Observer):
         """Marks as lost what the pass had included of earlier passes."""
         for group in root.groups:
             for i in group.gradients.taken:
-                self._marked.setdefault(group, set()).add(i)
+                _marked.setdefault(group, set()).add(i)
                 put_stand_in(group.params[i], UnsynchronizedGrad, is_lost=True)
         self.finalized(root)
 
     def reset(self, root: Any) -> None:
-        for group, marked in self._marked.items():
-            for i in marked:
+        for group in root.groups:
+            for i in _marked.pop(group, ()):
                 take_stand_in(group.params[i])
-        self._marked.clear()
+        self._follow_if_needed(root)
+
+
+def _leaves_gradients(group: FSDPParamGroup) -> bool:
+    """Returns True if gradients of the group are unsynchronized, or stand-ins are left of some, or if the next backward
+    pass will leave some.
+    """
+    settings, gradients = group.settings, group.gradients
+    leaves = not (settings.reduce_gradients and settings.all_reduce)
+    return leaves or bool(gradients.unsynchronized or gradients.partial or _marked.get(group))

@@ -172,6 +172,13 @@ def test_a_step_runs_functions_of_few_files(steady_step: Watch) -> None:
     assert len(files) <= MAX_FILES, f"{len(files)} files: {', '.join(files)}"
 
 
+def test_of_the_checks_a_step_runs_what_notices_at_once_and_what_counts(steady_step: Watch) -> None:
+    found = {qualified(code) for code in steady_step.functions if code.co_filename.startswith(PACKAGE + "checks/")}
+    assert {name.rpartition(".")[2] for name in found} == {"pass_began", "before_gather", "unsharded", "forward_ended"}
+    assert len(found) == 4
+    assert [name for name in steady_step.files() if name.startswith("checks/")] == ["checks/observers.py"]
+
+
 def test_no_function_is_missed(steady_step: Watch) -> None:
     """The counts are of a step that gathers and reduces: four blocks and no parameter of the root's own."""
     names = {code.co_name for code in steady_step.functions}
