@@ -125,7 +125,7 @@ def _check_initialised(roots: Sequence[nn.Module], ignored: Any) -> None:
         for module, prefix in below.items():
             parameters: dict[str, Any] = module._parameters
             for name, parameter in parameters.items():
-                if isinstance(parameter, UninitializedParameter) and parameter not in ignored:
+                if UninitializedParameter in type(parameter).__mro__ and parameter not in ignored:
                     raise ValueError(
                         f"{fqn(prefix, name)} is uninitialised. Run the lazy module once before fully_shard."
                     )

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from ..core.group import UNSHARDED, FSDPParamGroup
 from ..core.parameter import FSDPParam
-from ..core.state import FSDPState, names_below, state_of
+from ..core.state import FSDPState, state_of
 from ..ext.compat import watch_calls
 from ..ext.nested import attribute_names, fields_of, is_dataclass, tensors_in
 from ..ext.owners import all_groups
+from .before_sharding import facts_of
 from .looks import Check
 
 _KEY = "fsdp2"
@@ -43,11 +44,14 @@ class EntryPoints(Check):
     def attached(self, root: Any) -> None:
         for group in root.groups:
             self._unwatch(group)
-            inside = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+            inside = dict.fromkeys([slot.module for param in group.params for slot in param.slots])
             for module in inside:
                 if module not in group.modules:
                     self._watch(group, module)
-        leave_fast_paths(names_below(root.state.modules))
+            for reference in facts_of(group).transformer_layers:
+                layer = reference()
+                if layer is not None:
+                    leave_fast_path(layer)
 
     def detached(self, root: Any) -> None:
         for group in root.groups:
@@ -67,15 +71,14 @@ class EntryPoints(Check):
         entries[:] = [each for each in entries if each[2] is not refuse_call]
 
 
-def leave_fast_paths(modules: Iterable[nn.Module]) -> None:
-    """Has torch's transformer layers among `modules` call what is sharded inside them: in evaluation they would read
-    its parameters, except from modules that have hooks.
+def leave_fast_path(layer: nn.TransformerEncoderLayer) -> None:
+    """Has one of torch's transformer layers call what is sharded inside it: in evaluation it would read the parameters,
+    except from modules that have hooks.
     """
-    for layer in (module for module in modules if isinstance(module, nn.TransformerEncoderLayer)):
-        for module in layer.modules():
-            is_sharded = module is not layer and state_of(module) is not None
-            if is_sharded and _do_nothing not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_do_nothing)
+    for module in layer.modules():
+        is_sharded = module is not layer and state_of(module) is not None
+        if is_sharded and _do_nothing not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_do_nothing)
 
 
 def _do_nothing(module: nn.Module, args: Any) -> None:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.api import Plan
+from ..core.api import ParameterPlan
 from ..core.compat import is_python_group, local_of, no_torch_function
 from ..core.group import FSDPParamGroup
 from ..core.group_parameters import version_if_counted
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
 from ..ext.owners import some_of
+from .before_sharding import Key, facts_of
 from .checksum import bits_of, checksum
 from .looks import Look, RankCheck
 from .questions import Question, ask, bounds_over, groups_by_mesh
@@ -111,18 +112,13 @@ def digest(known: Sequence[InitialValues]) -> Tensor | int:
 # ---- what is known of parameters
 
 _known: weakref.WeakKeyDictionary[FSDPParam, InitialValues] = weakref.WeakKeyDictionary()
-# By the module and the name of a parameter's first slot, from the plan of a call until its group is attached.
-_planned: weakref.WeakKeyDictionary[nn.Module, dict[str, _Sample]] = weakref.WeakKeyDictionary()
 
 
-def keep_samples(plan: Plan) -> None:
-    """Keeps some values of the parameters of a call, before they are cut."""
-    with torch.no_grad():
-        for each in plan.parameters.values():
-            module, name = each.slots[0].module, each.slots[0].name
-            sample = _sample(each.distribution.gathered_part(each.slots[0].get()))
-            if sample is not None:
-                _planned.setdefault(module, {})[name] = sample
+def keep_sample(samples: dict[Key, Any], each: ParameterPlan, parameter: nn.Parameter) -> None:
+    """Keeps some values of a parameter, before it is cut. Grad must be off."""
+    sample, slot = _sample(each.distribution.gathered_part(parameter)), each.slots[0]
+    if sample is not None:
+        samples[id(slot.module), slot.name] = sample
 
 
 def known_of(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
@@ -142,10 +138,13 @@ class InitialWeights(RankCheck):
         self._loaded: dict[FSDPParam, _Sample] = {}
 
     def attached(self, root: Any) -> None:
-        for param in (param for group in root.new_groups for param in group.params):
-            sample = _planned.get(param.slots[0].module, {}).pop(param.slots[0].name, None)
-            if sample is not None:
-                _known[param] = InitialValues(param, sample, BUILT)
+        for group in root.new_groups:
+            samples = facts_of(group).samples
+            for param in group.params if samples else ():
+                slot = param.slots[0]
+                sample = samples.pop((id(slot.module), slot.name), None)
+                if sample is not None:
+                    _known[param] = InitialValues(param, sample, BUILT)
 
     def before_replace(self, group: FSDPParamGroup, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
         self._loaded.clear()

@@ -39,7 +39,7 @@ class UnshardedPlaces:
 
     def find_tensors(self) -> list[Tensor]:
         """Returns the local tensors of those that are DTensors, and the others themselves."""
-        return [*map(local_if_any, self.tensors)]
+        return [*map(local_if_any, self.tensors)] if self.are_distributed else self.tensors
 
     def find_moved(self) -> dict[FSDPParam, tuple[int, ...] | None]:
         """Returns the parameters that lie elsewhere, with the shapes of those that have another shape."""

@@ -107,7 +107,8 @@ def make_running_stats(root: Any) -> RunningStats | None:
 
 def find_running_stats(root: Any) -> dict[nn.Module, str]:
     """Returns the modules below the root's that keep statistics of a rank's own rows, with their names."""
-    return {each: name for each, name in names_below(root.state.modules).items() if _has_own(each)}
+    below = names_below(root.state.modules)
+    return {each: name for each, name in below.items() if each._buffers and _has_own(each)}
 
 
 def _has_own(module: nn.Module) -> bool:

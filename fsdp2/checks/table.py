@@ -9,21 +9,25 @@ A check that looks at nothing again and again is the same at "default" and "debu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+
+import torch
 
 from ..core.api import Plan
 from ..core.events import Observer, extend
 from ..dtensor import optimizer_steps
 from ..ext.owners import all_groups
+from .before_sharding import facts_of_call
 from .empty_memory import BuffersOnMeta, EmptyMemory
 from .entry_points import EntryPoints
-from .initial_weights import InitialWeights, keep_samples
+from .initial_weights import InitialWeights, keep_sample
 from .levels import LEVELS, NAMES, change_levels, is_on, level_of
 from .looks import Check, ForwardCheck, RankCheck
 from .observers import ForwardChecks, MovedData, RankLooks, WrittenParameters, make_rank_looks
-from .original_parameters import OriginalParameters, remember_originals
+from .original_parameters import OriginalParameters
 from .partial_settings import PartialSettings, check_settings
 from .rounding import RoundedInputs
 from .running_stats import make_running_stats
@@ -195,15 +199,16 @@ def describe_checks() -> str:
 
 
 def _make(row: Row, root: Any) -> Check | None:
-    if row.cls is None or not is_on(row.name):
+    level = level_of(row.name)
+    if row.cls is None or level == "off":
         return None
     check = row.cls()
-    check.always = level_of(row.name) == "debug"
+    check.always = level == "debug"
     return check
 
 
 def _is_any_on(*kinds: type[Check]) -> bool:
-    return any(row.cls is not None and issubclass(row.cls, kinds) and is_on(row.name) for row in TABLE)
+    return any(is_on(row.name) for row in TABLE if row.cls is not None and issubclass(row.cls, kinds))
 
 
 def _rank_looks(root: Any) -> Observer | None:
@@ -235,10 +240,17 @@ def _follow_levels(root: Any) -> None:
 
 
 def _remember(plan: Plan) -> None:
-    if is_on("starting weights"):
-        keep_samples(plan)
-    if is_on("original parameters"):
-        remember_originals(plan)
+    """Keeps what checks need of the parameters of a call, before they are cut."""
+    facts, has_samples, has_originals = facts_of_call(plan), is_on("starting weights"), is_on("original parameters")
+    root = type(plan.roots[0]).__name__
+    with torch.no_grad():
+        for name, each in plan.parameters.items() if has_samples or has_originals else ():
+            slot = each.slots[0]
+            parameter = slot.get()
+            if has_samples:
+                keep_sample(facts.samples, each, parameter)
+            if has_originals:  # which are freed when they are cut, if nobody else holds them
+                facts.originals[id(slot.module), slot.name] = weakref.ref(parameter), f"{root}'s {name}"
 
 
 CHECKS: tuple[Callable[[Any], Observer | None], ...] = (
