@@ -1,4 +1,4 @@
-"""Ways into a sharded module other than its forward. Nothing gathers there by itself: errors say what does.
+"""Raises errors for ways into a sharded module other than its forward, where nothing gathers: they say what does.
 
 Many methods are about the sharded parameters: they build an optimizer, initialise, count, save. Those that compute with
 unsharded ones are to be registered (see forward_method.py). Without that, torch says no more than that it can't mix
@@ -27,10 +27,10 @@ from ..ext.compat import watch_calls
 from ..ext.nested import attribute_names, fields_of, is_dataclass, tensors_in
 from ..ext.owners import all_groups
 from .before_sharding import facts_of
-from .looks import Check
+from .check_times import Check
 
 _KEY = "fsdp2"
-# What holds no tensors, or is not looked into.
+# Types whose objects hold no tensors, or are not searched.
 _ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, torch.device, nn.Module)
 # What torch says of operands of different dtypes.
 _ON_DTYPES = re.compile("dtype|scalar type|should be the same")
@@ -89,7 +89,7 @@ def _do_nothing(module: nn.Module, args: Any) -> None:
 
 
 class _NotGatheredError(RuntimeError):
-    """`owner`: the state whose parameters were sharded."""
+    """Says that parameters were not gathered. `owner`: the state whose parameters were sharded."""
 
     def __init__(self, text: str, owner: FSDPState) -> None:
         super().__init__(text)
@@ -97,7 +97,7 @@ class _NotGatheredError(RuntimeError):
 
 
 def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Forward pre-hook of a module that is called while its parameters, which another module gathers, are sharded.
+    """Refuses a call of a module whose parameters, which another module gathers, are sharded. It is a forward pre-hook.
 
     Raises:
         RuntimeError: unless the call computes on shards, with DTensors.
@@ -183,7 +183,7 @@ def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any
 
 
 def _tensors_in_objects(value: Any, name: str) -> Iterator[tuple[str, Any, Tensor]]:
-    """Yields the tensors that `map_tensors` does not look for, since they are in objects of other kinds: an expression
+    """Yields the tensors that `map_tensors` does not find, since they are in objects of other kinds: an expression
     for each, if `value` is called `name`, and the outermost such object around it.
     """
     seen: set[int] = set()

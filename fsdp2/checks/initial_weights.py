@@ -1,4 +1,4 @@
-"""The weights that ranks begin with: all must have cut the same, because they were seeded alike, or loaded the same.
+"""Compares the weights that ranks begin with: all must have cut the same, seeded alike, or loaded from one file.
 
 Some values of each parameter are kept from before it is sharded, until ranks have compared them.
 """
@@ -22,9 +22,9 @@ from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
 from ..ext.owners import some_of
 from .before_sharding import Key, facts_of
+from .check_times import Comparison, RankCheck
 from .checksum import bits_of, checksum
-from .looks import Look, RankCheck
-from .questions import Question, ask, bounds_over, groups_by_mesh
+from .compare_ranks import ComparedNumbers, bounds_over, compare, groups_by_mesh
 
 _NUM_SAMPLES = 16
 # Where the values of a parameter come from: nobody knows, or they are others by now; fully_shard was given them; they
@@ -33,7 +33,7 @@ UNKNOWN, BUILT, LOADED = range(3)
 
 
 class _Sample(NamedTuple):
-    """Some values of a tensor of this shape: those at `indices` of its elements."""
+    """Holds some values of a tensor of shape `shape`: those at `indices` of its elements."""
 
     values: Tensor
     shape: torch.Size
@@ -58,7 +58,7 @@ def _sample(gathered: Any) -> _Sample | None:
 
 
 class InitialValues:
-    """Some values of one parameter that this rank has had whole, and where they came from (BUILT or LOADED)."""
+    """Holds some values of a parameter that this rank has had whole, and where they came from (BUILT or LOADED)."""
 
     def __init__(self, param: FSDPParam, sample: _Sample, origin: int) -> None:
         self._param, self._sample, self._origin = weakref.ref(param), sample, origin
@@ -132,7 +132,7 @@ def forget(param: FSDPParam) -> None:
 
 
 class InitialWeights(RankCheck):
-    """Compares what ranks have cut their shards from, at the first look, and at the first after all have loaded."""
+    """Compares what ranks have cut their shards from, the first time, and the first after all ranks have loaded."""
 
     def __init__(self) -> None:
         self._loaded: dict[FSDPParam, _Sample] = {}
@@ -161,9 +161,9 @@ class InitialWeights(RankCheck):
         for param in [param for param in group.params if param in self._loaded]:
             _known[param] = InitialValues(param, self._loaded.pop(param), LOADED)
 
-    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
-        if look.is_anew:
-            yield from _questions(look.root.groups)
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        if comparison.is_anew:
+            yield from _numbers_by_mesh(comparison.root.groups)
 
 
 def _replaced(group: FSDPParamGroup) -> list[FSDPParam]:
@@ -180,16 +180,16 @@ def compare_initial_weights(groups: Sequence[FSDPParamGroup]) -> None:
     """Raises RuntimeError, on all ranks, if they have cut groups from different weights. All ranks of the meshes must
     call it.
     """
-    for mesh, question in _questions(groups):
-        ask(mesh, [question])
+    for mesh, numbers in _numbers_by_mesh(groups):
+        compare(mesh, [numbers])
 
 
-def _questions(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, Question]]:
-    return ((mesh, _question(mesh, members)) for mesh, members in groups_by_mesh(groups).items())
+def _numbers_by_mesh(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+    return ((mesh, _numbers_of(mesh, members)) for mesh, members in groups_by_mesh(groups).items())
 
 
-def _question(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> Question:
-    """Asks whether ranks have cut the groups on `mesh` from the same weights."""
+def _numbers_of(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> ComparedNumbers:
+    """Returns numbers that are the same on all ranks if these have cut the groups on `mesh` from the same weights."""
     numbers = [digest([*known_of(group).values()]) for group in groups]
 
     def judge(bounds: Sequence[tuple[int, int]]) -> None:
@@ -199,7 +199,7 @@ def _question(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> Question:
         for param in (param for group in groups for param in group.params):
             forget(param)
 
-    return Question(f"starting weights of {some_of([*map(str, groups)])}", numbers, judge)
+    return ComparedNumbers(f"starting weights of {some_of([*map(str, groups)])}", numbers, judge)
 
 
 def _refuse_different(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> None:

@@ -1,6 +1,6 @@
-"""What checks do in each step: they decide whether it is time to look, and leave the look to the other files.
+"""Decides in each step which checks are due, and runs those; the checks themselves are in other files.
 
-A steady step runs nothing of this folder but a few methods of the classes here, and of unsynchronized.py.
+A steady step runs four methods of the classes here, and nothing else of this folder.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from ..core.mesh import DataMesh
 from ..core.policy import ReduceWhen
 from ..ext.collectives import choice_of
 from ..ext.unsharded_versions import UnshardedVersions, refuse_written
-from .looks import Check, ForwardCheck, Look, RankCheck, is_capturing, is_time_to_look, next_look
+from .check_times import Check, Comparison, ForwardCheck, RankCheck, is_capturing, is_check_time, next_check_time
+from .compare_ranks import ComparedNumbers, compare, connects, widest_mesh
 from .moved_data import UnshardedPlaces, put_back, refuse_lost, refuse_moved
-from .questions import Question, ask, connects, widest_mesh
 from .reads import PassReads
 
 _UNKNOWN = object()
 
 
-class RankLooks(Observer):
-    """Has the rank checks of a root compare ranks, at the times of looks.py.
+class RankComparisons(Observer):
+    """Has the rank checks of a root compare ranks when they are due.
 
-    They do when one of the groups that all ranks use is gathered. Ranks need not all begin a pass, if parameters are
-    unsharded already; each gathers that group as often.
+    Times are gathers of one group that all ranks use: all ranks gather it equally often, whereas a rank need not begin
+    a pass if parameters are unsharded already.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        # The group at whose collectives ranks look; None: there is no such group. It is known when all are attached.
+        # The group whose gathers are counted; None: there is no such group. It is known when all are attached.
         self._group: Any = _UNKNOWN
-        # How often it has communicated, and the next time at which ranks look.
+        # How often it has communicated, and the next time at which ranks compare.
         self._times, self._next = 0, 1
-        self._is_asked = False
+        # The next time is like the first one.
+        self._begins_anew = False
         # Over which ranks compare, if it connects them; known at the first time.
         self._mesh: DataMesh | None = None
 
@@ -49,62 +50,59 @@ class RankLooks(Observer):
         if group is self._group:
             number = self._times + 1
             if number >= self._next:
-                self._look(number)
+                self._compare(number)
             self._times = number
 
     def loaded(self, group: FSDPParamGroup) -> None:
-        self.ask()
+        self._begins_anew, self._next = True, 0  # all ranks have loaded
 
     def out_of_step(self, root: Any) -> None:
-        self._times, self._next, self._is_asked = 0, 1, False  # ranks may have looked different numbers of times
-
-    def ask(self) -> None:
-        """Looks, as at the first time, when ranks communicate next. All ranks must call it."""
-        self._is_asked, self._next = True, 0
+        self._times, self._next, self._begins_anew = 0, 1, False  # ranks may have counted different numbers
 
     def refresh(self) -> None:
         """Follows the levels of the checks, which have changed."""
         self._next = 0
 
-    def _look(self, number: int) -> None:
-        """
+    def _compare(self, number: int) -> None:
+        """Has the checks compare ranks that are due at time `number`.
+
         Raises:
             RuntimeError: ranks differ in what they must have in common; on every rank.
         """
-        root, is_anew = self._root, number == 1 or self._is_asked
+        root, is_anew = self._root, number == 1 or self._begins_anew
         if is_anew:
             widest = widest_mesh(root.groups)
             self._mesh = widest if connects(widest) else None
         checks = [each for each in root.events.observers if isinstance(each, RankCheck)]
-        due = checks if self._is_asked else [each for each in checks if is_time_to_look(number, each.always)]
+        due = checks if self._begins_anew else [each for each in checks if is_check_time(number, each.always)]
         for check in due:
             check.refuse(root)
-        look = Look(root, number, is_anew, self._mesh)
-        asked: dict[DataMesh | None, list[Question]] = {}
+        comparison = Comparison(root, number, is_anew, self._mesh)
+        by_mesh: dict[DataMesh | None, list[ComparedNumbers]] = {}
         for check in due:
-            for mesh, question in check.questions(look):
-                asked.setdefault(mesh, []).append(question)
-        of_all = asked.pop(self._mesh, [])
-        for other, questions in asked.items():
-            assert other is not None, "checks ask over meshes only"
-            ask(other, questions, root)
+            for mesh, numbers in check.numbers(comparison):
+                by_mesh.setdefault(mesh, []).append(numbers)
+        of_all = by_mesh.pop(self._mesh, [])
+        for other, compared in by_mesh.items():
+            assert other is not None, "ranks compare over meshes only"
+            compare(other, compared, root)
         if self._mesh is not None:
-            ask(self._mesh, of_all, root)
-        # If that has raised, ranks look again next time.
-        self._is_asked = False
-        self._next = number + 1 if any(each.always for each in checks) else next_look(number)
+            compare(self._mesh, of_all, root)
+        # Had a check raised, ranks would compare again next time.
+        self._begins_anew = False
+        self._next = number + 1 if any(each.always for each in checks) else next_check_time(number)
 
 
-class RankLooksOnReplicas(RankLooks):
-    """Has ranks look when the group is reduced, too: where nothing is gathered, that is where they communicate."""
+class ReplicaComparisons(RankComparisons):
+    """Counts reductions of the group as times, too: where nothing is gathered, ranks communicate there only."""
 
     def before_reduce(self, group: FSDPParamGroup) -> None:
         self.before_gather(group)
 
 
-def make_rank_looks(root: Any) -> RankLooks:
-    """Returns the RankLooks that the root's mesh needs."""
-    return (RankLooksOnReplicas if widest_mesh(root.groups).size == 1 else RankLooks)(root)
+def make_rank_comparisons(root: Any) -> RankComparisons:
+    """Returns the RankComparisons that the root's mesh needs."""
+    return (ReplicaComparisons if widest_mesh(root.groups).size == 1 else RankComparisons)(root)
 
 
 def group_of_all_ranks(root: Any) -> FSDPParamGroup | None:
@@ -119,9 +117,9 @@ def group_of_all_ranks(root: Any) -> FSDPParamGroup | None:
 class ForwardChecks(Observer):
     """Has the forward checks of a root check forwards of its groups.
 
-    All groups are due at the passes of looks.py. A group stays due until its next forward, which is checked: the first
-    one in any case, and of a group that runs rarely the first after each such pass. At the debug level of a check, or
-    of a group, each forward is checked. While no group is due, no event of a forward is followed.
+    Times are forward passes of the root, at which all groups become due. A group stays due until its next forward,
+    which is checked. So its first forward is, and if it runs rarely, the first one after each such pass. At the debug
+    level of a check, or of a group, each forward is checked. While no group is due, no event of a forward is followed.
     """
 
     ignored = frozenset({"forward_ended", "pass_ended"})
@@ -147,7 +145,7 @@ class ForwardChecks(Observer):
     def pass_began(self, root: Any) -> None:
         number = self._passes = self._passes + 1
         if number >= self._next:
-            self._next = next_look(number)
+            self._next = next_check_time(number)
             for group in root.groups:
                 self._due.setdefault(group, False)
             self._follow_forwards()

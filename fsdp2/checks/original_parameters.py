@@ -1,4 +1,4 @@
-"""What was a parameter before fully_shard, and is none of the model any more: whoever still uses it is told.
+"""Finds uses of what was a parameter before fully_shard, and is none of the model any more.
 
 It is known by a mark. If it turns up in another fully_shard call it was tied across groups; in an optimizer, that was
 built too early; if it gets a gradient, something computes with it.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..ext.compat import replace_hooks
 from ..ext.owners import SHARDED_AS
 from .before_sharding import facts_of
-from .looks import Check
+from .check_times import Check
 
 
 class OriginalParameters(Check):

@@ -1,4 +1,4 @@
-"""What fully_shard refuses of a call's plan: every check comes before anything is changed, and says what to do."""
+"""Refuses calls of fully_shard that the engine can't do, before anything is changed; errors say what to do."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from ..core.gather import view_bytes
 from ..core.group import FSDPParamGroup, Hold
 from ..core.parameter import FSDPParam
 from ..ext.unsharded_versions import refuse_written
+from .check_times import ForwardCheck
 from .checksum import bits_of
-from .looks import ForwardCheck
 from .observers import judge_at_end
 from .reads import NO_NUMBERS
 
@@ -79,7 +79,7 @@ class UnseenWrites(ForwardCheck):
     """Compares what unsharded parameters hold at the end of a forward with what they held when it began."""
 
     def __init__(self) -> None:
-        # What the groups whose forwards run, and are looked at, held when these began.
+        # For each group whose forward is being checked, what it held when that began.
         self._content: dict[FSDPParamGroup, UnshardedContent] = {}
 
     def before_forward(self, group: FSDPParamGroup, is_first: bool, is_thorough: bool) -> None:

@@ -29,7 +29,7 @@ MAX_FUNCTIONS = 195
 MAX_FILES = 33
 
 STEPS_BEFORE = 9
-"""After so many steps everything that is prepared once is there. The next is none of those at which checks look."""
+"""After so many steps everything that is prepared once is there. The next is none of those at which checks are due."""
 
 COLLECTIVES = {
     "_allgather_base",
@@ -137,7 +137,7 @@ def sharded_model(precision: str) -> nn.Module:
 
 @pytest.fixture(params=PRECISIONS, scope="module")
 def steady_step(request: pytest.FixtureRequest) -> Watch:
-    """Returns what runs in forward and backward of a step that has everything prepared, and looks at nothing."""
+    """Returns what runs in forward and backward of a step that has everything prepared, where no check is due."""
     with fake_world(64):
         model = sharded_model(request.param)
         optimizer = torch.optim.AdamW(model.parameters())

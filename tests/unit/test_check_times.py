@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.checks.looks import ForwardCheck
+from fsdp2.checks.check_times import ForwardCheck
 from fsdp2.checks.observers import ForwardChecks
 from fsdp2.core.events import Events
 from fsdp2.core.state import groups_of, require_state
