@@ -130,7 +130,7 @@ class ForwardChecks(Observer):
         self._passes, self._next = 0, 1
         # The groups whose next forward is checked. True: it is their first.
         self._due: dict[FSDPParamGroup, bool] = {}
-        # Some check checks each forward. The groups of which some check does.
+        # True if some check checks each forward of all groups; the groups of which some check checks each forward.
         self._is_debug = False
         self._always: set[FSDPParamGroup] = set()
         # The checks of the groups whose forward is being checked.
@@ -151,21 +151,19 @@ class ForwardChecks(Observer):
             self._follow_forwards()
 
     def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        group = state.groups[0]
-        if is_capturing():
-            return
+        is_due = state.groups[0] in self._due
         for check in self._checks():
-            if check.always or group in self._due:
+            if (is_due or check.always) and not is_capturing():
                 check.before_cast(state, inputs, dtype)
 
     def forward_began(self, group: FSDPParamGroup) -> None:
-        is_due, is_checked = group in self._due, group in self._always
-        if not (is_due or is_checked) or group.state.running > 1 or is_capturing():
+        is_due = group in self._due
+        if not (is_due or group in self._always) or group.state.running > 1 or is_capturing():
             return
-        is_first, level = self._due.get(group, False), choice_of(group).checked
-        checks = [check for check in self._checks() if is_due or level or check.always]
+        is_first, is_debug = self._due.get(group, False), choice_of(group).checked
+        checks = [check for check in self._checks() if is_due or is_debug or check.always]
         for check in checks:
-            check.before_forward(group, is_first, is_thorough=level or check.always)
+            check.before_forward(group, is_first, is_thorough=is_debug or check.always)
         self._running[group] = checks
         follow_if(True, self._root, self, "forward_ended")
         # Had a check raised, the group would still be due.
