@@ -2,7 +2,7 @@
 
 `python -m benchmarks.cuda PART FILE` measures one part and appends rows to a file as it goes.
 
-At its steps number 1, 2, 4, 8, 16, ... fsdp2's checks look (fsdp2/checks/looks.py), and the host waits for the device.
+At its steps number 1, 2, 4, 8, 16, ... fsdp2's checks are due (fsdp2/checks/check_times.py), and the host waits then.
 What is counted, and memory, is that of steps between; of nine timed steps at most one is such a step, which medians
 leave out.
 """
@@ -33,7 +33,7 @@ from .libraries import Library
 from .report import Row, timed_row
 from .timing import Call, interleave, repeat, subtract
 
-WARM_UP = 4  # the next three steps are not among those at which checks look
+WARM_UP = 4  # the next three steps are not among those at which checks are due
 # Which calls of the CUDA runtime and driver count as what; the first that fits.
 CALLS = {
     "device-wide and stream waits": ("Synchronize", "cudaMemcpy$"),

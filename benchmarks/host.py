@@ -111,7 +111,7 @@ def count_step_calls(library: Library | None, shape: Shape, precision: str, hook
 
 
 def build_steady_step(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> Call:
-    """A step that has run four times: in the 1st, 2nd, 4th, 8th, ... guards look at more."""
+    """A step that has run four times: in the 1st, 2nd, 4th, 8th, ... checks are due."""
     step = build_step(library, shape, precision, hooked)
     repeat(4, step)
     return step

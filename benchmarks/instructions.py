@@ -37,7 +37,7 @@ from .timing import repeat
 from .wrapping import LAYERS, Chain
 
 HERE = Path(__file__).resolve().parent
-WARMUP, STEPS = 4, 3  # at steps 1, 2, 4, 8, ... guards look at more
+WARMUP, STEPS = 4, 3  # at steps 1, 2, 4, 8, ... checks are due
 START, START_WORLD, START_BLOCKS, START_DIM = "at the start", 8, 16, 16
 # Callgrind counts while this function of the interpreter runs: the operator `@=`, which nothing else uses.
 WATCHED = "PyNumber_InPlaceMatrixMultiply"

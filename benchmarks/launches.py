@@ -259,7 +259,7 @@ def _count_steps(
     model: nn.Module, precision: str, library: Library, mesh: DeviceMesh, link: Link
 ) -> tuple[Counts, Counts]:
     """Of one forward without gradients, in which each block is gathered, and of one training step. They are the sixth
-    and fifth forward: at the first, second, fourth and eighth, fsdp2 looks at values.
+    and fifth forward: at the first, second, fourth and eighth, checks are due.
     """
     x = torch.zeros(1, requires_grad=True)
     with LaunchMeter():

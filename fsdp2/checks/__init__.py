@@ -1,4 +1,4 @@
-"""Checks of ranks and of users, for what would train on without an error and give wrong weights.
+"""Checks ranks and users: refuses what would train on without an error and give wrong weights.
 
 table.py lists them, with their switches; observers.py holds what they do in each step. arguments.py and plan.py refuse
 what fully_shard can't do. headers.py, rollcall.py and named_comm.py compare what ranks are about to communicate.

@@ -1,4 +1,4 @@
-"""The types of what fully_shard and replicate are given, checked before anything else: errors say what to write."""
+"""Checks the types of the arguments of fully_shard and replicate before anything else: errors say what to write."""
 
 from __future__ import annotations
 
@@ -125,14 +125,14 @@ def _check_initialised(roots: Sequence[nn.Module], ignored: Any) -> None:
         for module, prefix in below.items():
             parameters: dict[str, Any] = module._parameters
             for name, parameter in parameters.items():
-                if isinstance(parameter, UninitializedParameter) and parameter not in ignored:
+                if UninitializedParameter in type(parameter).__mro__ and parameter not in ignored:
                     raise ValueError(
                         f"{fqn(prefix, name)} is uninitialised. Run the lazy module once before fully_shard."
                     )
 
 
 class Placements:
-    """A user's `shard_placement_fn`. It remembers for which parameters that has returned a placement alone."""
+    """Wraps a user's `shard_placement_fn`; notes for which parameters it has returned a placement without a mesh."""
 
     def __init__(self, choose: Callable[[nn.Parameter], Any]) -> None:
         self._choose = choose

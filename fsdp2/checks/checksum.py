@@ -1,4 +1,4 @@
-"""Checksums of tensors, to find out whether ranks hold the same bits."""
+"""Computes checksums of tensors, to find out whether ranks hold the same bits."""
 
 from __future__ import annotations
 

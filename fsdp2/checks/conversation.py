@@ -1,4 +1,4 @@
-"""The messages of collectives over gloo, whose headers ranks compare before anything else is looked at."""
+"""Exchanges the messages of collectives over gloo. Ranks compare their headers before they read anything else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tell_out_of_step(purposes: Iterable[Purpose]) -> None:
 
 
 class Exchange:
-    """The messages of one collective between this rank and the others: a Work.
+    """Is the Work of one collective: the messages between this rank and the others.
 
     A rank's first message begins with its header; a small tensor may ride behind that.
 
@@ -97,7 +97,7 @@ class Exchange:
 
 
 class Conversation:
-    """The collectives of one process group whose headers are still to be compared, in the order in which they began.
+    """Holds the collectives of one process group whose headers are still to be compared, in the order of their begin.
 
     Messages that follow headers are matched by tags that derive from all headers so far: what is sent by ranks that are
     out of step arrives nowhere. After an error tags begin anew, on all ranks.
@@ -156,7 +156,7 @@ class Conversation:
             self.give_up([], "")
 
     def give_up(self, begun: Sequence[Exchange], error: str) -> None:
-        """Those, and all that are still to be compared, will not happen."""
+        """Drops those collectives, and all whose headers are still to be compared: they will not happen."""
         self._left_behind, self.partings = self.partings, []
         for each in (*begun, *self._pending):
             self._left_behind += each.sent

@@ -1,4 +1,4 @@
-"""What has no values yet: memory that `to_empty` gave to tensors on the meta device, and buffers still on that device.
+"""Finds tensors without values: memory that `to_empty` gave to tensors on the meta device, buffers still on it.
 
 Such memory is marked, so that what nobody initialises is told from what somebody has, also by a collective or through
 `.data`, which count nowhere.
@@ -19,10 +19,10 @@ from ..core.group_parameters import version_if_counted
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam, fqn
 from ..core.state import groups_of, names_below
+from .check_times import Comparison, ForwardCheck, RankCheck
 from .checksum import values_of
+from .compare_ranks import ComparedNumbers, compare, groups_by_mesh
 from .levels import is_on
-from .looks import ForwardCheck, Look, RankCheck
-from .questions import Question, ask, groups_by_mesh
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -125,26 +125,26 @@ def find_unwritten(groups: Iterable[FSDPParamGroup]) -> set[FSDPParam | Tensor]:
 
 
 class EmptyMemory(RankCheck):
-    """Refuses to train with memory that nobody has initialised, at the first look, and the first after loading."""
+    """Refuses to train with memory that nobody has initialised, the first time, and the first after loading."""
 
-    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
-        if look.is_anew:
-            yield from _questions(look.root.groups)
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        if comparison.is_anew:
+            yield from _numbers_by_mesh(comparison.root.groups)
 
 
 def refuse_empty_memory(groups: Iterable[FSDPParamGroup]) -> None:
     """Raises RuntimeError, on all ranks, if nobody has initialised memory of `groups`. All ranks of the groups' meshes
     must call it.
     """
-    for mesh, question in _questions(groups):
-        ask(mesh, [question])
+    for mesh, numbers in _numbers_by_mesh(groups):
+        compare(mesh, [numbers])
 
 
-def _questions(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, Question]]:
-    return ((mesh, _question(members)) for mesh, members in groups_by_mesh(groups).items())
+def _numbers_by_mesh(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+    return ((mesh, _numbers_of(members)) for mesh, members in groups_by_mesh(groups).items())
 
 
-def _question(groups: Sequence[FSDPParamGroup]) -> Question:
+def _numbers_of(groups: Sequence[FSDPParamGroup]) -> ComparedNumbers:
     def judge(bounds: Sequence[tuple[int, int]]) -> None:
         for group, (_, unwritten) in zip(groups, bounds, strict=True):
             if unwritten:
@@ -153,7 +153,7 @@ def _question(groups: Sequence[FSDPParamGroup]) -> Question:
                     "Initialise or load it before the first forward; a buffer that no state dict holds, too."
                 )
 
-    return Question("empty memory", [*map(_last_unwritten, groups)], judge)
+    return ComparedNumbers("empty memory", [*map(_last_unwritten, groups)], judge)
 
 
 def _last_unwritten(group: FSDPParamGroup) -> int:
@@ -195,7 +195,7 @@ class BuffersOnMeta(ForwardCheck):
     def __init__(self) -> None:
         self._passed: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def looks_at(self, group: FSDPParamGroup, number: int, is_thorough: bool) -> None:
+    def before_forward(self, group: FSDPParamGroup, is_first: bool, is_thorough: bool) -> None:
         if group in self._passed and not self.always:
             return
         device = group.mesh.device

@@ -1,4 +1,4 @@
-"""Ways into a sharded module other than its forward. Nothing gathers there by itself: errors say what does.
+"""Raises errors for ways into a sharded module other than its forward, where nothing gathers: they say what does.
 
 Many methods are about the sharded parameters: they build an optimizer, initialise, count, save. Those that compute with
 unsharded ones are to be registered (see forward_method.py). Without that, torch says no more than that it can't mix
@@ -22,14 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from ..core.group import UNSHARDED, FSDPParamGroup
 from ..core.parameter import FSDPParam
-from ..core.state import FSDPState, names_below, state_of
+from ..core.state import FSDPState, state_of
 from ..ext.compat import watch_calls
 from ..ext.nested import attribute_names, fields_of, is_dataclass, tensors_in
 from ..ext.owners import all_groups
-from .looks import Check
+from .before_sharding import facts_of
+from .check_times import Check
 
 _KEY = "fsdp2"
-# What holds no tensors, or is not looked into.
+# Types whose objects hold no tensors, or are not searched.
 _ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, torch.device, nn.Module)
 # What torch says of operands of different dtypes.
 _ON_DTYPES = re.compile("dtype|scalar type|should be the same")
@@ -43,11 +44,14 @@ class EntryPoints(Check):
     def attached(self, root: Any) -> None:
         for group in root.groups:
             self._unwatch(group)
-            inside = dict.fromkeys(slot.module for param in group.params for slot in param.slots)
+            inside = dict.fromkeys([slot.module for param in group.params for slot in param.slots])
             for module in inside:
                 if module not in group.modules:
                     self._watch(group, module)
-        leave_fast_paths(names_below(root.state.modules))
+            for reference in facts_of(group).transformer_layers:
+                layer = reference()
+                if layer is not None:
+                    leave_fast_path(layer)
 
     def detached(self, root: Any) -> None:
         for group in root.groups:
@@ -67,15 +71,14 @@ class EntryPoints(Check):
         entries[:] = [each for each in entries if each[2] is not refuse_call]
 
 
-def leave_fast_paths(modules: Iterable[nn.Module]) -> None:
-    """Has torch's transformer layers among `modules` call what is sharded inside them: in evaluation they would read
-    its parameters, except from modules that have hooks.
+def leave_fast_path(layer: nn.TransformerEncoderLayer) -> None:
+    """Has one of torch's transformer layers call what is sharded inside it: in evaluation it would read the parameters,
+    except from modules that have hooks.
     """
-    for layer in (module for module in modules if isinstance(module, nn.TransformerEncoderLayer)):
-        for module in layer.modules():
-            is_sharded = module is not layer and state_of(module) is not None
-            if is_sharded and _do_nothing not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_do_nothing)
+    for module in layer.modules():
+        is_sharded = module is not layer and state_of(module) is not None
+        if is_sharded and _do_nothing not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_do_nothing)
 
 
 def _do_nothing(module: nn.Module, args: Any) -> None:
@@ -86,7 +89,7 @@ def _do_nothing(module: nn.Module, args: Any) -> None:
 
 
 class _NotGatheredError(RuntimeError):
-    """`owner`: the state whose parameters were sharded."""
+    """Says that parameters were not gathered. `owner`: the state whose parameters were sharded."""
 
     def __init__(self, text: str, owner: FSDPState) -> None:
         super().__init__(text)
@@ -94,7 +97,7 @@ class _NotGatheredError(RuntimeError):
 
 
 def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Forward pre-hook of a module that is called while its parameters, which another module gathers, are sharded.
+    """Refuses a call of a module whose parameters, which another module gathers, are sharded. It is a forward pre-hook.
 
     Raises:
         RuntimeError: unless the call computes on shards, with DTensors.
@@ -180,7 +183,7 @@ def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any
 
 
 def _tensors_in_objects(value: Any, name: str) -> Iterator[tuple[str, Any, Tensor]]:
-    """Yields the tensors that `map_tensors` does not look for, since they are in objects of other kinds: an expression
+    """Yields the tensors that `map_tensors` does not find, since they are in objects of other kinds: an expression
     for each, if `value` is called `name`, and the outermost such object around it.
     """
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""Headers: what a collective is about, so that collectives of two ranks that don't belong together are never mixed.
+"""Defines headers, which say what a collective is about, so that those of two ranks are never mixed by mistake.
 
 A header names a group of parameters, what is done with it, and the sizes of the tensors that cross. Ranks that find
 different headers at the same place of their sequence of collectives are out of step: all of them raise.

@@ -1,4 +1,4 @@
-"""The weights that ranks begin with: all must have cut the same, because they were seeded alike, or loaded the same.
+"""Compares the weights that ranks begin with: all must have cut the same, seeded alike, or loaded from one file.
 
 Some values of each parameter are kept from before it is sharded, until ranks have compared them.
 """
@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.api import Plan
+from ..core.api import ParameterPlan
 from ..core.compat import is_python_group, local_of, no_torch_function
 from ..core.group import FSDPParamGroup
 from ..core.group_parameters import version_if_counted
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
 from ..ext.owners import some_of
+from .before_sharding import Key, facts_of
+from .check_times import Comparison, RankCheck
 from .checksum import bits_of, checksum
-from .looks import Look, RankCheck
-from .questions import Question, ask, bounds_over, groups_by_mesh
+from .compare_ranks import ComparedNumbers, bounds_over, compare, groups_by_mesh
 
 _NUM_SAMPLES = 16
 # Where the values of a parameter come from: nobody knows, or they are others by now; fully_shard was given them; they
@@ -32,7 +33,7 @@ UNKNOWN, BUILT, LOADED = range(3)
 
 
 class _Sample(NamedTuple):
-    """Some values of a tensor of this shape: those at `indices` of its elements."""
+    """Holds some values of a tensor of shape `shape`: those at `indices` of its elements."""
 
     values: Tensor
     shape: torch.Size
@@ -57,7 +58,7 @@ def _sample(gathered: Any) -> _Sample | None:
 
 
 class InitialValues:
-    """Some values of one parameter that this rank has had whole, and where they came from (BUILT or LOADED)."""
+    """Holds some values of a parameter that this rank has had whole, and where they came from (BUILT or LOADED)."""
 
     def __init__(self, param: FSDPParam, sample: _Sample, origin: int) -> None:
         self._param, self._sample, self._origin = weakref.ref(param), sample, origin
@@ -111,18 +112,13 @@ def digest(known: Sequence[InitialValues]) -> Tensor | int:
 # ---- what is known of parameters
 
 _known: weakref.WeakKeyDictionary[FSDPParam, InitialValues] = weakref.WeakKeyDictionary()
-# By the module and the name of a parameter's first slot, from the plan of a call until its group is attached.
-_planned: weakref.WeakKeyDictionary[nn.Module, dict[str, _Sample]] = weakref.WeakKeyDictionary()
 
 
-def keep_samples(plan: Plan) -> None:
-    """Keeps some values of the parameters of a call, before they are cut."""
-    with torch.no_grad():
-        for each in plan.parameters.values():
-            module, name = each.slots[0].module, each.slots[0].name
-            sample = _sample(each.distribution.gathered_part(each.slots[0].get()))
-            if sample is not None:
-                _planned.setdefault(module, {})[name] = sample
+def keep_sample(samples: dict[Key, Any], each: ParameterPlan, parameter: nn.Parameter) -> None:
+    """Keeps some values of a parameter, before it is cut. Grad must be off."""
+    sample, slot = _sample(each.distribution.gathered_part(parameter)), each.slots[0]
+    if sample is not None:
+        samples[id(slot.module), slot.name] = sample
 
 
 def known_of(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
@@ -136,16 +132,19 @@ def forget(param: FSDPParam) -> None:
 
 
 class InitialWeights(RankCheck):
-    """Compares what ranks have cut their shards from, at the first look, and at the first after all have loaded."""
+    """Compares what ranks have cut their shards from, the first time, and the first after all ranks have loaded."""
 
     def __init__(self) -> None:
         self._loaded: dict[FSDPParam, _Sample] = {}
 
     def attached(self, root: Any) -> None:
-        for param in (param for group in root.new_groups for param in group.params):
-            sample = _planned.get(param.slots[0].module, {}).pop(param.slots[0].name, None)
-            if sample is not None:
-                _known[param] = InitialValues(param, sample, BUILT)
+        for group in root.new_groups:
+            samples = facts_of(group).samples
+            for param in group.params if samples else ():
+                slot = param.slots[0]
+                sample = samples.pop((id(slot.module), slot.name), None)
+                if sample is not None:
+                    _known[param] = InitialValues(param, sample, BUILT)
 
     def before_replace(self, group: FSDPParamGroup, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
         self._loaded.clear()
@@ -162,9 +161,9 @@ class InitialWeights(RankCheck):
         for param in [param for param in group.params if param in self._loaded]:
             _known[param] = InitialValues(param, self._loaded.pop(param), LOADED)
 
-    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
-        if look.is_anew:
-            yield from _questions(look.root.groups)
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        if comparison.is_anew:
+            yield from _numbers_by_mesh(comparison.root.groups)
 
 
 def _replaced(group: FSDPParamGroup) -> list[FSDPParam]:
@@ -181,16 +180,16 @@ def compare_initial_weights(groups: Sequence[FSDPParamGroup]) -> None:
     """Raises RuntimeError, on all ranks, if they have cut groups from different weights. All ranks of the meshes must
     call it.
     """
-    for mesh, question in _questions(groups):
-        ask(mesh, [question])
+    for mesh, numbers in _numbers_by_mesh(groups):
+        compare(mesh, [numbers])
 
 
-def _questions(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, Question]]:
-    return ((mesh, _question(mesh, members)) for mesh, members in groups_by_mesh(groups).items())
+def _numbers_by_mesh(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+    return ((mesh, _numbers_of(mesh, members)) for mesh, members in groups_by_mesh(groups).items())
 
 
-def _question(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> Question:
-    """Asks whether ranks have cut the groups on `mesh` from the same weights."""
+def _numbers_of(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> ComparedNumbers:
+    """Returns numbers that are the same on all ranks if these have cut the groups on `mesh` from the same weights."""
     numbers = [digest([*known_of(group).values()]) for group in groups]
 
     def judge(bounds: Sequence[tuple[int, int]]) -> None:
@@ -200,7 +199,7 @@ def _question(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> Question:
         for param in (param for group in groups for param in group.params):
             forget(param)
 
-    return Question(f"starting weights of {some_of([*map(str, groups)])}", numbers, judge)
+    return ComparedNumbers(f"starting weights of {some_of([*map(str, groups)])}", numbers, judge)
 
 
 def _refuse_different(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> None:

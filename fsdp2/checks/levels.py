@@ -1,4 +1,4 @@
-"""Which checks are in force: the level of each, by its name. table.py says what they do."""
+"""Holds the level of each check, by its name: which are in force. table.py says what they do."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NAMES = (
 
 @cache
 def _levels() -> dict[str, str]:
-    """Returns the level of each check, by its name: at first, when somebody asks, those that the environment variable
-    FSDP2_CHECKS asks for: `off`, or `entry points=off, ...`.
+    """Returns the level of each check, by its name. They begin as the environment variable FSDP2_CHECKS says: `off`, or
+    `entry points=off, ...`.
 
     Raises:
         ValueError: it names a check or a level that there is not.
@@ -57,5 +57,5 @@ def is_on(name: str) -> bool:
 
 
 def change_levels(wanted: Mapping[str, str]) -> None:
-    """Changes the levels of these checks, for whoever asks from now on."""
+    """Changes the levels of these checks."""
     _levels().update(wanted)

@@ -1,4 +1,4 @@
-"""Unsharded parameters must lie in their group's memory, as gathers and reductions assume.
+"""Finds unsharded parameters that do not lie in their group's memory, as gathers and reductions assume.
 
 Users can assign `.data` of an unsharded parameter, which no version counter shows.
 """
@@ -18,7 +18,7 @@ from ..core.parameter import FSDPParam
 
 
 class UnshardedPlaces:
-    """The addresses and shapes that the unsharded parameters of one group must have.
+    """Holds the addresses and shapes that the unsharded parameters of one group must have.
 
     `tensors`: those with elements, but for those that say themselves how they are gathered. `base`: the address of
     `storage` when `pointers`, the addresses of the tensors, were computed.
@@ -39,7 +39,7 @@ class UnshardedPlaces:
 
     def find_tensors(self) -> list[Tensor]:
         """Returns the local tensors of those that are DTensors, and the others themselves."""
-        return [*map(local_if_any, self.tensors)]
+        return [*map(local_if_any, self.tensors)] if self.are_distributed else self.tensors
 
     def find_moved(self) -> dict[FSDPParam, tuple[int, ...] | None]:
         """Returns the parameters that lie elsewhere, with the shapes of those that have another shape."""

@@ -1,4 +1,4 @@
-"""Collectives over gloo that carry their names: ranks that are out of step raise, and no bytes are mixed."""
+"""Runs collectives over gloo that carry their names: ranks that are out of step raise, and no bytes are mixed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ comms_of: WeakKeyDictionary[Purpose, WeakSet[Any]] = WeakKeyDictionary()
 
 
 class NamedPairwiseComm(PairwiseComm):
-    """A PairwiseComm whose first message to each rank begins with a header, which is compared first."""
+    """Is a PairwiseComm whose first message to each rank begins with a header, which is compared first."""
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         super().__init__(group, purpose)

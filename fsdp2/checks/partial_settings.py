@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..core.group import FSDPParamGroup
 from ..ext.collectives import choice_of
 from ..ext.owners import some_of
-from .looks import Check
+from .check_times import Check
 
 # By the method that sets it: a user's function, which a group without parameters never calls.
 _FUNCTIONS = {
@@ -29,7 +29,7 @@ _ADVICE = {
 
 
 class _Changes:
-    """How often settings of a group, or which of its parameters are trainable, have changed in this process."""
+    """Counts how often settings of groups, or which parameters are trainable, have changed in this process."""
 
     number = 0
 

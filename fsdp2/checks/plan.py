@@ -1,9 +1,8 @@
-"""What fully_shard refuses of a call's plan: every check comes before anything is changed, and says what to do."""
+"""Refuses calls of fully_shard that the engine can't do, before anything is changed; errors say what to do."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,13 +22,26 @@ from ..ext.compat import Memory, memory_of, size_at_first
 from ..ext.owners import SHARDED_AS
 from ..ext.subclasses import count_pre_arguments, missing_methods, refuse_secondary_shards
 from .arguments import Placements
+from .before_sharding import begin, facts_of
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuses what a call is about to do, if the engine can't do it: see `fsdp2.fully_shard` for the errors."""
-    for each in plan.parameters.values():
-        _check_parameter(each.name, each.slots)
-    memory = _check_memory(plan)
+    """Refuses what a call is about to do, if the engine can't do it: see `fsdp2.fully_shard` for the errors.
+
+    Each call comes here, so nothing is called for a plain parameter that need not be.
+    """
+    parameters = {name: each.slots[0].get() for name, each in plan.parameters.items()}
+    with_options = {
+        module
+        for module in plan.managed
+        if _may_have_options(type(module)) or not vars(module).keys().isdisjoint(_OPTIONS)  # type: ignore[arg-type]
+    }
+    for name, parameter in parameters.items():
+        _check_parameter(name, parameter)
+        for slot in plan.parameters[name].slots if with_options else ():
+            if slot.module in with_options:
+                _check_options(name, slot.module)
+    _check_memory(plan, parameters)
     for root in plan.roots:
         _check_names(root)
     given, shared = plan.given, plan.mesh
@@ -37,24 +49,35 @@ def check_plan(plan: Plan) -> None:
     _check_reshard(reshard, shared)
     _check_conditional(plan, conditional)
     _check_placements(plan)
-    for each in plan.parameters.values():
+    meshes = {id(shared): shared}
+    for name, each in plan.parameters.items():
         if each.mesh is not shared:
-            _check_device_type(each.name, each.mesh, shared)
+            meshes[id(each.mesh)] = each.mesh
+            _check_device_type(name, each.mesh, shared)
             _check_reshard(reshard, each.mesh)
-        _check_wire(each.name, given.mp_policy, each.mesh)
-        _check_frequencies(each)
-        _check_extension(each, reshard)
-    for mesh in {id(mesh): mesh for mesh in (shared, *(each.mesh for each in plan.parameters.values()))}.values():
+        if given.mp_policy.wire_dtype is not None:
+            _check_wire(name, given.mp_policy, each.mesh)
+        if with_options:
+            _check_frequencies(each)
+        if type(parameters[name]) is not nn.Parameter:
+            _check_extension(each, reshard)
+    for mesh in meshes.values():
         _check_ranks_stay(mesh)
     for each in plan.parameters.values() if conditional else ():
         _check_one_mesh(each.name, each.mesh, shared)
-    for each in plan.parameters.values():
-        slot = each.slots[0]
-        _memory_of.setdefault(slot.module, {})[slot.name] = memory[each.name]
 
 
-def _check_parameter(name: str, slots: list[Slot]) -> None:
-    parameter = slots[0].get()
+# Attributes of embeddings, and of modules like them, which some values of are refused.
+_OPTIONS = ("sparse", "max_norm", "scale_grad_by_freq")
+
+
+@lru_cache
+def _may_have_options(cls: type[nn.Module]) -> bool:
+    """Returns True if instances of `cls` may have one of them besides what is in their dict."""
+    return any(_may_have(cls, name) for name in _OPTIONS)  # type: ignore[arg-type]
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter.layout is not torch.strided:
         raise NotImplementedError(
             f"{_describe(name, parameter)} has the sparse layout {parameter.layout}; expected a dense tensor."
@@ -83,13 +106,15 @@ def _check_parameter(name: str, slots: list[Slot]) -> None:
             f"{name} has a gradient, of which nobody knows whether each rank has all of it, or a part. Call step() or "
             "zero_grad() before fully_shard."
         )
-    for slot in slots:
-        if isinstance(slot.module, (nn.Embedding, nn.EmbeddingBag)) and slot.module.sparse:
-            raise NotImplementedError(f"{name}: sparse gradients are not supported. Use sparse=False.")
-        if _attribute(slot.module, "max_norm") is not None:
-            raise NotImplementedError(
-                f"{name}: max_norm writes to the weight in forward; that would be lost. Leave it out."
-            )
+
+
+def _check_options(name: str, module: nn.Module) -> None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        raise NotImplementedError(f"{name}: sparse gradients are not supported. Use sparse=False.")
+    if _attribute(module, "max_norm") is not None:
+        raise NotImplementedError(
+            f"{name}: max_norm writes to the weight in forward; that would be lost. Leave it out."
+        )
 
 
 def _data_of(parameter: nn.Parameter) -> Tensor:
@@ -148,37 +173,38 @@ def _check_wire(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh) -> None
 
 def _check_names(root: nn.Module) -> None:
     """Refuses a module that has what the methods of its new class would hide."""
-    added = public_methods()
+    added = _public_names(strategies().module_class or FSDPModule)
     places: list[Any] = [root._modules, root._parameters, root._buffers, vars(root), *map(vars, type(root).__mro__)]
-    clash = sorted(set().union(*(place.keys() & added for place in places)))
+    clash = sorted(set().union(*[place.keys() & added for place in places]))
     if clash:
         raise TypeError(
             f"{type(root).__name__} has {', '.join(clash)} of its own, which are methods of FSDPModule. Rename them."
         )
 
 
-def public_methods() -> frozenset[str]:
-    """Returns the names that fully_shard adds to a module."""
-    parts = (strategies().module_class or FSDPModule).__mro__
-    return frozenset(name for part in parts if part is not object for name in vars(part) if not name.startswith("_"))
+@lru_cache
+def _public_names(cls: type) -> frozenset[str]:
+    """Returns the names that fully_shard adds to a module, which gets the methods of `cls`."""
+    parts = [part for part in cls.__mro__ if part is not object]
+    return frozenset(name for part in parts for name in vars(part) if not name.startswith("_"))
 
 
 # ---- memory
 
 
-# What was known, before it was sharded, of the memory of a parameter, by the module and the name of its first slot.
-_memory_of: weakref.WeakKeyDictionary[nn.Module, dict[str, Memory | None]] = weakref.WeakKeyDictionary()
-
-
-def _check_memory(plan: Plan) -> dict[str, Memory | None]:
-    """Returns where each parameter is.
+def _check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses parameters that share memory, and notes where each is.
 
     Two parameters over the same memory, not being one object, would be two after sharding; a buffer over a parameter's
     would keep what it is now.
     """
-    memory = {name: memory_of(each.slots[0].get()) for name, each in plan.parameters.items()}
     owners: dict[Memory, Slot] = {}
-    for there, slot in (*_sharded_memory(plan), *((memory[n], each.slots[0]) for n, each in plan.parameters.items())):
+    facts, found = begin(plan), _sharded_memory(plan)
+    for name, parameter in parameters.items():
+        slot = plan.parameters[name].slots[0]
+        there = facts.memory[id(slot.module), slot.name] = memory_of(parameter)
+        found.append((there, slot))
+    for there, slot in found:
         if there is not None and (other := owners.setdefault(there, slot)) is not slot:
             one, another = (_fqn_below(plan.roots, each) for each in (slot, other))
             raise ValueError(
@@ -193,14 +219,16 @@ def _check_memory(plan: Plan) -> dict[str, Memory | None]:
                     "would not after sharding: the buffer would keep what the parameter is now. Copy it, or compute it "
                     "in forward."
                 )
-    return memory
 
 
-def _sharded_memory(plan: Plan) -> Iterator[tuple[Memory | None, Slot]]:
-    """Yields where parameters of inner calls were, before they were sharded."""
-    for param in (param for state in plan.inside for group in state.groups for param in group.params):
-        slot = param.slots[0]
-        yield _memory_of.get(slot.module, {}).get(slot.name), slot
+def _sharded_memory(plan: Plan) -> list[tuple[Memory | None, Slot]]:
+    """Returns where parameters of inner calls were, before they were sharded."""
+    found = []
+    for group in [group for state in plan.inside for group in state.groups]:
+        memory = facts_of(group).memory
+        slots = [param.slots[0] for param in group.params]
+        found += [(memory.get((id(slot.module), slot.name)), slot) for slot in slots]
+    return found
 
 
 def _fqn_below(roots: Sequence[nn.Module], slot: Slot) -> str:

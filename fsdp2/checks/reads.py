@@ -1,4 +1,4 @@
-"""Numbers on a device that the host judges: it reads all those of one pass at once, when the pass ends.
+"""Reads numbers from the device for the host to judge: all those of one pass at once, when the pass ends.
 
 Each read makes the host wait until the device has done all that it was given before.
 """

@@ -1,4 +1,4 @@
-"""The debug level: before each collective, on any backend, ranks tell each other what they are about to do."""
+"""Has ranks tell each other what they are about to do before each collective, on any backend: the debug level."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VARIABLE = "FSDP2_DEBUG"
 
 
 def level_from_environment() -> int:
-    """Returns the debug level that the environment variable FSDP2_DEBUG asks for.
+    """Returns the debug level that the environment variable FSDP2_DEBUG sets.
 
     Raises:
         ValueError: it is neither 0 nor 1, nor empty.
@@ -82,7 +82,7 @@ class Rollcall:
 
 
 class CheckedComm:
-    """A Comm whose ranks answer a rollcall before each collective: no data moves if they differ. If one fails, its
+    """Is a Comm whose ranks answer a rollcall before each collective: no data moves if they differ. If one fails, its
     error says what all processes have noted.
 
     Args:
@@ -139,7 +139,7 @@ class CheckedComm:
 
 
 class _NotedWork:
-    """A work that says, if it fails, where all ranks have noted that they are."""
+    """Is a Work that says, if it fails, where all ranks have noted that they are."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -163,7 +163,7 @@ def _note(text: str) -> None:
 
 @contextmanager
 def _telling_where() -> Iterator[None]:
-    """Context: errors say where all ranks have noted that they are."""
+    """Is a context in which errors say where all ranks have noted that they are."""
     try:
         yield
     except RuntimeError as error:

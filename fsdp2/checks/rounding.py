@@ -1,5 +1,5 @@
-"""Floating-point inputs that a policy casts to fewer bits, though they hold positions, time steps or other whole
-numbers that must stay what they are.
+"""Finds floating-point inputs that a policy casts to fewer bits, though they hold whole numbers, such as positions or
+time steps, that must stay as they are.
 """
 
 from __future__ import annotations
@@ -13,44 +13,43 @@ from torch import Tensor
 
 from ..core.compat import local_if_any
 from ..core.mesh import DataMesh
-from .looks import Look, RankCheck, is_time_to_look
-from .observers import reads_of
-from .questions import Question, connects, greatest
+from .check_times import Comparison, ForwardCheck, RankCheck
+from .compare_ranks import ComparedNumbers, connects, greatest
+from .observers import judge_at_end
 
 _SAMPLE = 4096
 _TELLING = 3
 _NONE = torch.iinfo(torch.int64).max
 
 
-class RoundedInputs(RankCheck):
-    """Looks at the inputs that forwards cast, and tells all ranks what one of them has found."""
+class RoundedInputs(RankCheck, ForwardCheck):
+    """Checks the inputs that forwards cast, and tells all ranks what one of them has found."""
 
     def __init__(self) -> None:
-        # How often the inputs of each state were cast, and what whole numbers were rounded then; those of the pass that
-        # runs, which the host has not read yet.
-        self._casts: dict[Any, int] = {}
+        # What whole numbers were rounded when the inputs of each state were cast; those of the pass that runs, which
+        # the host has not read yet.
         self._rounded: dict[Any, set[int]] = {}
         self._unread: dict[Any, Tensor] = {}
 
-    def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        number = self._casts[state] = self._casts.get(state, 0) + 1
-        if is_time_to_look(number, self.always) and connects(state.groups[0].mesh):
+    def before_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        if connects(state.groups[0].mesh):
             found = rounded_whole_numbers(inputs, dtype)
             if found is not None:
                 self._unread[state] = found
-                reads_of(state.root).add(found, partial(self._note_rounded, state))
+                judge_at_end(state.root, found, partial(self._note_rounded, state))
 
     def _note_rounded(self, state: Any, found: Sequence[int]) -> None:
         self._unread.pop(state, None)
         self._rounded.setdefault(state, set()).update(numbers_in(found))
 
-    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
-        states = look.root.states
-        if look.mesh is None or all(state.input_dtype is None for state in states):
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        states = comparison.root.states
+        if comparison.mesh is None or all(state.input_dtype is None for state in states):
             return
         indices = {state: i for i, state in enumerate(states, 1)}
         known = max((indices[state] for state, found in self._rounded.items() if tells_of_numbers(found)), default=0)
-        # Of the pass that runs, which the host has not read: what several forwards have found shows one look later.
+        # The host has not read what the pass that runs has found. What only several of its forwards show together is
+        # told in the next comparison.
         unread = [tells(found) * indices[state] for state, found in self._unread.items()]
 
         def judge(bounds: Sequence[tuple[int, int]]) -> None:
@@ -66,7 +65,7 @@ class RoundedInputs(RankCheck):
                     "or, if it is meant, cast them before the call."
                 )
 
-        yield look.mesh, Question("rounded inputs", [known, greatest(unread)], judge)
+        yield comparison.mesh, ComparedNumbers("rounded inputs", [known, greatest(unread)], judge)
 
 
 def rounded_whole_numbers(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor | None:

@@ -1,5 +1,5 @@
-"""Running statistics of normalisations such as BatchNorm, of which each rank keeps those of its own rows: averaged
-over the ranks, so that all evaluate and save the same. It is a setting, not a check: it changes numbers.
+"""Averages running statistics of normalisations such as BatchNorm over the ranks, each of which keeps those of its own
+rows, so that all evaluate and save the same. It is a setting, not a check: it changes numbers.
 
 Training itself normalises with the statistics of a rank's own rows, as under DDP: nn.SyncBatchNorm takes all rows.
 """
@@ -22,8 +22,8 @@ from ..core.state import names_below
 from ..ext.compat import set_versions
 from ..ext.owners import some_of
 from ..ext.rank_facts import all_reduce_over
+from .compare_ranks import connects
 from .observers import group_of_all_ranks
-from .questions import connects
 
 SETTING = "average_running_stats"
 """What `set_running_stats_averaging` sets among the `extras` of the root's settings."""
@@ -69,7 +69,7 @@ class RunningStats(Observer):
 
     @cached_property
     def _mesh(self) -> DataMesh | None:
-        """The ranks that average; None if they can't tell each other anything."""
+        """The mesh whose ranks average; None if it connects no ranks."""
         assert self._group is not None, "it communicates"
         mesh = self._group.mesh
         return mesh if mesh.num_ranks > 1 and connects(mesh) else None
@@ -107,7 +107,8 @@ def make_running_stats(root: Any) -> RunningStats | None:
 
 def find_running_stats(root: Any) -> dict[nn.Module, str]:
     """Returns the modules below the root's that keep statistics of a rank's own rows, with their names."""
-    return {each: name for each, name in names_below(root.state.modules).items() if _has_own(each)}
+    below = names_below(root.state.modules)
+    return {each: name for each, name in below.items() if each._buffers and _has_own(each)}
 
 
 def _has_own(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""How often optimizers have stepped on a model's sharded parameters, and with what settings.
+"""Compares how often optimizers have stepped on a model's sharded parameters, and with what settings.
 
 Each rank steps on its own part of every parameter: one that leaves a step out, or has another learning rate, makes no
 error and no mismatch, only weights whose parts are of different models.
@@ -18,8 +18,8 @@ from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..ext.compat import stepped_on_accumulation
 from ..ext.owners import some_of
-from .looks import Look, RankCheck
-from .questions import Question
+from .check_times import Comparison, RankCheck
+from .compare_ranks import ComparedNumbers
 
 
 class StepHistory(RankCheck):
@@ -29,17 +29,17 @@ class StepHistory(RankCheck):
         self.count = self.settings = 0
 
     def note(self, optimizer: Optimizer) -> None:
-        """A step is about to be taken."""
+        """Notes that `optimizer` is about to step."""
         self.count += 1
         self.settings = zlib.crc32(repr(_settings_of(optimizer)).encode(), self.settings)
 
     def out_of_step(self, root: Any) -> None:
         self.count = self.settings = 0
 
-    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
-        if look.mesh is None or look.mesh.num_ranks == 1 or look.number == 1:
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        if comparison.mesh is None or comparison.mesh.num_ranks == 1 or comparison.number == 1:
             return
-        root = look.root
+        root = comparison.root
         divisors = [group.settings.divide_factor for group in root.groups]
         count, settings = self.count, self.settings
         self.count = self.settings = 0
@@ -55,11 +55,11 @@ class StepHistory(RankCheck):
             _refuse_different_steps(some_of(names), counts, of_settings)
 
         numbers = (zlib.crc32(repr(divisors).encode()), count, settings)
-        yield look.mesh, Question(f"optimizer steps of {root.state}", numbers, judge)
+        yield comparison.mesh, ComparedNumbers(f"optimizer steps of {root.state}", numbers, judge)
 
 
 def note_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
-    """Notes that `optimizer` is about to step on parameters of `groups`, which ranks compare when they look next.
+    """Notes that `optimizer` is about to step on parameters of `groups`, which ranks compare the next time.
 
     `in_backward`: it steps on a few parameters at a time, which ranks do not compare.
     """

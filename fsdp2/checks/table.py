@@ -1,29 +1,34 @@
-"""The checks: what each catches, when it communicates, what it costs, and at which level it runs.
+"""Lists the checks: what each catches, when it communicates, what it costs, and at which level it runs.
 
 - "off": the check does nothing.
-- "default": it costs nothing to speak of, or looks rarely (see looks.py).
-- "debug": it looks each time.
+- "default": the check costs very little, or does what takes time only when it is due: at the 1st, 2nd, 4th, 8th,
+  16th, 32nd, 64th, and each 128th time (see check_times.py).
+- "debug": the check is due each time.
 
-A check that looks at nothing again and again is the same at "default" and "debug".
+A check that is never due acts alike at "default" and "debug".
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+
+import torch
 
 from ..core.api import Plan
 from ..core.events import Observer, extend
 from ..dtensor import optimizer_steps
 from ..ext.owners import all_groups
+from .before_sharding import facts_of_call
+from .check_times import Check, ForwardCheck, RankCheck
 from .empty_memory import BuffersOnMeta, EmptyMemory
 from .entry_points import EntryPoints
-from .initial_weights import InitialWeights, keep_samples
+from .initial_weights import InitialWeights, keep_sample
 from .levels import LEVELS, NAMES, change_levels, is_on, level_of
-from .looks import Check, ForwardCheck, RankCheck
-from .observers import ForwardLooks, MovedData, RankLooks, WrittenParameters, make_rank_looks
-from .original_parameters import OriginalParameters, remember_originals
+from .observers import ForwardChecks, MovedData, RankComparisons, WrittenParameters, make_rank_comparisons
+from .original_parameters import OriginalParameters
 from .partial_settings import PartialSettings, check_settings
 from .rounding import RoundedInputs
 from .running_stats import make_running_stats
@@ -34,7 +39,9 @@ from .unsynchronized import UnsynchronizedGradients
 
 
 class Row(NamedTuple):
-    """One check. `cls`: the class of its observer, one for each root; None: it is no observer, and asks `is_on`."""
+    """Describes one check. `cls`: the class of its observer, one for each root; None: it is no observer, and reads
+    `is_on`.
+    """
 
     name: str
     catches: str
@@ -43,17 +50,17 @@ class Row(NamedTuple):
     cls: type[Check] | None
 
 
-_AT_LOOKS = "at looks, one all-reduce of a few integers for all such checks"
-_AT_FIRST = "at the first look, and the first after loading: in the same all-reduce"
+_WHEN_DUE = "when it is due: one all-reduce of a few integers for all such checks"
+_AT_FIRST = "the first time, and the first after loading: in the same all-reduce"
 _NEVER = "never"
 
 TABLE = (
-    # Order: what ranks ask first, and what is refused first at the end of a forward.
+    # Order: what ranks compare first, and what is refused first at the end of a forward.
     Row(
         "optimizers in backward",
         "torch's `_apply_optimizer_in_backward` on sharded parameters: it would never step",
         _NEVER,
-        "a search in a dict of torch's, at looks",
+        "when it is due, a search in a dict of torch's",
         OptimizersOnAccumulation,
     ),
     Row(
@@ -73,22 +80,22 @@ TABLE = (
     Row(
         "step history",
         "ranks whose optimizers step more often than on others, or with other settings, or divide gradients by others",
-        _AT_LOOKS,
+        _WHEN_DUE,
         "a checksum of an optimizer's settings in each step",
         StepHistory,
     ),
     Row(
         "unmanaged parameters",
         "trainable parameters that no group manages, and that each rank trains with its own gradient",
-        _AT_LOOKS,
-        "at looks a walk over all modules, and a checksum of each such parameter",
+        _WHEN_DUE,
+        "when it is due, a walk over all modules, and a checksum of each such parameter",
         UnmanagedParameters,
     ),
     Row(
         "cast whole numbers",
         "inputs with positions or time steps that a MixedPrecisionPolicy rounds to others",
-        _AT_LOOKS,
-        "at looks some operations on 4,096 elements of each input that is cast, and one read of the device",
+        _WHEN_DUE,
+        "when it is due, some operations on 4,096 elements of each input that is cast, and one read of the device",
         RoundedInputs,
     ),
     Row(
@@ -116,7 +123,7 @@ TABLE = (
         "unseen writes",
         "writes through `.data` to unsharded parameters, or to shards whose unsharded parameters stay",
         _NEVER,
-        "at looks a sum over the unsharded parameters before and after a forward, and one read of the device",
+        "when it is due, a sum over the unsharded parameters before and after a forward, and one read of the device",
         UnseenWrites,
     ),
     Row(
@@ -151,14 +158,14 @@ TABLE = (
 
 
 def set_checks(level: str | Mapping[str, str], *names: str) -> None:
-    """Chooses how much fsdp2 watches, in this process, from now on: call it on every rank alike, between steps.
+    """Chooses which checks run in this process from now on. Call it on every rank alike, between steps.
 
     It acts on all sharded modules, and on those that are sharded later. All checks are at "default" unless the
     environment variable FSDP2_CHECKS says otherwise: a level (`off`), or names with levels (`entry points=off, unseen
     writes=debug`). `python -m fsdp2 checks` prints what each catches, when it communicates and what it costs.
 
     Args:
-        level: "off", "default" (free or rare) or "debug" (each time). Or a dict, name -> level.
+        level: "off", "default" (checks that take time are due rarely) or "debug" (each time). Or a dict, name -> level.
         names: of the checks; none: all of them.
 
     Raises:
@@ -195,28 +202,29 @@ def describe_checks() -> str:
 
 
 def _make(row: Row, root: Any) -> Check | None:
-    if row.cls is None or not is_on(row.name):
+    level = level_of(row.name)
+    if row.cls is None or level == "off":
         return None
     check = row.cls()
-    check.always = level_of(row.name) == "debug"
+    check.always = level == "debug"
     return check
 
 
 def _is_any_on(*kinds: type[Check]) -> bool:
-    return any(row.cls is not None and issubclass(row.cls, kinds) and is_on(row.name) for row in TABLE)
+    return any(is_on(row.name) for row in TABLE if row.cls is not None and issubclass(row.cls, kinds))
 
 
-def _rank_looks(root: Any) -> Observer | None:
-    return make_rank_looks(root) if _is_any_on(RankCheck) else None
+def _rank_comparisons(root: Any) -> Observer | None:
+    return make_rank_comparisons(root) if _is_any_on(RankCheck) else None
 
 
-def _forward_looks(root: Any) -> Observer | None:
-    return ForwardLooks(root) if _is_any_on(ForwardCheck, RoundedInputs) else None
+def _forward_checks(root: Any) -> Observer | None:
+    return ForwardChecks(root) if _is_any_on(ForwardCheck) else None
 
 
 def _follow_levels(root: Any) -> None:
     """Has a root that is there already observed as the levels say now. Checks that stay keep what they know."""
-    before, is_ours = root.events.observers, (Check, RankLooks, ForwardLooks)
+    before, is_ours = root.events.observers, (Check, RankComparisons, ForwardChecks)
     present = {type(each): each for each in before}
     now: list[Observer] = []
     for made in filter(None, (make(root) for make in CHECKS)):
@@ -229,22 +237,29 @@ def _follow_levels(root: Any) -> None:
     for check in before:
         if isinstance(check, Check) and check not in now:
             check.detached(root)
-    for looks in now:
-        if isinstance(looks, (RankLooks, ForwardLooks)):
-            looks.refresh()
+    for each in now:
+        if isinstance(each, (RankComparisons, ForwardChecks)):
+            each.refresh()
 
 
 def _remember(plan: Plan) -> None:
-    if is_on("starting weights"):
-        keep_samples(plan)
-    if is_on("original parameters"):
-        remember_originals(plan)
+    """Keeps what checks need of the parameters of a call, before they are cut."""
+    facts, has_samples, has_originals = facts_of_call(plan), is_on("starting weights"), is_on("original parameters")
+    root = type(plan.roots[0]).__name__
+    with torch.no_grad():
+        for name, each in plan.parameters.items() if has_samples or has_originals else ():
+            slot = each.slots[0]
+            parameter = slot.get()
+            if has_samples:
+                keep_sample(facts.samples, each, parameter)
+            if has_originals:  # which are freed when they are cut, if nobody else holds them
+                facts.originals[id(slot.module), slot.name] = weakref.ref(parameter), f"{root}'s {name}"
 
 
 CHECKS: tuple[Callable[[Any], Observer | None], ...] = (
     *(partial(_make, row) for row in TABLE if row.cls is not None),
-    _rank_looks,
-    _forward_looks,
+    _rank_comparisons,
+    _forward_checks,
 )
 OBSERVERS = (*CHECKS, make_running_stats, lambda root: UnsynchronizedGradients())
 """All observers of this folder. They stand behind those of ext/ and of dtensor/."""
@@ -253,7 +268,7 @@ OBSERVERS = (*CHECKS, make_running_stats, lambda root: UnsynchronizedGradients()
 def install() -> None:
     """Puts the checks in force, with what is always there: running statistics, unsynchronized gradients in `.grad`.
 
-    `check_plan` of plan.py, which comes before other extensions look at a plan, is not among them.
+    `check_plan` of plan.py, which comes before other extensions get a plan, is not among them.
     """
     extend(plan=(_remember,), observers=OBSERVERS)
     optimizer_steps.before_step += [check_settings, note_step]

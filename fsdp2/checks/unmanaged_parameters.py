@@ -1,6 +1,6 @@
-"""Trainable parameters that no group manages: each rank trains them with its own gradient.
+"""Finds trainable parameters that no group manages: each rank trains them with its own gradient.
 
-What was the same on all ranks must stay so: it does if the user averages gradients, or broadcasts the parameter.
+Those that were the same on all ranks must stay so: they do if the user averages gradients, or broadcasts them.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import fqn
 from ..ext.owners import names_of_unsharded, sharded_owner, some_of
+from .check_times import Comparison, RankCheck
 from .checksum import checksum
-from .looks import Look, RankCheck
-from .questions import Question
+from .compare_ranks import ComparedNumbers
 
 
 class UnmanagedParameters(RankCheck):
     """Compares checksums of unmanaged parameters between ranks."""
 
     def __init__(self) -> None:
-        # Those that were there when ranks last looked, and those of them that were the same on all.
+        # Those that were there when ranks last compared them, and those of them that were the same on all ranks.
         self._known: set[str] = set()
         self._common: set[str] = set()
         # Plain parameters that an optimizer steps on beside sharded ones, and their checksums before it did.
         self._beside: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def note_beside(self, params: Mapping[str, Tensor]) -> None:
-        """An optimizer is about to step on these plain parameters for the first time. All ranks must call it alike."""
+        """Notes plain parameters on which an optimizer is about to step first. All ranks must call it alike."""
         self._beside.update((name, (weakref.ref(param), checksum(param))) for name, param in params.items())
 
-    def questions(self, look: Look) -> Iterator[tuple[DataMesh, Question]]:
-        if look.mesh is None or look.mesh.num_ranks == 1:
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        if comparison.mesh is None or comparison.mesh.num_ranks == 1:
             return
-        unmanaged = dict(_find_unmanaged(look.root))
+        unmanaged = dict(_find_unmanaged(comparison.root))
         if unmanaged:
-            _refuse_replaced_modules(unmanaged, look.root)
-            yield look.mesh, self._ask_of_unmanaged(unmanaged, is_first=look.number == 1)
+            _refuse_replaced_modules(unmanaged, comparison.root)
+            yield comparison.mesh, self._compare_unmanaged(unmanaged, is_first=comparison.number == 1)
         else:
             self._known = set()
         if self._beside:
-            yield look.mesh, self._ask_of_beside()
+            yield comparison.mesh, self._compare_beside()
 
-    def _ask_of_unmanaged(self, unmanaged: dict[str, nn.Parameter], is_first: bool) -> Question:
+    def _compare_unmanaged(self, unmanaged: dict[str, nn.Parameter], is_first: bool) -> ComparedNumbers:
         def judge(bounds: Sequence[tuple[int, int]]) -> None:
             common = {name for name, (least, most) in zip(unmanaged, bounds, strict=True) if least == most}
             late = set() if is_first else set(unmanaged) - self._known
@@ -62,9 +62,9 @@ class UnmanagedParameters(RankCheck):
             self._common, self._known = common, set(unmanaged)
 
         sums = [checksum(parameter) for parameter in unmanaged.values()]
-        return Question(f"checksums of {some_of([*unmanaged])} (unmanaged)", sums, judge)
+        return ComparedNumbers(f"checksums of {some_of([*unmanaged])} (unmanaged)", sums, judge)
 
-    def _ask_of_beside(self) -> Question:
+    def _compare_beside(self) -> ComparedNumbers:
         numbers = []
         for reference, before in self._beside.values():
             param = reference()
@@ -80,7 +80,7 @@ class UnmanagedParameters(RankCheck):
                     "or freeze it, or average its gradient before each step."
                 )
 
-        return Question(f"checksums of {some_of([*self._beside])} (unmanaged)", numbers, judge)
+        return ComparedNumbers(f"checksums of {some_of([*self._beside])} (unmanaged)", numbers, judge)
 
 
 def note_beside(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: Mapping[int, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Offloaded shards that were written to unnoticed, while they may still have been copied to the device."""
+"""Finds offloaded shards that were written to unnoticed, while they may still have been copied to the device."""
 
 from __future__ import annotations
 

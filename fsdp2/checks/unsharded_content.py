@@ -17,9 +17,9 @@ from ..core.gather import view_bytes
 from ..core.group import FSDPParamGroup, Hold
 from ..core.parameter import FSDPParam
 from ..ext.unsharded_versions import refuse_written
+from .check_times import ForwardCheck
 from .checksum import bits_of
-from .looks import ForwardCheck
-from .observers import reads_of
+from .observers import judge_at_end
 from .reads import NO_NUMBERS
 
 _EVERY_AT_FIRST = 64
@@ -79,21 +79,21 @@ class UnseenWrites(ForwardCheck):
     """Compares what unsharded parameters hold at the end of a forward with what they held when it began."""
 
     def __init__(self) -> None:
-        # What the groups whose forwards run, and are looked at, held when these began.
+        # For each group whose forward is being checked, what it held when that began.
         self._content: dict[FSDPParamGroup, UnshardedContent] = {}
 
-    def looks_at(self, group: FSDPParamGroup, number: int, is_thorough: bool) -> None:
+    def before_forward(self, group: FSDPParamGroup, is_first: bool, is_thorough: bool) -> None:
         # What writes in the first, to initialise, writes to all; and programs shall start quickly.
-        every = _EVERY_AT_FIRST if number == 1 and not is_thorough else 1
+        every = _EVERY_AT_FIRST if is_first and not is_thorough else 1
         content = self._content[group] = UnshardedContent(group, every)
         if group.hold >= Hold.NEXT_PASS:
-            reads_of(group.root).add(content.differences(), partial(_judge, group, content, refuse_differing))
+            judge_at_end(group.root, content.differences(), partial(_judge, group, content, refuse_differing))
 
-    def looked_at(self, group: FSDPParamGroup) -> None:
+    def after_forward(self, group: FSDPParamGroup) -> None:
         content = self._content.pop(group)
-        reads_of(group.root).add(content.changes(), partial(_judge, group, content, refuse_written))
+        judge_at_end(group.root, content.changes(), partial(_judge, group, content, refuse_written))
 
-    def failed(self, group: FSDPParamGroup) -> None:
+    def after_failure(self, group: FSDPParamGroup) -> None:
         self._content.pop(group, None)
 
 

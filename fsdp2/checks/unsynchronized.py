@@ -1,10 +1,11 @@
-"""Shows unsynchronized gradients to the user: stand-ins in `.grad`, which `zero_grad` clears and nothing else may use.
+"""Puts placeholders for unsynchronized gradients into `.grad`: `zero_grad` clears them, and nothing else may use them.
 
 It is no check that can be switched: without it `zero_grad` would not reach unsynchronized gradients.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from ..core.events import Observer, strategies
 from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
 from ..ext.compat import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
+from .observers import follow_if
 
 
 class UnsynchronizedGrad(DTensor):
@@ -36,7 +38,7 @@ class UnsynchronizedGrad(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """torch 2.11 handles subclasses of DTensor in C++ and doesn't ask `__torch_dispatch__`: ask here, too."""
+        """Refuses, too: torch 2.11 handles subclasses of DTensor in C++ and does not call `__torch_dispatch__`."""
         if func in ZERO_FUNCTIONS:
             return _set_to_zero(args[0])
         if func is Tensor.__repr__:
@@ -99,30 +101,47 @@ def _set_to_zero(gradients: Any) -> Any:
     return None if several else gradients
 
 
-def put_stand_in(param: FSDPParam, kind: type[UnsynchronizedGrad], is_lost: bool = False) -> None:
-    """Puts a stand-in into `.grad` of the sharded parameter, unless one is there."""
+def put_placeholder(param: FSDPParam, kind: type[UnsynchronizedGrad], is_lost: bool = False) -> None:
+    """Puts a placeholder into `.grad` of the sharded parameter, unless one is there."""
     if not isinstance(param.sharded.grad, UnsynchronizedGrad):
         nothing = torch.zeros((), dtype=param.local.dtype, device=param.local.device).expand(param.local.shape)
-        stand_in: Any = new_dtensor(kind, nothing, param.dtensor_spec)
-        stand_in.reduced, stand_in.is_lost = param.sharded.grad, is_lost
-        param.sharded.grad = stand_in
+        placeholder: Any = new_dtensor(kind, nothing, param.dtensor_spec)
+        placeholder.reduced, placeholder.is_lost = param.sharded.grad, is_lost
+        param.sharded.grad = placeholder
 
 
-def take_stand_in(param: FSDPParam) -> bool:
-    """Puts back the gradient that the stand-in has replaced. Returns True if there was a stand-in."""
-    stand_in = param.sharded.grad
-    if not isinstance(stand_in, UnsynchronizedGrad):
+def take_placeholder(param: FSDPParam) -> bool:
+    """Puts back the gradient that the placeholder has replaced. Returns True if there was a placeholder."""
+    placeholder = param.sharded.grad
+    if not isinstance(placeholder, UnsynchronizedGrad):
         return False
-    param.sharded.grad = stand_in.reduced
+    param.sharded.grad = placeholder.reduced
     return True
 
 
-class UnsynchronizedGradients(Observer):
-    """Keeps the stand-ins of one root's groups in step with their unsynchronized gradients."""
+# For each group with placeholders, the indices of the parameters that have got one. It outlives the group's root, which
+# another one replaces when an outer module is sharded.
+_marked: weakref.WeakKeyDictionary[FSDPParamGroup, set[int]] = weakref.WeakKeyDictionary()
 
-    def __init__(self) -> None:
-        # For each group, the indices of parameters that have got a stand-in.
-        self._marked: dict[FSDPParamGroup, set[int]] = {}
+
+class UnsynchronizedGradients(Observer):
+    """Keeps the placeholders of one root's groups in step with their unsynchronized gradients.
+
+    It follows backward passes from when a group is set to leave gradients unsynchronized until no group does, and none
+    of its gradients is.
+    """
+
+    ignored = frozenset({"backward_began", "finalized"})
+
+    def attached(self, root: Any) -> None:
+        self._follow_if_needed(root)
+
+    def settings_changed(self, group: FSDPParamGroup) -> None:
+        if _leaves_gradients(group):
+            follow_if(True, group.root, self, "backward_began", "finalized")
+
+    def _follow_if_needed(self, root: Any) -> None:
+        follow_if(any(map(_leaves_gradients, root.groups)), root, self, "backward_began", "finalized")
 
     def backward_began(self, root: Any) -> None:
         """Drops what the user has cleared or replaced since the last backward.
@@ -130,53 +149,62 @@ class UnsynchronizedGradients(Observer):
         Raises:
             RuntimeError: a gradient was lost in a backward pass that failed, and not cleared since.
         """
-        if not self._marked:
-            return
-        for group, marked in self._marked.items():
+        found = [(group, _marked[group]) for group in root.groups if group in _marked]
+        for group, marked in found:
             for param in (group.params[i] for i in marked):
                 if isinstance(param.sharded.grad, UnsynchronizedGrad) and param.sharded.grad.is_lost:
                     raise RuntimeError(
                         f"{param.name}: unsynchronized gradients were lost in a backward pass that failed. Call "
                         "zero_grad, and repeat the accumulation."
                     )
-        for group, marked in self._marked.items():
+        for group, marked in found:
             for i in marked:
-                if not take_stand_in(group.params[i]):
+                if not take_placeholder(group.params[i]):
                     group.gradients.forget(i)
-        self._marked.clear()
+            del _marked[group]
 
     def before_replace(self, group: FSDPParamGroup, found: Any) -> None:
         """Drops what the user has cleared: what is left is known by the places of its parameters, which must stay."""
-        for i in self._marked.get(group, ()):
+        for i in _marked.get(group, ()):
             if not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
                 group.gradients.forget(i)
 
     def finalized(self, root: Any) -> None:
-        """Puts a stand-in into `.grad` of each parameter whose gradient is unsynchronized."""
+        """Puts a placeholder into `.grad` of each parameter whose gradient is unsynchronized."""
         for group in root.groups:
             gradients = group.gradients
             if gradients.unsynchronized or gradients.partial:
                 self._mark(group)
+        self._follow_if_needed(root)
 
     def _mark(self, group: FSDPParamGroup) -> None:
-        gradients, marked = group.gradients, self._marked.setdefault(group, set())
+        gradients, marked = group.gradients, _marked.setdefault(group, set())
         for i in {*gradients.unsynchronized, *gradients.partial}:
             if i in marked and not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
                 gradients.forget(i)  # the user has cleared it since
             else:
                 marked.add(i)
-                put_stand_in(group.params[i], UnsynchronizedGrad)
+                put_placeholder(group.params[i], UnsynchronizedGrad)
 
     def backward_failed(self, root: Any) -> None:
         """Marks as lost what the pass had included of earlier passes."""
         for group in root.groups:
             for i in group.gradients.taken:
-                self._marked.setdefault(group, set()).add(i)
-                put_stand_in(group.params[i], UnsynchronizedGrad, is_lost=True)
+                _marked.setdefault(group, set()).add(i)
+                put_placeholder(group.params[i], UnsynchronizedGrad, is_lost=True)
         self.finalized(root)
 
     def reset(self, root: Any) -> None:
-        for group, marked in self._marked.items():
-            for i in marked:
-                take_stand_in(group.params[i])
-        self._marked.clear()
+        for group in root.groups:
+            for i in _marked.pop(group, ()):
+                take_placeholder(group.params[i])
+        self._follow_if_needed(root)
+
+
+def _leaves_gradients(group: FSDPParamGroup) -> bool:
+    """Returns True if gradients of the group are unsynchronized, or will be after the next backward pass, or if there
+    are placeholders.
+    """
+    settings, gradients = group.settings, group.gradients
+    leaves = not (settings.reduce_gradients and settings.all_reduce)
+    return leaves or bool(gradients.unsynchronized or gradients.partial or _marked.get(group))

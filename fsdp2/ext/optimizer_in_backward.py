@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checks.unsynchronized import SteppedGrad, put_stand_in, take_stand_in
+from ..checks.unsynchronized import SteppedGrad, put_placeholder, take_placeholder
 from ..core import streams
 from ..core.events import Observer
 from ..core.gradients import GroupGradients
@@ -165,12 +165,12 @@ class OptimizerInBackward(Observer):
         stepped, self._stepped = self._stepped, {}
         for param, group in stepped.items():
             if self._last[param] is group.gradients.backward_pass:
-                put_stand_in(param, SteppedGrad)
+                put_placeholder(param, SteppedGrad)
 
     def backward_began(self, root: Any) -> None:
         for param in self._last:
             if isinstance(param.sharded.grad, SteppedGrad):
-                take_stand_in(param)
+                take_placeholder(param)
 
 
 def deliver(gradients: GroupGradients, pending: Pending, of_pass: object) -> Future[None] | None:

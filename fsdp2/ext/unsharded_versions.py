@@ -30,10 +30,10 @@ class _Versions:
         self._params = group.params
         self.guards = self.is_expired = False
         tensors = [(each, i) for i, param in enumerate(group.params) for each in _with_local(param.unsharded)]
-        self._tensors, self._indices = tuple(each for each, _ in tensors), [i for _, i in tensors]
+        self.tensors, self._indices = tuple(each for each, _ in tensors), [i for _, i in tensors]
         # The counters while the data is there, and while it isn't, where that is guarded.
-        self._valid: tuple[int, ...] = ()
-        self._expired: tuple[int, ...] = ()
+        self.valid: tuple[int, ...] = ()
+        self.expired: tuple[int, ...] = ()
         # The counters of the sharded parameters when the unsharded ones were last made of them.
         self._made_of: tuple[int, ...] = group.registration.versions()
         self.accept()
@@ -46,11 +46,11 @@ class _Versions:
     def accept(self) -> None:
         """Takes what the counters are now for valid."""
         self.is_expired = False
-        self._set_valid(tuple(map(version_of, self._tensors)))
+        self._set_valid(tuple(map(version_of, self.tensors)))
 
     def take_written(self) -> list[str]:
         """Returns the names of those that were written to since the last call: resharding would undo it."""
-        expected, found = self._expired if self.is_expired else self._valid, tuple(map(version_of, self._tensors))
+        expected, found = self.expired if self.is_expired else self.valid, tuple(map(version_of, self.tensors))
         if found == expected:
             return []
         changed = [i for i, old, new in zip(self._indices, expected, found, strict=True) if old != new]
@@ -61,7 +61,7 @@ class _Versions:
         """Notes that the data is freed: what autograd has saved of it is not valid, until `renew`."""
         if not self.is_expired:
             self.is_expired = True
-            increment_version(self._tensors)
+            increment_version(self.tensors)
 
     def renew(self, sharded: tuple[int, ...]) -> None:
         """Notes that the data is there, made of `sharded` versions: what autograd has saved of it is valid, if it is
@@ -73,15 +73,15 @@ class _Versions:
             if len(self._params) in changed:  # some were replaced
                 changed.update(self._indices)
             self._set_valid(
-                tuple(valid + 2 * (i in changed) for i, valid in zip(self._indices, self._valid, strict=True))
+                tuple(valid + 2 * (i in changed) for i, valid in zip(self._indices, self.valid, strict=True))
             )
         elif not self.is_expired:
             return
         self.is_expired = False
-        set_versions(self._tensors, self._valid)
+        set_versions(self.tensors, self.valid)
 
     def _set_valid(self, counters: tuple[int, ...]) -> None:
-        self._valid, self._expired = counters, tuple(each + 1 for each in counters)
+        self.valid, self.expired = counters, tuple(each + 1 for each in counters)
 
 
 def _with_local(unsharded: Tensor) -> tuple[Tensor, ...]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import checksum, read, values_of
+from ..checks.compare_ranks import widest_mesh
 from ..checks.empty_memory import find_unwritten
 from ..checks.partial_settings import find_partial
-from ..checks.questions import widest_mesh
 from ..checks.rollcall import level_from_environment
 from ..checks.unsynchronized import UnsynchronizedGrad
 from ..core.events import Observer

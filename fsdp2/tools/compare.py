@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import checksum, read
-from ..checks.questions import widest_mesh
+from ..checks.compare_ranks import widest_mesh
 from ..checks.unsynchronized import UnsynchronizedGrad
 from ..core.compat import local_of
 from ..core.events import strategies

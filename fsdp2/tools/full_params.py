@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..checks.looks import is_time_to_look
+from ..checks.check_times import is_check_time
 from ..checks.observers import take_moved
 from ..checks.reads import NO_NUMBERS, read_all
 from ..checks.unsharded_content import UnshardedContent
@@ -227,7 +227,7 @@ class _Look:
         self._moved: list[str] = []
         if group.state.running == 1:
             number = _num_blocks[group] = _num_blocks.get(group, 0) + 1
-            if is_time_to_look(number, always=choice_of(group).checked):
+            if is_check_time(number, always=choice_of(group).checked):
                 self._content, self._versions = UnshardedContent(group), group.shard_versions()
 
     def changes(self) -> Tensor:

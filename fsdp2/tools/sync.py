@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from ..checks.compare_ranks import bounds_over, widest_mesh
 from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
-from ..checks.questions import bounds_over, widest_mesh
 from ..core.compat import inner_tensors, no_torch_function
 from ..core.group import LENT, FSDPParamGroup
 from ..core.mesh import DataMesh

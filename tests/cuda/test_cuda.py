@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.checks import questions
+from fsdp2.checks import compare_ranks
 from fsdp2.core import streams
 from fsdp2.core.comm import CoalescedComm, Purpose
 from fsdp2.core.state import groups_below
@@ -88,12 +88,12 @@ def test_forward_holds_two_groups() -> None:
         assert 2 * group <= peak <= 2.05 * group
 
 
-def test_the_host_waits_for_the_device_where_checks_look_and_thrice_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_for_the_device_thrice_at_most_where_checks_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it runs ahead of kernels: no copy that blocks, no value that is read, whatever the dtypes. As torch counts:
     see tests/trace/test_host_syncs.py for more ways.
     """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    monkeypatch.setattr(questions, "moves_data", lambda *_: True)  # so that ranks compare what they have
+    monkeypatch.setattr(compare_ranks, "moves_data", lambda *_: True)  # so that ranks compare what they have
     with fake_world(8):
         mesh = init_device_mesh("cuda", (8,))
         model = TinyGPT(dim=64, depth=3)

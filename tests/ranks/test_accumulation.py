@@ -137,6 +137,30 @@ def test_zero_grad_to_zero_then_unused() -> None:
     check(scenario, sync=(False, True), wrap=WRAPS)
 
 
+def test_an_outer_module_is_sharded_while_gradients_are_unsynchronized() -> None:
+    """Its root replaces that of the module inside: what was left to it is reduced, or was cleared, all the same."""
+
+    def scenario(run: Run, zero: str, sync: bool) -> None:
+        model = run.build(Towers)
+        run.shard(model.left)
+        run.set_sync(model.left, False)
+        loss_of(model.left(run.batch(seed=1))).backward()
+        if zero:
+            ZERO[zero](model, sgd(model))
+        run.set_sync(model.left, sync)
+        blocks_around(run, model)
+        backward(run, model, seed=2, sync=sync)
+        backward(run, model, seed=3)
+        run.step("both", model, sgd(model))
+
+    check(scenario, zero=("", "module, to None", "module, to zero"), sync=(False, True))
+
+
+def blocks_around(run: Run, model: Any) -> None:
+    for module in (model.right, model.head, model):
+        run.shard(module)
+
+
 def test_no_way_to_step_takes_an_unsynchronized_gradient() -> None:
     """Where all gradients are unsynchronized, too, and in place: torch before 2.13 asks the parameter's class first."""
 

@@ -320,7 +320,7 @@ def one_asks_a_teacher(model: Any, x: Tensor, is_first: bool) -> None:
     loss_of(y).backward()
 
 
-def one_looks_earlier(model: Any, x: Tensor, is_first: bool) -> None:
+def one_compares_earlier(model: Any, x: Tensor, is_first: bool) -> None:
     model.eval()
     with torch.no_grad():
         for _ in range(1 + is_first):
@@ -350,7 +350,7 @@ ALONE: dict[Callable[[Any, Tensor, bool], None], str] = {
     one_evaluates: "running statistics of 1",
     one_freezes_a_norm: "running statistics of 1",
     one_asks_a_teacher: "starting weights of root",
-    one_looks_earlier: "optimizer steps of root",
+    one_compares_earlier: "optimizer steps of root",
     one_trains_more: "checksums of 2.bias",
     one_clips: "norms in clip_grad_norm_",
     one_penalises: r"the gradient of 0.weight.full_tensor\(\)",

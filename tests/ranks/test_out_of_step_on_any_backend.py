@@ -122,7 +122,7 @@ def in_forward(model: Any) -> None:
     model.blocks[1].register_forward_pre_hook(fail)
 
 
-def before_a_look(model: Any) -> None:
+def before_a_comparison(model: Any) -> None:
     """Before the first block is gathered for the second time, when ranks compare what they have in common."""
     model.blocks[2].register_full_backward_hook(fail)
 
@@ -134,7 +134,7 @@ def amid_reductions(model: Any) -> None:
 WHERE: dict[Callable[[Any], None], str] = {
     # The rank that fails has begun to gather what follows.
     in_forward: r"\(while gathering blocks\.[23], \d+ bytes; forward, step 1\)",
-    before_a_look: r"\(while all-reducing optimizer steps of root; backward, step 1\)",
+    before_a_comparison: r"\(while all-reducing optimizer steps of root; backward, step 1\)",
     amid_reductions: r"\(while reducing gradients of blocks\.\d; backward, step 1\)",
 }
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from fsdp2 import fully_shard
-from fsdp2.checks.questions import bounds_over
+from fsdp2.checks.compare_ranks import bounds_over
 from fsdp2.core.state import require_state
 from helpers import run_ranks
 

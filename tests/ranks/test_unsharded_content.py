@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.checks.observers import reads_of
+from fsdp2.checks.observers import ForwardChecks
 from fsdp2.core.state import require_state
 from helpers import assert_same, run_ranks
 from scenarios import WIDTH, Run, blocks, check, kept, loss_of, sgd, whole
@@ -112,7 +112,7 @@ def test_a_write_raises_and_leaves_the_model_as_it_was(wrap: Callable[..., None]
     check(scenario, write=[write for write in WRITES if write is not one_changed], number=(1,))
 
 
-def test_at_the_debug_level_each_forward_is_looked_at() -> None:
+def test_at_the_debug_level_each_forward_is_checked() -> None:
     """And every word, in the first, too."""
 
     def body(_: int, __: int) -> None:
@@ -240,7 +240,7 @@ def assert_is_refused_once(model: Any, plain: Tower, x: Tensor) -> None:
 
 
 def test_a_shard_that_was_written_to_while_full_parameters_stay() -> None:
-    """Where no version shows it. The 2nd and the 4th forward look."""
+    """Where no version shows it. The 2nd and the 4th forward are checked."""
 
     def body(_: int, __: int) -> None:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -251,7 +251,7 @@ def test_a_shard_that_was_written_to_while_full_parameters_stay() -> None:
                 loss_of(model(x)).backward()
             model.blocks[1].up.bias.to_local().data.add_(1)
             if number == 2:
-                assert_same(model(x), plain(x), 0, 1e-6, "an old copy: nobody looks in the 3rd forward")
+                assert_same(model(x), plain(x), 0, 1e-6, "an old copy: the 3rd forward is not checked")
             plain.blocks[1].up.bias.data.add_(1)  # type: ignore[operator, union-attr]
             assert_is_refused_once(model, plain, x)
 
@@ -331,7 +331,7 @@ def test_writes_in_several_groups_are_found_and_all_are_as_they_were() -> None:
 
 
 def test_a_pass_that_fails_for_another_reason_leaves_nothing_to_be_read() -> None:
-    """Neither what it had found is told in the next pass, which is exact, nor what it had looked at."""
+    """Neither what it had found is told in the next pass, which is exact, nor what it had checked."""
 
     def body(_: int, __: int) -> None:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -342,7 +342,7 @@ def test_a_pass_that_fails_for_another_reason_leaves_nothing_to_be_read() -> Non
             model(x)
         handle.remove()
         model.blocks[0].write = None
-        assert not reads_of(require_state(model).root).waiting
+        assert not require_state(model).root.events.of(ForwardChecks)._reads.waiting
         for _ in range(3):
             assert_same(model(x), plain(x), 0, 1e-6, "the next forwards")
 

@@ -1,4 +1,4 @@
-"""How often the host waits for the device in each step: never but where checks look, see fsdp2/checks/looks.py.
+"""How often the host waits for the device in each step: only where checks are due, see fsdp2/checks/check_times.py.
 
 The kind: a check, or a piece of bookkeeping, that reads a number off the device where it is computed. On a GPU the host
 then stands still until all kernels that were launched before have run, once for each such place: for each group, each
@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from vector_clocks import Stream
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.checks import questions
-from fsdp2.checks.looks import is_time_to_look
+from fsdp2.checks import compare_ranks
+from fsdp2.checks.check_times import is_check_time
 from fsdp2.core import buckets
 from fsdp2.ext import large_gradients
 from models import NormedBlock
@@ -77,9 +77,9 @@ WAYS: tuple[Callable[[Net], None], ...] = (plain, cast, kept, some_unmanaged, ac
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_the_host_waits_at_the_steps_where_checks_look_and_thrice_then(way: Callable[[Net], None]) -> None:
+def test_the_host_waits_thrice_at_most_where_checks_are_due_and_never_elsewhere(way: Callable[[Net], None]) -> None:
     """Whatever is checked, for however many groups: of one root, in one pass."""
-    copies, to_device = Counter[str](), questions._to_device
+    copies, to_device = Counter[str](), compare_ranks._to_device
 
     def counted_copy(numbers: Sequence[int], device: torch.device) -> Tensor:
         copies["numbers to the device"] += 1
@@ -87,8 +87,8 @@ def test_the_host_waits_at_the_steps_where_checks_look_and_thrice_then(way: Call
 
     with (
         simulated_world(4) as simulation,
-        mock.patch.object(questions, "_to_device", counted_copy),
-        mock.patch.object(questions, "moves_data", return_value=True),  # so that ranks compare what they have
+        mock.patch.object(compare_ranks, "_to_device", counted_copy),
+        mock.patch.object(compare_ranks, "moves_data", return_value=True),  # so that ranks compare what they have
     ):
         torch.manual_seed(0)
         model = Net()
@@ -108,7 +108,7 @@ def test_the_host_waits_at_the_steps_where_checks_look_and_thrice_then(way: Call
             copies.clear()
             seen = count_host_waits(simulation, step) + copies
             waits = seen.total()
-            assert waits <= MOST if is_time_to_look(number) else not waits, f"step {number} of {way.__name__}: {seen}"
+            assert waits <= MOST if is_check_time(number) else not waits, f"step {number} of {way.__name__}: {seen}"
             assert number != 2 or waits == MOST, "ranks compare what one copy brings, and the pass reads what it found"
     assert not simulation.problems, "\n".join(simulation.problems)
 

@@ -29,7 +29,7 @@ MAX_FUNCTIONS = 195
 MAX_FILES = 33
 
 STEPS_BEFORE = 9
-"""After so many steps everything that is prepared once is there. The next is none of those at which checks look."""
+"""After so many steps everything that is prepared once is there. The next is none of those at which checks are due."""
 
 COLLECTIVES = {
     "_allgather_base",
@@ -137,7 +137,7 @@ def sharded_model(precision: str) -> nn.Module:
 
 @pytest.fixture(params=PRECISIONS, scope="module")
 def steady_step(request: pytest.FixtureRequest) -> Watch:
-    """Returns what runs in forward and backward of a step that has everything prepared, and looks at nothing."""
+    """Returns what runs in forward and backward of a step that has everything prepared, where no check is due."""
     with fake_world(64):
         model = sharded_model(request.param)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -170,6 +170,13 @@ def test_a_step_runs_few_different_functions(steady_step: Watch) -> None:
 def test_a_step_runs_functions_of_few_files(steady_step: Watch) -> None:
     files = sorted(steady_step.files())
     assert len(files) <= MAX_FILES, f"{len(files)} files: {', '.join(files)}"
+
+
+def test_of_the_checks_a_step_runs_what_notices_at_once_and_what_counts(steady_step: Watch) -> None:
+    found = {qualified(code) for code in steady_step.functions if code.co_filename.startswith(PACKAGE + "checks/")}
+    assert {name.rpartition(".")[2] for name in found} == {"pass_began", "before_gather", "unsharded", "forward_ended"}
+    assert len(found) == 4
+    assert [name for name in steady_step.files() if name.startswith("checks/")] == ["checks/observers.py"]
 
 
 def test_no_function_is_missed(steady_step: Watch) -> None:

@@ -171,11 +171,11 @@ def test_the_core_imports_nothing_of_the_package_outside_itself() -> None:
         "from .. import ext",
         "from .. import fully_shard",
         "import fsdp2",
-        "import fsdp2.checks.looks",
+        "import fsdp2.checks.check_times",
         "from fsdp2 import fully_shard",
         "from fsdp2.ext.owners import all_groups",
-        "def f():\n    from ..checks import looks",
-        "if TYPE_CHECKING:\n    from ..checks.looks import is_time_to_look",
+        "def f():\n    from ..checks import check_times",
+        "if TYPE_CHECKING:\n    from ..checks.check_times import is_check_time",
     ],
 )
 def test_an_import_of_the_rest_is_found(line: str) -> None:

@@ -65,7 +65,7 @@ TEST_ONLY = re.compile(r"(torch\.testing|tests?|unittest|doctest|pytest|expectte
 class Source:
     """One module of the package: its tree, what each imported name stands for, and which names it uses.
 
-    `name`: `api`, or `checks.looks`. `folder`: "", or `checks`.
+    `name`: `api`, or `checks.check_times`. `folder`: "", or `checks`.
     """
 
     def __init__(self, path: Path, package: Path) -> None:
@@ -334,11 +334,11 @@ def test_each_exception_is_needed(exception: tuple[str, str]) -> None:
         (folders_import_as_listed, "core/gather", "from ..ext import owners"),
         (folders_import_as_listed, "core/gather", "from fsdp2 import fully_shard"),
         (folders_import_as_listed, "core/gather", "from .. import FSDPModule"),
-        (folders_import_as_listed, "core/gather", "import fsdp2.checks.looks as looks"),
-        (folders_import_as_listed, "core/gather", "def f(): from ..checks import looks"),
+        (folders_import_as_listed, "core/gather", "import fsdp2.checks.check_times as times"),
+        (folders_import_as_listed, "core/gather", "def f(): from ..checks import check_times"),
         (folders_import_as_listed, "ext/owners", "from ..tools import clip"),
         (folders_import_as_listed, "ext/owners", "from .. import install"),
-        (folders_import_as_listed, "checks/looks", "from ..bridge.patch import patch_torch"),
+        (folders_import_as_listed, "checks/check_times", "from ..bridge.patch import patch_torch"),
         (folders_import_as_listed, "dtensor/views", "from ..tools.clip import clip_grad_norm_"),
         (folders_import_as_listed, "tools/clip", "from ..api import fully_shard"),
         (folders_import_as_listed, "tools/clip", "from ..bridge import patch"),
@@ -359,7 +359,7 @@ def test_each_exception_is_needed(exception: tuple[str, str]) -> None:
         (only_comm_calls_collectives, "core/hooks", "mesh.get_group().allreduce([a])"),
         (only_comm_calls_collectives, "ext/units", "pg.alltoall_base(a, b, [], [])"),
         (only_comm_calls_collectives, "ext/units", "replicate_group.broadcast(a)"),
-        (only_comm_calls_collectives, "checks/looks", "from torch.distributed import all_reduce"),
+        (only_comm_calls_collectives, "checks/check_times", "from torch.distributed import all_reduce"),
         (only_comm_calls_collectives, "core/compat", "import torch.distributed as d; d.all_to_all_single(a, b)"),
         (nothing_touches_torch_fsdp, "core/module", "from torch.distributed.fsdp import MixedPrecisionPolicy"),
         (nothing_touches_torch_fsdp, "core/module", "from torch.distributed import fsdp"),
@@ -387,7 +387,7 @@ def test_rule_finds_a_planted_violation(rule: Rule, module: str, line: str, tmp_
             "core/gather": "from .comm import Comm",
             "core/comm": "import torch.distributed",
             "ext/owners": "from ..core.gather import start",
-            "checks/looks": "from ..ext import owners",
+            "checks/check_times": "from ..ext import owners",
             module: line,
         },
     )
@@ -423,8 +423,8 @@ def test_rules_allow_what_the_design_needs(tmp_path: Path) -> None:
             "core/compat": "import torch._C\nimport torch.distributed as dist\n"
             "from torch.distributed.tensor.placement_types import _StridedShard\n"
             "all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor\n",
-            "ext/owners": "from ..core import hooks\nfrom ..checks.looks import is_time\n",
-            "checks/looks": "from ..ext import once\nfrom ..bridge.when_imported import when_imported\n",
+            "ext/owners": "from ..core import hooks\nfrom ..checks.check_times import is_time\n",
+            "checks/check_times": "from ..ext import once\nfrom ..bridge.when_imported import when_imported\n",
             "ext/once": "",
             "bridge/when_imported": "import sys",
             "api": "from .tools import clip\nfrom .ext.owners import all_groups\n",

@@ -1,4 +1,4 @@
-"""Compares numbers over ranks in an all-reduce of some integers: what all have is its own minimum and maximum."""
+"""Compares numbers between ranks by an all-reduce of integers: what all have is its own minimum and maximum."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ from ..core.mesh import DataMesh
 from ..ext.rank_facts import all_reduce_over, moves_data
 
 
-class Question(NamedTuple):
-    """Numbers of which ranks compare the least and the greatest, and what judges these, on all ranks alike."""
+class ComparedNumbers(NamedTuple):
+    """Holds numbers of a rank, which ranks compare, and a function that judges them.
+
+    `judge` is called with the least and the greatest value of each number, alike on all ranks; it may raise.
+    """
 
     name: str
     numbers: Sequence[Tensor | int]
     judge: Callable[[Sequence[tuple[int, int]]], None]
 
 
-def ask(mesh: DataMesh, questions: Sequence[Question], root: Any = None) -> None:
-    """Compares the numbers of all `questions` over the ranks of `mesh` in one all-reduce, and judges them in order.
+def compare(mesh: DataMesh, compared: Sequence[ComparedNumbers], root: Any = None) -> None:
+    """Compares all numbers of `compared` over the ranks of `mesh` in one all-reduce, and judges them in order.
 
     All of these ranks must call it. `root`: the Root that runs, for errors to say what it does.
     """
-    numbers = [number for question in questions for number in question.numbers]
+    numbers = [number for each in compared for number in each.numbers]
     if numbers:
-        name = ", ".join(question.name for question in questions)
+        name = ", ".join(each.name for each in compared)
         bounds = iter(bounds_over(mesh, numbers, name, root))
-        for question in questions:
-            question.judge([*islice(bounds, len(question.numbers))])
+        for each in compared:
+            each.judge([*islice(bounds, len(each.numbers))])
 
 
 def connects(mesh: DataMesh) -> bool:
-    """Returns True if its ranks, or its only one, can tell each other anything."""
+    """Returns True if the ranks of `mesh` can send each other data, or if it has one rank only."""
     return mesh.num_ranks == 1 or moves_data(mesh.axis_groups, mesh.device)
 
 
@@ -78,7 +81,7 @@ def widest_mesh(groups: Iterable[Any]) -> DataMesh:
 
 
 def groups_by_mesh(groups: Iterable[Any]) -> dict[DataMesh, list[Any]]:
-    """Returns mesh -> those of `groups` that are on it, of meshes whose ranks can tell each other anything."""
+    """Returns mesh -> those of `groups` that are on it, for meshes that `connects`."""
     on_mesh: dict[DataMesh, list[Any]] = {}
     for group in groups:
         on_mesh.setdefault(group.mesh, []).append(group)

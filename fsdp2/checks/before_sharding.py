@@ -1,0 +1,56 @@
+"""Keeps what checks have found of the parameters of a fully_shard call before it sharded them, for its observers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from ..core.api import Plan
+from ..core.group import FSDPParamGroup
+from ..ext.compat import Memory
+
+# The id of the module of a parameter's first slot, and its name there. The parameter's group keeps the module alive.
+Key = tuple[int, str]
+
+
+class BeforeSharding:
+    """Facts of the parameters of one call, by their keys. Each check fills and empties its own dict."""
+
+    def __init__(self) -> None:
+        # Where the parameter was in memory; None if it had none.
+        self.memory: dict[Key, Memory | None] = {}
+        # Some of its values (initial_weights.py), until its group is attached.
+        self.samples: dict[Key, Any] = {}
+        # The parameter that is cut, and its name (original_parameters.py), until its group is attached.
+        self.originals: dict[Key, tuple[weakref.ref[nn.Parameter], str]] = {}
+        # The modules of torch that may read parameters without a call of the module that has them (entry_points.py).
+        self.transformer_layers: list[weakref.ref[nn.TransformerEncoderLayer]] = []
+
+
+_NOTHING = BeforeSharding()  # nobody writes to it
+
+# By the first module of each state that a call makes.
+_calls: weakref.WeakKeyDictionary[nn.Module, BeforeSharding] = weakref.WeakKeyDictionary()
+
+
+def begin(plan: Plan) -> BeforeSharding:
+    """Returns an object for facts of the parameters of the call that `plan` is about."""
+    facts = _calls[plan.roots[0]] = BeforeSharding()
+    layers = [module for module in plan.managed if isinstance(module, nn.TransformerEncoderLayer)]
+    facts.transformer_layers = [*map(weakref.ref, layers)]
+    return facts
+
+
+def facts_of_call(plan: Plan) -> BeforeSharding:
+    """Returns the facts of that call, when its units are known, whose groups have them, too."""
+    facts = _calls[plan.roots[0]]
+    for unit in plan.units:
+        _calls[unit] = facts
+    return facts
+
+
+def facts_of(group: FSDPParamGroup) -> BeforeSharding:
+    """Returns the facts of the call that made `group`."""
+    return _calls.get(group.state.modules[0], _NOTHING)
