@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..ext.unsharded_versions import UnshardedVersions
 from .differing_numbers import refuse_differing_numbers
 from .full_tensor import owner_of
 from .graph import leaf_nodes
-from .switches import is_on, switched
+from .switches import is_on, off, switched
 
 _FREED = (
     "in a graph that an earlier backward built (create_graph=True), with another backward and a forward of the model "
@@ -37,7 +38,7 @@ def accept_sharded_inputs() -> None:
     functions that wait for the gradients of several of them called.
     """
     backward, grad = torch.autograd.backward, torch.autograd.grad
-    torch.autograd.backward = switched("inputs", backward, _with_unsharded_inputs(backward))
+    torch.autograd.backward = _with_unsharded_inputs(backward)
     torch.autograd.grad = switched("inputs", grad, _without_sharded_inputs(grad))
     find_accumulators_of(_unsharded_of)
 
@@ -45,16 +46,21 @@ def accept_sharded_inputs() -> None:
 def _with_unsharded_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     parameters = signature(backward)
 
-    def backward_of_sharded(*args: Any, **kwargs: Any) -> None:
+    @wraps(backward)
+    def backward_of_sharded(*args: Any, **kwargs: Any) -> None:  # which calls no other, as usual: it runs in each step
+        if "inputs" in off:
+            return backward(*args, **kwargs)
         if kwargs.get("inputs") is not None or len(args) > len(parameters.parameters) - 1:
             bound = parameters.bind(*args, **kwargs)
             bound.arguments["inputs"] = _add_unsharded(_listed(bound.arguments["inputs"]))
             args, kwargs = bound.args, bound.kwargs
-        _refuse_differing_numbers(args[0] if args else kwargs.get("tensors", ()))
+        outputs = args[0] if args else kwargs.get("tensors", ())
+        if type(outputs) is not Tensor:
+            _refuse_differing_numbers(outputs)
         try:
             return backward(*args, **kwargs)
         except BaseException as error:
-            _clean_up(error, args[0] if args else kwargs.get("tensors", ()))
+            _clean_up(error, outputs)
             raise
 
     return backward_of_sharded
