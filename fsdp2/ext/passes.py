@@ -81,21 +81,22 @@ def share_reductions(root: Any, other: Any) -> None:
 
 
 class OutOfStep(Observer):
-    """Has a root forget what it recorded, when ranks were out of step: each may have left another part undone."""
+    """Has a root forget what it recorded, when ranks were out of step: each may have left other work unfinished.
 
-    def __init__(self) -> None:
-        self._is_pending = False
+    It follows `pass_began` from the event `out_of_step` until the next pass begins.
+    """
+
+    ignored = frozenset({"pass_began"})
 
     def out_of_step(self, root: Any) -> None:
-        self._is_pending = True
+        root.events.follow(self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
-        if self._is_pending:
-            self._is_pending = False
-            root.prefetcher.forget_order()
-            for group in root.groups:
-                with suppress(RuntimeError):  # gathers that never were
-                    group.release()
+        root.events.ignore(self, "pass_began")
+        root.prefetcher.forget_order()
+        for group in root.groups:
+            with suppress(RuntimeError):  # gathers that never were
+                group.release()
 
 
 class OptimizerEvent(Observer):

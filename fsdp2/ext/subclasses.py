@@ -169,25 +169,20 @@ class SubclassGather:
 
 
 class MethodsSetLater(Observer):
-    """Notices methods that a user sets on a shard after `fully_shard`: once, before the first pass."""
+    """Notices methods that a user sets on a shard after `fully_shard`.
 
-    def __init__(self) -> None:
-        self._seen: set[Any] = set()
+    It examines all groups once, when the first pass begins, and again when a pass begins after one was rebuilt.
+    """
 
     def rebuilt(self, group: Any) -> None:
-        self._seen.discard(group)
+        group.root.events.follow(self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
-        if len(self._seen) < len(root.groups):
-            for group in root.groups:
-                self._look(group)
-
-    def _look(self, group: Any) -> None:
-        specs = group.parameters.specs
-        self._seen.add(group)
-        if specs and [gathers_itself(param.local) for param in group.params] != [spec.extended for spec in specs]:
-            group.parameters.take([])
-            self._seen.add(group)
+        for group in root.groups:
+            specs = group.parameters.specs
+            if specs and [gathers_itself(param.local) for param in group.params] != [spec.extended for spec in specs]:
+                group.parameters.take([])
+        root.events.ignore(self, "pass_began")
 
 
 def refuse_secondary_shards(name: str) -> NoReturn:

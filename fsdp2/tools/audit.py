@@ -86,20 +86,20 @@ def _model_parallel_axes(groups: Sequence[FSDPParamGroup], data: DataMesh) -> li
 class AuditAtDebugLevel(Observer):
     """Has the first rank log what `check` finds, once before the next pass after the debug level was switched on.
 
-    It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike.
+    It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike. It follows
+    `pass_began` until that has happened.
     """
 
     def __init__(self) -> None:
-        self._is_asked = level_from_environment() > 0
+        self.ignored = frozenset() if level_from_environment() > 0 else frozenset({"pass_began"})
 
-    def ask(self, wanted: bool = True) -> None:
-        """Chooses whether `check` runs before the next pass. Every rank must call it."""
-        self._is_asked = wanted
+    def ask(self, root: Any, wanted: bool = True) -> None:
+        """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
+        (root.events.follow if wanted else root.events.ignore)(self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
-        if self._is_asked:
-            self._is_asked = False
-            _log_findings(root.state.modules, is_first(root.group.mesh))
+        root.events.ignore(self, "pass_began")
+        _log_findings(root.state.modules, is_first(root.group.mesh))
 
 
 def _log_findings(modules: Iterable[nn.Module], logs: bool) -> None:
