@@ -114,7 +114,7 @@ def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
     return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
 
 
-_TRACED = ("autograd_inputs", "entry_points", "forward_method")
+_TRACED = ("autograd_inputs", "entry_points", "forward_method", "module_class")
 
 
 def keep_out_of_graphs() -> None:
