@@ -29,7 +29,7 @@ MIN_SHARE_OF_A_GROUP = 0.5
 _STATE = "_fsdp2_submodule_state"
 
 
-def plan_units(plan: Plan) -> None:
+def plan_large_submodules(plan: Plan) -> None:
     """Finds the large submodules of a call, and plans a state for each."""
     groups = [group for state in plan.inside for group in state.groups]
     if not groups:
@@ -46,7 +46,7 @@ def plan_units(plan: Plan) -> None:
         if module in tied or module in plan.roots or not _may_have_own_group(module):
             continue
         if _nbytes(plan.parameters[name].slots[0].get() for name in own) >= min_nbytes:
-            plan.units[module] = own
+            plan.submodules[module] = own
 
 
 def _may_have_own_group(module: nn.Module) -> bool:
@@ -65,8 +65,10 @@ class LargeSubmodules(Observer):
 
     Outer modules also read a submodule's parameters without calling it (a head's weight, for a fused loss): then they
     get the unsharded ones, which stay for backward, as an outer module's own do. `read`: groups that were read so in
-    the pass that runs.
+    the pass that runs. It follows `settled` while there are any.
     """
+
+    ignored = frozenset({"settled"})
 
     def __init__(self) -> None:
         self.read: set[FSDPParamGroup] = set()
@@ -83,14 +85,19 @@ class LargeSubmodules(Observer):
                             group.set(unshard_in_backward=False)
 
     def settled(self, state: Any, backward_follows: bool, failed: bool) -> None:
-        if not self.read:
-            return
         for group in [group for part in state.parts for group in part.groups if group in self.read]:
             self.read.discard(group)
             group.settle(backward_follows, failed, keeps=True)
+        if not self.read:
+            state.root.events.ignore(self, "settled")
 
     def pass_failed(self, root: Any) -> None:
         self.read.clear()
+
+    def note_read(self, group: FSDPParamGroup) -> None:
+        """Notes that an outer module has read parameters of `group` without calling its module."""
+        self.read.add(group)
+        group.root.events.follow(self, "settled")
 
 
 def is_read_outside(group: FSDPParamGroup) -> bool:
@@ -109,7 +116,7 @@ def _read_parameters(state: Any) -> None:
         if group.phase is not UNSHARDED and is_used:
             group.use_in_forward(in_backward)
             if not in_backward:
-                root.events.of(LargeSubmodules).read.add(group)
+                root.events.of(LargeSubmodules).note_read(group)
 
 
 @once
