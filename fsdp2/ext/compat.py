@@ -5,11 +5,14 @@ Those that the core uses stand in core/compat.py, those of DTensor in dtensor/co
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..bridge.when_imported import when_imported
 from ..core import compat
 from ..core.compat import inner_tensors
+from .once import once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -186,6 +190,36 @@ def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+# The name of the process group that a thread makes. Ranks may be threads.
+_names = threading.local()
+
+
+@contextmanager
+def name_of_new_group(name: str) -> Iterator[None]:
+    """Context: `new_group(..., use_local_synchronization=True)` on this thread names the group after `name`.
+
+    torch names it after its ranks and the number of groups that the process has, and `new_group` has no argument for a
+    name. Ranks that have made different numbers of groups before would wait for each other for ever.
+    """
+    _choose_names()
+    _names.chosen = name
+    try:
+        yield
+    finally:
+        _names.chosen = None
+
+
+@once
+def _choose_names() -> None:
+    c10d, usual = dist.distributed_c10d, dist.distributed_c10d._hash_ranks_to_str
+
+    def hash_of(ranks: list[int]) -> str:
+        chosen = getattr(_names, "chosen", None)
+        return usual(ranks) if chosen is None else hashlib.sha256(chosen.encode()).hexdigest()
+
+    c10d._hash_ranks_to_str = hash_of
 
 
 # What the processes share from `init_process_group` on, whoever gave it. torch has no public way to it.

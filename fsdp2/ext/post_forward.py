@@ -5,6 +5,7 @@ neighbouring ranks (the secondary partition of ZeRO++ hpZ).
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from ..core.events import strategies
 from ..core.gather import Copies, GatherPlan, group_copies, view_bytes
 from ..core.layout import GatherLayout, gather_layout
 from ..core.streams import Transfers
+from .compat import name_of_new_group
 
 
 def restore_among(group: Any, num_ranks: int) -> None:
@@ -132,19 +134,26 @@ def _secondary_layout(layout: GatherLayout, comm: Comm) -> GatherLayout:
     return replace(own, full_offsets=layout.full_offsets, packed_start=layout.packed_start)
 
 
+# Process group -> size -> the group of so many neighbours of this rank.
 _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+# Default process group -> how many groups of the same ranks `subgroup` has made. These ranks have made equally many.
+_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """Returns a process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it,
-    and, where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL
-    splits it.
+    """Returns a process group of this rank's `size` neighbours in `group`, which it makes once.
 
-    Of all of them: a second one over the same ranks.
+    If `size` is that of `group`, it is a second group over the same ranks. All ranks of the new group must call it. If
+    the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that must, because NCCL
+    splits it.
     """
     of_size = _subgroups.setdefault(group, {})
     if size not in of_size:
-        ranks = dist.get_process_group_ranks(group)
         first = group.rank() // size * size
-        of_size[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+        ranks = tuple(dist.get_process_group_ranks(group)[first : first + size])
+        assert dist.group.WORLD is not None, "there are other groups"
+        num_made = _num_made.setdefault(dist.group.WORLD, Counter())
+        num_made[ranks] += 1
+        with name_of_new_group(f"fsdp2, number {num_made[ranks]} of ranks {ranks}"):
+            of_size[size] = dist.new_group([*ranks], use_local_synchronization=True)
     return of_size[size]
