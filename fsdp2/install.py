@@ -56,7 +56,7 @@ def install() -> None:
             _each(RequiresGrad),
             unnoticed_writes.make_unnoticed_writes,
             _each(owners.Roots),
-            _each(owners.ShardPlaces),
+            _each(owners.ShardStorages),
             _each(RegisteredStates),
             _each(collectives.DebugLevelFromEnvironment),
             _each(named_comm.Goodbyes),

@@ -1,5 +1,6 @@
-"""reshard_after_forward=k: after forward each rank keeps 1/k of the unsharded parameters, and backward gathers among k
-neighbouring ranks (the secondary partition of ZeRO++ hpZ).
+"""Keeps 1/k of the unsharded parameters on each rank after forward, and gathers among k neighbours in backward.
+
+That is `reshard_after_forward=k`: the secondary partition of ZeRO++ hpZ.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from .compat import name_of_new_group
 
 
 def restore_among(group: Any, num_ranks: int) -> None:
-    """Has so many neighbouring ranks restore the parameters after forward. Every rank must call it."""
+    """Has so many neighbouring ranks restore the parameters after forward: the strategy for the core. Every rank must
+    call it.
+    """
     assert group.mesh.shard_group is not None, "one rank restores nothing"
     neighbours = subgroup(group.mesh.shard_group, num_ranks)
     comm = strategies().make_comm(neighbours, group.mesh.device, group.purpose)
@@ -46,7 +49,7 @@ def make_buffers(
 
 
 class ShrinkingBuffers(GroupBuffers):
-    """Buffers that can free the unsharded parameters but for this rank's secondary shards.
+    """Has buffers that can free the unsharded parameters except this rank's secondary shards.
 
     `post_forward`: the ranks that restore them, this one included.
     """
@@ -75,7 +78,7 @@ class ShrinkingBuffers(GroupBuffers):
         return super().start_gather(comm, more_outputs, more_inputs)
 
     def shrink(self) -> None:
-        """Frees the unsharded parameters but for this rank's secondary shards, from which the next gather restores."""
+        """Frees the unsharded parameters, and keeps this rank's secondary shards, which the next gather reads."""
         self._secondary.fill()
         super().free()
 
@@ -89,7 +92,7 @@ class ShrinkingBuffers(GroupBuffers):
 
 
 class SecondaryShards:
-    """This rank's shards in compute dtypes, cut among the ranks of the post-forward mesh instead of all."""
+    """Holds this rank's shards in compute dtypes, cut among the ranks of the post-forward mesh instead of all."""
 
     def __init__(self, layout: GatherLayout, comm: Comm, unsharded: Tensor) -> None:
         self._comm, self._nbytes = comm, layout.shard_nbytes
@@ -127,7 +130,7 @@ class SecondaryShards:
 def _secondary_layout(layout: GatherLayout, comm: Comm) -> GatherLayout:
     """Returns the layout of parameters cut among fewer ranks, in compute dtypes, into the same unsharded storage.
 
-    Chunks of fewer ranks need no more padding: they fit where those of all ranks do. Packed segments lie behind them.
+    Chunks of fewer ranks need no more padding, so that they fit into the same bytes. Packed segments follow them.
     """
     specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=comm.size) for spec in layout.specs)
     own = gather_layout(specs, comm.size, comm.direct_min_bytes)

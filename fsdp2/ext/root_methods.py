@@ -1,4 +1,4 @@
-"""Methods of FSDPModule on the root that are no part of the core."""
+"""Has the methods of FSDPModule on the root that are not part of the core."""
 
 from __future__ import annotations
 

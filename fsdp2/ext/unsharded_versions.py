@@ -1,4 +1,4 @@
-"""Version counters of unsharded parameters: who has written to them, and which of them autograd may still read.
+"""Finds writes to unsharded parameters by their version counters, and has autograd refuse those that were freed.
 
 Autograd notes the counter of what it saves, and refuses to use it for a gradient when the counter has moved on.
 """
