@@ -43,6 +43,7 @@ def install() -> None:
         make_prefetcher=conditional.make_prefetcher,
         group_class=home_streams.group_class,
         distribute=tensor_parallel.distribute,
+        rows_of_subclass=subclasses.rows_of_subclass,
         gathers_itself=subclasses.gathers_itself,
         gather_extension=subclasses.SubclassGather,
         find_replacements=replacements.find_replacements,

@@ -50,11 +50,11 @@ def _adapt(stage: ModuleType) -> None:
 def _register_unsharded(group: FSDPParamGroup) -> None:
     """Registers the unsharded parameters, whether or not their data is there."""
     if group.phase is not UNSHARDED:
-        group.registration.register_unsharded()
+        group.registration.register(unsharded=True)
 
 
 def _register_sharded(group: FSDPParamGroup) -> None:
     if group.phase is UNSHARDED:
         group.unregister()
     else:
-        group.registration.register_sharded()
+        group.registration.register(unsharded=False)

@@ -1,4 +1,4 @@
-"""fully_shard() and replicate(): collect the parameters of modules, shard them, and attach hooks."""
+"""Implements fully_shard() and replicate(): they collect the parameters of modules, shard them, and attach hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call of `fully_shard` or `replicate`.
+    """Holds the arguments of one call of `fully_shard` or `replicate`.
 
     `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
     return a Shard and a DataMesh for a parameter on a mesh of its own. `extras`: those of extensions.
@@ -44,7 +44,7 @@ class Arguments(NamedTuple):
 
 
 class ParameterPlan(NamedTuple):
-    """What becomes of one parameter."""
+    """Says how one parameter is to be sharded: its FQN, where it is registered, its mesh, and its placement."""
 
     name: str
     slots: list[Slot]
@@ -55,7 +55,7 @@ class ParameterPlan(NamedTuple):
 
 @dataclass
 class Plan:
-    """What one call is about to do; extensions may refuse it, or change it, while nothing is changed yet.
+    """Says what one call is about to do. Extensions may refuse or change it: no module has been changed yet.
 
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
     FQNs; `inside`: the states of inner calls; `parameters`: by FQN. `submodules`: those that get a state of their own,
@@ -148,7 +148,7 @@ def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Paramet
 
 
 def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Arguments) -> ParameterPlan:
-    """Asks the user's functions about one parameter."""
+    """Plans one parameter, as the user's `shard_placement_fn` and policy say."""
     parameter, mesh, placement = slots[0].get(), shared, None
     try:
         if given.shard_placement_fn is not None:

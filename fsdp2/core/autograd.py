@@ -1,4 +1,4 @@
-"""Places of the autograd graph where the engine is called: saved tensors, nodes, gradients, the end of backward.
+"""Calls the engine from the autograd graph: when tensors are saved and unpacked, and when gradients are computed.
 
 Saved-tensor hooks make backward independent of how a loss reached a module: whatever node of the graph needs a weight
 unpacks it first, whether the module returned its tensors, kept them on `self`, or handed out views of them.
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import compat
-from .compat import graph_task, num_dispatch_modes, num_function_modes, storage_id
-from .user_code import are_in_force, outside, run_hidden
+from .compat import PLAIN, graph_task, has_storage, num_dispatch_modes, num_function_modes, storage_address, storage_id
+from .user_code import are_in_force, run_hidden
 
 # What stands for a saved tensor: (the tensor, its version or its group's versions, the group if it is a weight).
 _Saved = tuple[Tensor, Any, Any]
@@ -23,7 +24,7 @@ _DO_LATER = "Change parameters before forward or after backward; none made in to
 
 
 class SavedTensors:
-    """Saved-tensor hooks that are in force during a forward pass of one root.
+    """Holds the saved-tensor hooks that are in force during a forward pass of one root.
 
     They recognise unsharded parameters among what autograd saves, have them gathered again when backward reads them,
     and refuse those that have changed meanwhile. `owners`: storage identity -> the group whose weights lie there.
@@ -55,13 +56,13 @@ class SavedTensors:
             self._hooks.__enter__()
 
     def deactivate(self) -> None:
-        """Puts them out of force."""
+        """Takes the hooks out of force."""
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
 
     def are_on_top(self) -> bool:
-        """Returns True if these hooks, not somebody else's on top of them, are called."""
+        """Returns True if these hooks, and no other hooks on top of them, are called."""
         active = compat.top_saved_tensor_hooks(False)
         return bool(active) and getattr(active[0], "__self__", None) is self
 
@@ -80,7 +81,7 @@ class SavedTensors:
             return run_hidden(self._pack, tensor)
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.is_leaf else run_hidden(tensor.detach) if num_dispatch_modes() else tensor.detach()
-        storage = storage_id(kept)
+        storage = storage_address(kept) if type(kept) in PLAIN and has_storage(kept) else storage_id(kept)
         owner = self.owners.get(storage) or (self._outer and self._owner_in_outer(storage))
         return (kept, owner.versions, owner) if owner else (kept, kept._version, None)
 
@@ -107,20 +108,6 @@ def _refuse(what: str, tensor: Tensor, do: str) -> None:
         f"{what} of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place operation "
         f"since forward, or replaced. {do}."
     )
-
-
-def before_nodes(nodes: Sequence[Any], callback: Callable[[], None]) -> None:
-    """Calls `callback` when backward is about to run any of `nodes`.
-
-    On nodes, not on tensors: a tensor may be the next module's input, whose hooks on it are to run first, in whatever
-    order they came.
-    """
-
-    def hook(_: Any) -> None:
-        callback()
-
-    for node in nodes:
-        node.register_prehook(hook)
 
 
 def after_tensors(tensors: Sequence[Tensor], callback: Callable[[], None]) -> None:
@@ -152,19 +139,23 @@ def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:
     handle = leaf.register_hook(hook)
 
 
-def at_backward_end(end: Callable[[], None], recover: Callable[[], None]) -> None:
-    """Calls `end` when the backward that runs has computed all gradients, and `recover` if `end` fails.
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or compat.runs_transform():
+        return tensor.to(dtype)
+    return _Cast.apply(tensor, dtype)
 
-    Nothing is called if the backward itself fails: autograd drops what it holds at some later time, on a device's
-    thread perhaps.
-    """
 
-    def run() -> None:
-        try:
-            with outside():
-                end()
-        except BaseException:  # a user's hook on a parameter raised, or a peer is gone
-            run_hidden(recover)
-            raise
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.before, ctx.after = tensor.dtype, dtype
+        return tensor.to(dtype)
 
-    compat.on_backward_end(run)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return run_hidden(gradient.to, ctx.before), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return run_hidden(tangent.to, ctx.after)

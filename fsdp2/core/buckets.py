@@ -1,4 +1,4 @@
-"""Which gradients of a group are reduced together (buckets), and how those of one bucket are packed to be sent.
+"""Divides the gradients of a group into buckets that are reduced together, and packs a bucket for the reduce-scatter.
 
 Shape legend:  W ranks,  P elements of one rank's segment.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +54,7 @@ def find_buckets(
 ) -> list[tuple[int, ...]]:
     """Returns the parameter indices of each bucket. Gradients are expected in reverse order of the parameters."""
     expected = sorted(trainable, reverse=True)
-    are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
-    count = MAX_BUCKETS if are_sent else MAX_BUCKETS_OF_COPIES
+    count = MAX_BUCKETS if all(specs[i].arrives_in(wire_dtypes[i]) for i in expected) else MAX_BUCKETS_OF_COPIES
     min_bytes = MIN_BUCKET_BYTES * (LAUNCHES_TIMES if costs_launches(device) else 1)
     return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, min_bytes)
 
@@ -107,16 +107,8 @@ class Bucket:
         # How many are missing; and how often all were there in this pass: reentrant checkpointing may bring them again.
         self.missing, self.completed = self.size, 0
 
-    def restart(self) -> None:
-        """Expects all gradients again, in another pass."""
-        self.missing, self.completed = self.size, 0
-
-    def complete(self) -> None:
-        """Notes that all are there."""
-        self.missing, self.completed = self.size, self.completed + 1
-
     def arrive(self, _: Tensor) -> None:
-        """Counts a gradient, as a post-accumulate hook; tells of the first and of the last."""
+        """Counts a gradient. It is a post-accumulate hook, and calls back at the first gradient and at the last."""
         self.missing -= 1
         if self.missing == self.size - 1 and (begin := self._begin()) is not None:
             begin()
@@ -125,7 +117,7 @@ class Bucket:
 
 
 class Segments:
-    """Memory in which the packed gradients of one bucket lie side by side, one segment for each rank, to be sent.
+    """Holds the packed gradients of one bucket while they are sent: one segment for each rank, side by side.
 
     `of_ranks`: (W, P) elements of the wire dtype; `flat`: the same as one row. The views that gradients are copied to
     are made once; the memory may be freed between two uses.
@@ -151,7 +143,7 @@ class Segments:
 
     @cached_property
     def _places(self) -> list[Tensor]:
-        """Where the parts of all gradients go."""
+        """The views of the segments to which the parts of all gradients are copied."""
         layout = self._layout
         offsets = [layout.offsets[i] - layout.packed_start for i in layout.packed]
         return [
@@ -159,7 +151,7 @@ class Segments:
         ]
 
     def _places_of(self, spec: ParamSpec, offset: int) -> list[Tensor]:
-        """Where the parts of one gradient go, which begins at `offset` of each segment."""
+        """Returns the views to which the parts of one gradient are copied; it begins at `offset` of each segment."""
         segment = self.of_ranks.stride(0)
         if spec.has_single_rows:
             return [self.of_ranks.as_strided(spec.shape, (segment, *contiguous_stride(spec.shape[1:])), offset)]
@@ -189,15 +181,21 @@ def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
 
 
 class ReducePlan:
-    """Prepares what all reductions of one bucket have in common."""
+    """Holds what all reductions of one bucket have in common, and packs its gradients.
 
-    def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:
+    `has_parts`: an extension reduces its gradient part by part.
+    """
+
+    has_parts = False
+
+    def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int, device: Any) -> None:
         self.layout = layout
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
         self.specs, self.world_size = specs, world_size
         self.nbytes = layout.payload_nbytes * world_size  # of what is sent
         # Segments that no reduction uses: on CPU it takes as long to make their views as to fill them.
         self._spare: Segments | None = None
+        self._has_streams, self._launches = streams.exist_on(device), costs_launches(device)
         packed = [specs[i] for i in layout.packed]
         # One operation packs all of them. On CPU it pads by a copy, and casts slowly.
         self._is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
@@ -220,31 +218,31 @@ class ReducePlan:
         """Keeps the views, and frees the memory. Where there are streams, other streams may still read it behind the
         host: there the memory goes with the object.
         """
-        if not streams.exist_on(segments.flat.device):
+        if not self._has_streams:
             segments.storage.resize_(0)
             self._spare = segments
 
     def pack(self, gradients: Mapping[int, Tensor], segments: Segments) -> None:
         """Copies the bucket's packed gradients to their places, casting to the wire dtype."""
         packed, out_WP = [gradients[i] for i in self.layout.packed], segments.of_ranks
-        dtype, launches = packed[0].dtype, costs_launches(out_WP.device)
-        if not self._is_one_operation(packed, out_WP.dtype, launches):
+        dtype = packed[0].dtype
+        if not self._is_one_operation(packed, out_WP.dtype):
             segments.fill(packed)
             return
         if self._tail_numel and dtype not in self._tails:
             self._tails[dtype] = [out_WP.new_zeros(self._tail_numel, dtype=dtype)]
         packed += self._tails.get(dtype, [])
-        if dtype == out_WP.dtype or launches:
-            compat.chunk_cat(packed, out_WP)
+        if dtype == out_WP.dtype or self._launches:
+            compat.chunk_cat(packed, 0, self.world_size, out=out_WP)
         else:
             uncast = torch.empty_like(out_WP, dtype=dtype)
-            compat.chunk_cat(packed, uncast)
+            compat.chunk_cat(packed, 0, self.world_size, out=uncast)
             out_WP.copy_(uncast)
 
-    def _is_one_operation(self, packed: list[Tensor], wire_dtype: torch.dtype, launches: bool) -> bool:
+    def _is_one_operation(self, packed: list[Tensor], wire_dtype: torch.dtype) -> bool:
         if not self._is_one_cat:
             return False
-        if launches:
+        if self._launches:
             takes_one_copy = self._is_even and len(packed) == 1  # a concatenation also uploads where its inputs lie
             return not takes_one_copy and len({each.dtype for each in packed}) == 1
         if self._has_single_rows or not (self._is_even or self._is_little):

@@ -1,4 +1,4 @@
-"""The memory of one group: its shards at rest, and its unsharded parameters while they are needed."""
+"""Owns the memory of one group: its shards at rest, and its unsharded parameters while they are needed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from .streams import Transfer, Transfers
 
 
 class PendingGather:
-    """A gather in flight. Its group's buffers stay allocated until `finish` or `abandon`."""
+    """Is an all-gather in flight. Its group's buffers stay allocated until `finish` or `abandon`."""
 
     def __init__(self, plan: GatherPlan, work: Work | None, inputs: Sequence[Tensor] = ()) -> None:
         self._plan, self._work, self._inputs_kept_alive = plan, work, inputs
 
     def finish(self) -> None:
-        """Waits (the current stream; on CPU the caller); then the unsharded parameters are there."""
-        self.abandon()
+        """Makes the current stream (on CPU: the caller) wait until the unsharded parameters are there."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
         self._plan.finish()
+        self._inputs_kept_alive = ()
 
     def abandon(self) -> None:
-        """Waits until nobody writes to the buffers any more, so that they can be freed."""
+        """Waits until the all-gather no longer writes to the buffers, so that they can be freed."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -36,7 +39,7 @@ class PendingGather:
 
 
 class GroupBuffers:
-    """One flat buffer of shards, and one storage for the unsharded parameters, allocated from `start_gather` to `free`.
+    """Owns one flat buffer of shards, and one storage for the unsharded parameters, allocated from gather to free.
 
     The storage is allocated at first, for `unsharded_parameter`: call `free` when the parameters are built.
 
@@ -119,18 +122,14 @@ class GroupBuffers:
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
         """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
-        self.allocate()
+        if not self._is_allocated:
+            self.storage.resize_(self._nbytes)
+            self._is_allocated = True
         start = self._plan.start
         if self._stage is not None:
             self._stage.start(partial(start, comm, more_outputs, more_inputs))
             return PendingGather(self._plan, self._stage, more_inputs)
         return PendingGather(self._plan, start(comm, more_outputs, more_inputs), more_inputs)
-
-    def allocate(self) -> None:
-        """Allocates the storage of the unsharded parameters, unless it is there."""
-        if not self._is_allocated:
-            self.storage.resize_(self._nbytes)
-            self._is_allocated = True
 
     def free(self) -> None:
         """Frees the unsharded parameters."""
@@ -144,7 +143,7 @@ class GroupBuffers:
 
 
 class _Stage:
-    """Memory on the device for a copy of the shards, from which a gather reads. It is the Work of that gather.
+    """Holds a copy of offloaded shards on the device, from which an all-gather reads. It is that all-gather's Work.
 
     It is allocated at first, for a plan to be made of it.
     """

@@ -1,4 +1,4 @@
-"""Collectives: what a group of ranks can do for the engine, and how any process group does it.
+"""Issues collectives: the interface `Comm`, and its implementations for any process group.
 
 A `Comm` moves bytes between the ranks of one process group and returns at once; whoever needs the bytes waits on the
 `Work` that it returns. Every method is a collective: all ranks of the group must call it, in the same order, with
@@ -26,7 +26,7 @@ from .streams import AllWork, CopyWork, DividedWork, SumWork, Work
 
 
 class Purpose:
-    """Says whose collectives those of a Comm are, in errors, and to checks that compare ranks.
+    """Names the group whose collectives a Comm issues, for errors and for checks that compare ranks.
 
     `name`: FQN of the group's module. `part`: which of its gradients the next reduction is about. `root`: a weak
     reference to the root that runs the group: a collective in flight must not keep a model alive.
@@ -48,7 +48,7 @@ class Purpose:
 
 
 class Comm(Protocol):
-    """Collectives over one group of ranks."""
+    """Issues collectives over one group of ranks."""
 
     rank: int
     # Parameters of which each rank holds at least so many bytes are gathered and reduced on their own, straight from
@@ -98,13 +98,8 @@ _AVERAGE_SCATTER, _SUM_SCATTER, _AVERAGE_ALL, SUM_ALL = (
 )
 
 
-def backend_averages(comm: Comm, divisor: float) -> bool:
-    """Returns True if the division is left to the backend."""
-    return divisor == comm.size and not comm.force_sum
-
-
 class AnyComm:
-    """A Comm over any process group that has torch.distributed's functions of one tensor.
+    """Is a Comm over any process group that has torch.distributed's functions of one tensor.
 
     It uses public functions only, one launch for each tensor, and divides sums afterwards.
     """
@@ -181,7 +176,7 @@ class CoalescedComm:
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         if outputs[0].dtype != inputs[0].dtype:
             return self._exchange(outputs, inputs, divisor)
-        averages = backend_averages(self, divisor)
+        averages = divisor == self.size and not self.force_sum
         if not averages and outputs[0].dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
             inputs = compat.quotients([*inputs], divisor)  # in other memory: autograd may still use the gradients
             return AllWork([self._scatter(outputs, inputs, _SUM_SCATTER)], inputs)
@@ -211,7 +206,7 @@ class CoalescedComm:
         return SumWork(works, [*inputs, *received], outputs, parts, divisor)
 
     def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        if backend_averages(self, divisor):
+        if divisor == self.size and not self.force_sum:
             return self.group.allreduce([tensor], _AVERAGE_ALL)
         divisor = divide_before(tensor, divisor)
         return DividedWork([self.group.allreduce([tensor], SUM_ALL)], [tensor], divisor)
@@ -226,7 +221,7 @@ def divide_before(tensor: Tensor, divisor: float) -> float:
 
 
 class SoloComm:
-    """One rank, which has nothing to communicate, and never calls a collective."""
+    """Is the Comm of one rank, which has nothing to communicate, and never calls a collective."""
 
     group, rank, size, direct_min_bytes, force_sum, sums_on_arrival = None, 0, 1, 0, False, False
     purpose = Purpose()

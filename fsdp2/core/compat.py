@@ -1,4 +1,4 @@
-"""Private names of torch that the core uses, each with the reason why no public name will do."""
+"""Collects the private names of torch that the core uses, each with the reason why no public name will do."""
 
 from __future__ import annotations
 
@@ -28,19 +28,23 @@ copy_all: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
 divide_each: Callable[[list[Tensor], float], Any] = torch._foreach_div_
 quotients: Callable[[list[Tensor], float], Any] = torch._foreach_div
 
-_PLAIN = (Tensor, Parameter)
+PLAIN = (Tensor, Parameter)
 # Reads in C what Python code reads in several steps. The first is the version counter of a tensor.
 version_of, requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
 
 
-def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
-    """Writes chunk r along dim 0 of all `tensors`, each flattened, one behind the other, to out[r]."""
-    torch._chunk_cat(tensors, 0, out.shape[0], out=out)
+# (tensors, 0, W, out=out): writes chunk r along dim 0 of all `tensors`, each flattened, one behind the other, to
+# out[r].
+chunk_cat: Callable[..., Any] = torch._chunk_cat
+# (plain tensor) -> address of the storage behind it, also while that is freed (`data_ptr` is 0 then).
+storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+# (tensor) -> False if there is none: sparse tensors, functorch's wrappers.
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """Returns the plain tensors that a DTensor or another wrapper consists of; of any other tensor, itself."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return [tensor]
     if isinstance(tensor, DTensor):
         return inner_tensors(local_of(tensor))
@@ -50,14 +54,14 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Returns the identity of the storage behind a tensor, also while it is freed (`data_ptr` is 0 then).
+    """Returns `storage_address` of any tensor; of a wrapper, that of the first tensor in it.
 
     Returns -1 for a tensor without a storage, which is no view of anything: a sparse one, functorch's wrappers.
     """
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         tensor = inner_tensors(tensor)[0]  # the wrapper's own storage holds nothing
     try:
-        return tensor.untyped_storage()._cdata
+        return storage_address(tensor)
     except (NotImplementedError, RuntimeError):
         return -1
 

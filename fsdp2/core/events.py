@@ -1,4 +1,4 @@
-"""The interface between the core and the rest of the package: events that observers follow, and strategies as values.
+"""Joins the rest of the package to the core: by events that observers follow, and by strategies, which are values.
 
 An *observer* follows the groups under one root: it overrides methods of `Observer`, and a root calls only those that
 are overridden. A *strategy* is a value that replaces a decision of the core: how ranks communicate, which class sharded
@@ -143,7 +143,7 @@ EVENTS = tuple(name for name, method in vars(Observer).items() if callable(metho
 
 
 class Events:
-    """For each event, by its name, the methods of the observers that follow it."""
+    """Holds, for each event, by its name, the methods of the observers that follow it."""
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self.observers = (*observers,)
@@ -159,17 +159,13 @@ class Events:
 
     def follow(self, observer: Observer, *names: str) -> None:
         """Tells `observer` of the events `names`, too, from the next time on that they happen."""
-        self._change(observer, observer.ignored.difference(names), names)
+        observer.ignored = observer.ignored.difference(names)
+        vars(self).update(vars(Events(self.observers)))  # new lists: an event that happens now walks along an old one
 
     def ignore(self, observer: Observer, *names: str) -> None:
         """Does not tell `observer` of the events `names`, from the next time on that they happen."""
-        self._change(observer, observer.ignored.union(names), names)
-
-    def _change(self, observer: Observer, ignored: frozenset[str], names: Iterable[str]) -> None:
-        observer.ignored = ignored
-        for name in names:  # into a new list: an event that happens now walks along the present one
-            told = [each for each in self.observers if name in _events_of(type(each)) and name not in each.ignored]  # type: ignore[arg-type]
-            vars(self)[name] = [getattr(each, name) for each in told]
+        observer.ignored = observer.ignored.union(names)
+        vars(self).update(vars(Events(self.observers)))
 
     def of(self, cls: type) -> Any:
         """Returns the observer of that class, or None."""
@@ -181,7 +177,7 @@ NO_EVENTS = Events()
 
 @dataclass(frozen=True)
 class Strategies:
-    """Decisions of the core that the rest of the package replaces.
+    """Holds decisions of the core that the rest of the package replaces.
 
     Args:
         observers: called with each new root; each returns an observer, or None.
@@ -192,6 +188,7 @@ class Strategies:
         restore_among: (group, k) has k neighbouring ranks restore a group after forward (reshard_after_forward=k).
         group_class: (device, FSDPParamGroup) -> class of groups on that device.
         distribute: (parameter, mesh, dim) -> Distribution of a tensor subclass, a DTensor for example.
+        rows_of_subclass: (tensor, dim, DataMesh, device) -> this rank's rows of a tensor subclass; None: as of others.
         gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
         gather_extension: (params, mesh, policy) -> what gathers these, see SubclassGather in ext/subclasses.py.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
@@ -211,6 +208,7 @@ class Strategies:
     restore_among: Callable[[Any, int], None] | None = None
     group_class: Callable[[torch.device, Any], Any] = lambda device, usual: usual
     distribute: Callable[..., Any] = distribute
+    rows_of_subclass: Callable[..., Tensor] | None = None
     gathers_itself: Callable[[Tensor], bool] = lambda local: False
     gather_extension: Callable[..., Any] | None = None
     plan: tuple[Callable[[Any], None], ...] = ()

@@ -1,4 +1,4 @@
-"""From shards to unsharded parameters: views into byte buffers, and the copies around an all-gather.
+"""Gathers shards into unsharded parameters: views into byte buffers, and the casts and copies around an all-gather.
 
 It takes byte buffers and a layout, and knows no parameter. Everything that does not change from one gather to the next
 (views, lists, which casts are needed) is prepared once, in `GatherPlan`; a gather then is one cast per pair of dtypes,

@@ -30,14 +30,16 @@ _NO_GRAPH = (
 
 
 class GroupGradients:
-    """The gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
+    """Holds the gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
 
     `unsynchronized`: parameter index -> unsharded gradient, in the reduce dtype, which a later pass will reduce.
     `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas.
     `taken`: indices of those that the backward pass that runs has included.
     """
 
-    plan_class = ReducePlan
+    plan_class: type[ReducePlan] = ReducePlan
+    # Called with the shards that the user is about to get, if an extension needs to know.
+    lend: Callable[[Shards], None] | None = None
 
     def __init__(self, group: Any, params: Sequence[FSDPParam], reduction: Reduction) -> None:
         self.group, self._params, self.reduction = group, params, reduction
@@ -104,7 +106,7 @@ class GroupGradients:
         shards, first = self.reduction.shards, indices[0]
         wire_dtype = (self._wire_dtypes_of_sums if may_be_sums else self._wire_dtypes)[first]
         layout = bucket_layout(self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, wire_dtype)
-        return self.plan_class(layout, self._specs, shards.size)
+        return self.plan_class(layout, self._specs, shards.size, self._params[0].unsharded.device)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor = self.reduction.divisor  # which checks compare between ranks
@@ -114,14 +116,14 @@ class GroupGradients:
     # ---- as gradients arrive
 
     def _complete(self, bucket: Bucket) -> None:
-        """The last gradient of a bucket has arrived."""
-        if are_in_force():
+        """Reduces a bucket, whose last gradient has arrived."""
+        if (compat.num_dispatch_modes() or compat.num_function_modes()) and are_in_force():
             with hidden():
                 return self._complete(bucket)
         # Other ranks' buckets may be complete at other times: then all reduce when backward leaves the module.
         if self.group.settings.reduce_unused:
             return
-        bucket.complete()
+        bucket.missing, bucket.completed = bucket.size, bucket.completed + 1
         is_together = self.group.settings.reduce_when is not ReduceWhen.BUCKET
         if not is_together:
             self._process(self._take(bucket.indices))
@@ -144,7 +146,7 @@ class GroupGradients:
     def _find_arrived(self, filled: Iterable[Bucket]) -> set[int]:
         """Returns the indices of gradients that are there; in buckets to be `filled`, zeros stand for missing ones."""
         for bucket in filled:
-            bucket.complete()
+            bucket.missing, bucket.completed = bucket.size, bucket.completed + 1
             self._fill(bucket)
         return {i for i, param in enumerate(self._params) if param.unsharded.grad is not None}
 
@@ -173,7 +175,7 @@ class GroupGradients:
     # ---- backward passes
 
     def begin_backward(self, backward_pass: object) -> None:
-        """A backward pass begins, or what stands for one."""
+        """Begins a backward pass, or what stands for one."""
         self.backward_pass, self._may_be_sums = backward_pass, self.owes
         self.taken.clear()
 
@@ -181,14 +183,14 @@ class GroupGradients:
         """Reduces what is left. `resume` follows, when no rank reduces any more."""
         settings = self.group.settings
         self.owes = not (settings.reduce_gradients and settings.all_reduce)
-        unused = [each for each in self.buckets if not each.completed] if self._fills() else []
+        unused = [each for each in self.buckets if not each.completed and self._fills()]
         is_partly_there = [each for each in self.buckets if each.missing < each.size]
         if unused or is_partly_there or settings.reduce_when is not ReduceWhen.BUCKET:
             self._flush(self._find_arrived(unused))
         if self.unsynchronized and settings.reduce_gradients:
             self._flush(set(self.unsynchronized))
         for bucket in self.buckets:
-            bucket.restart()
+            bucket.missing, bucket.completed = bucket.size, 0
 
     def resume(self) -> None:
         """Sums between replicas what no gradient of this backward pass has taken along."""
@@ -207,12 +209,12 @@ class GroupGradients:
         for param in self._params:
             param.unsharded.grad = None
         for bucket in self.buckets:
-            bucket.restart()
+            bucket.missing, bucket.completed = bucket.size, 0
         for i in self.taken:
             self.forget(i)
 
     def forget(self, i: int) -> None:
-        """Drops what is unsynchronized of the gradient of parameter i."""
+        """Drops the unsynchronized gradient of parameter i."""
         self.unsynchronized.pop(i, None)
         self.partial.pop(i, None)
 
@@ -220,14 +222,12 @@ class GroupGradients:
 
     def _take_partial(self, indices: Iterable[int]) -> dict[int, Tensor]:
         """Takes those partial sums that are there."""
-        if not self.partial:
-            return {}
         taken = {i: self.partial.pop(i) for i in indices if i in self.partial}
         self.taken.update(taken)
         return taken
 
     def _take(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Takes the unsharded gradients that are there, with unsynchronized ones; nobody else holds them then."""
+        """Takes the unsharded gradients that are there, with unsynchronized ones, and drops other references."""
         taken, may_have_graph = {}, torch.is_grad_enabled()
         with compat.no_torch_function():
             frozen = [i for i in indices if not self._params[i].sharded.requires_grad]
@@ -279,14 +279,16 @@ class GroupGradients:
         queue.make_room()
         plan, purpose.part = self._plan(indices, self._may_be_sums), self._names(indices)
         try:
-            queue.add(self, self.start(gradients, plan, self._take_partial(gradients)))
+            carried = self._take_partial(gradients) if self.partial else {}
+            start = self.start_in_parts if plan.has_parts else reduce.start
+            queue.add(self, start(gradients, plan, self.reduction, carried))
         except RuntimeError as error:  # out of memory, for example: allocators don't know for whom
             purpose.locate(error, f"reducing the gradients{self._names(indices)}")
             raise
 
-    def start(self, gradients: dict[int, Tensor], plan: ReducePlan, carried: dict[int, Tensor]) -> Pending:
-        """Begins to reduce gradients of one bucket."""
-        return reduce.start(gradients, plan, self.reduction, carried)
+    def start_in_parts(self, gradients: Any, plan: Any, reduction: Reduction, carried: Any) -> Pending:
+        """Begins to reduce a gradient whose plan has parts. Extensions that make such plans override it."""
+        raise NotImplementedError
 
     # ---- delivery
 
@@ -306,7 +308,8 @@ class GroupGradients:
                 shard = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
                 self.partial[i] = self.partial[i] + shard if i in self.partial else shard
             return
-        self._lend(shards)
+        if self.lend is not None:
+            self.lend(shards)
         sharded = [self._params[i].sharded for i in shards]
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # to disable it takes as long as two operations
             with compat.no_torch_function():
@@ -317,9 +320,6 @@ class GroupGradients:
                 run_shown(self._accumulate, shards, True)
         for notify in self.group.events.gradients_delivered:
             run_shown(notify, self.group, [self._params[i] for i in shards], of_pass)
-
-    def _lend(self, shards: Shards) -> None:
-        """The user is about to get these."""
 
     def _accumulate(self, shards: Shards, is_hooked: bool) -> None:
         """Adds this rank's gradient shards to `.grad`. They have the storage dtype.

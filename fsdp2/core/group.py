@@ -1,4 +1,4 @@
-"""A group at run time: when it is unsharded, resharded and reduced, in forward and in backward."""
+"""Decides when a group is unsharded, resharded and reduced, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from . import compat
+from .compat import num_dispatch_modes, num_function_modes, runs_transform
 from .mesh import DataMesh
 from .param_group import ParamGroup
 from .parameter import FSDPParam
@@ -18,7 +19,7 @@ __all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGr
 
 
 class FSDPParamGroup(ParamGroup):
-    """A group of parameters at run time.
+    """Runs a group of parameters in forward and backward.
 
     `state`: the FSDPState of the modules that it belongs to. `versions`: those of the shards of which its unsharded
     parameters were made when they were last gathered on purpose; saved weights are compared with that.
@@ -34,14 +35,14 @@ class FSDPParamGroup(ParamGroup):
         super().__init__(modules, params, mesh, settings)
         self.versions: tuple[int, ...] = ()
         self.ready_in: object = None
-        self.counting_is_enough = False
+        self.counting_is_enough = not params
         # The dicts of full backward hooks of each of the group's modules; empty until a backward asks.
         self.backward_hooks: list[dict[int, Any]] = []
 
     # ---- use
 
     def use_in_forward(self, in_backward: bool) -> None:
-        """Has the unsharded parameters registered for a forward. `in_backward`: checkpointing runs it again."""
+        """Unshards and registers for a forward. `in_backward`: checkpointing runs it again."""
         root = self.root
         if in_backward:
             self.before_backward(recomputes=True)  # gradients follow at once
@@ -52,13 +53,13 @@ class FSDPParamGroup(ParamGroup):
             self.versions = self.gathered_at  # else the same object: no time to compare
 
     def use_in_backward(self) -> None:
-        """Has the unsharded parameters there, of which backward is about to read one."""
+        """Unshards, unless that is done: backward is about to read a weight."""
         if self.ready_in is None:
             self.before_backward()
 
     def before_backward(self, recomputes: bool = False) -> None:
-        """Unshards: backward has reached the group, or a weight of it is needed, or checkpointing runs its forward."""
-        if compat.runs_transform() or are_in_force():
+        """Unshards when backward reaches the group, needs a weight of it, or runs its forward again (checkpointing)."""
+        if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):
             with outside():
                 return self.before_backward(recomputes)
         root = self.root
@@ -75,12 +76,16 @@ class FSDPParamGroup(ParamGroup):
                 ahead.start_unshard(for_backward=True)
 
     def first_gradient(self) -> None:
-        """The first gradient of a bucket is complete: backward has come to the group, whatever way."""
+        """Notes that backward has come to the group: the first gradient of a bucket is complete."""
         if self.ready_in is None:
-            run_hidden(self.root.enter_backward)
+            enter = self.root.enter_backward
+            if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+                run_hidden(enter)
+            else:
+                enter()
 
     def last_gradient(self) -> None:
-        """The gradients of all trainable parameters are complete: reshards, unless something else is to come."""
+        """Reshards, when the gradients of all trainable parameters are complete, unless something else is to come."""
         # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed
         # regions (reentrant checkpointing runs a backward inside the one that began).
         if all(self.parameters.trainable) and self.root.backward.task == compat.graph_task():
@@ -98,8 +103,7 @@ class FSDPParamGroup(ParamGroup):
     # ---- after use
 
     def settle(self, backward_follows: bool, failed: bool = False, keeps: bool = False) -> None:
-        """Forward is over: registers the sharded parameters; frees the unsharded ones' data, or keeps all or some of
-        it.
+        """Registers the sharded parameters after a forward, and frees the unsharded ones' data, or keeps some of it.
 
         Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
         would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
@@ -145,20 +149,21 @@ class FSDPParamGroup(ParamGroup):
             self.unregister()
 
     def forget_stale(self) -> None:
-        """Between passes: frees what earlier passes have left, unless another one may use it. What the user holds stays
-        held: the next forward gathers it anew.
+        """Frees, between passes, what earlier passes have left, unless another one may use it. What the user holds
+        stays held: the next forward gathers it anew.
         """
+        self.root.is_in_backward()  # one that has failed is over
         hold = self.hold
         if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
             self.release()
             self.hold = hold if hold is Hold.USER else self.hold
 
     def give_up(self) -> None:
-        """Reshards, whoever holds the unsharded parameters."""
+        """Reshards, whatever holds the unsharded parameters."""
         self.hold = Hold.NOTHING
         self.reshard(free=self.root.frees_memory)
 
     def after_backward(self) -> None:
-        """The gradients of all inputs of one forward are computed: reduces and frees what is left of that forward."""
+        """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
         self.gradients.flush()
         self.release_after_backward()

@@ -21,7 +21,6 @@ from .layout import GatherLayout, ParamSpec, gather_layout
 from .mesh import DataMesh
 from .parameter import FSDPParam
 from .policy import GroupSettings
-from .streams import Transfers
 
 if TYPE_CHECKING:
     from .gradients import GroupGradients
@@ -31,7 +30,7 @@ _uncounted = count()
 
 
 class Registration:
-    """Which parameters of one group are registered in its modules, and the version counters of the sharded ones.
+    """Swaps sharded and unsharded parameters in the modules that own them, and reads version counters.
 
     A tensor counts the in-place operations on it, together with those on its views. A gathered copy is stale when the
     counters have moved on since. `watched`: in which dicts of modules, under which names, the sharded parameters were
@@ -54,23 +53,20 @@ class Registration:
 
     # ---- swapping
 
-    def register_unsharded(self) -> None:
-        """Registers the unsharded parameters."""
-        for entries, key, _ in self.while_sharded:
-            entries.pop(key, None)
-        self._register(_UNSHARDED)
+    def register(self, unsharded: bool) -> None:
+        """Registers the unsharded parameters in their modules, or the sharded ones.
 
-    def register_sharded(self) -> None:
-        """Registers the sharded parameters."""
+        What a user has registered in their place stays, for the next forward to notice.
+        """
         for entries, key, value in self.while_sharded:
-            entries[key] = value
-        self._register(_SHARDED)
-
-    def _register(self, kind: int) -> None:
-        for slots, name, parameter, other in self._dict_slots[kind]:
-            if slots.get(name) is other:  # else a user has put something there, which the next forward will notice
+            if unsharded:
+                entries.pop(key, None)
+            else:
+                entries[key] = value
+        for slots, name, parameter, other in self._dict_slots[unsharded]:
+            if slots.get(name) is other:
                 slots[name] = parameter
-        for module, name, parameter in self._setattr_slots[kind]:
+        for module, name, parameter in self._setattr_slots[unsharded]:
             setattr(module, name, parameter)
 
     def prepare(self, params: Sequence[FSDPParam]) -> None:
@@ -130,24 +126,19 @@ def version_if_counted(tensor: Tensor) -> int:
 
 
 class GroupParameters:
-    """The parameters of one group, and what is built from them.
+    """Holds the parameters of one group, and builds buffers, plans and unsharded parameters from them.
 
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
     `extension`: what gathers those that say themselves how; they are the last ones in `params`. `unsharded`: the
-    unsharded parameters; `storage_ids`: the identities of their storages. `trainable`: which of them required a
-    gradient when buckets were last planned.
+    unsharded parameters; `storage_ids`: the identities of their storages; `nbytes`: their bytes, padding included.
+    `trainable`: which of them required a gradient when buckets were last planned.
     """
 
     def __init__(
-        self,
-        params: list[FSDPParam],
-        gradients: GroupGradients,
-        mesh: DataMesh,
-        storage_device: torch.device,
-        transfers: Transfers | None,
+        self, params: list[FSDPParam], gradients: GroupGradients, mesh: DataMesh, device: torch.device, transfers: Any
     ) -> None:
         self.params, self._gradients, self.mesh = params, gradients, mesh
-        self.storage_device, self._transfers = storage_device, transfers
+        self.storage_device, self._transfers = device, transfers
         self.registration = Registration()
         self.buffers: GroupBuffers | None = None
         self.extension: Any = None  # see SubclassGather in ext/subclasses.py
@@ -155,6 +146,7 @@ class GroupParameters:
         self.unsharded: list[nn.Parameter] = []
         self.trainable: list[bool] = []
         self.storage_ids: frozenset[int] = frozenset()
+        self.nbytes = 0
         # From how many bytes on a parameter is gathered on its own.
         self._direct_min_bytes = 0
         self._settings = GroupSettings()
@@ -251,17 +243,19 @@ class GroupParameters:
         if self.buffers is not None and self.buffers.layout.aliased:
             for param in self.plain:
                 param.move_unsharded(None)
-        self.buffers = None
+        self.buffers, self.nbytes = None, 0
         self._watch()
 
     def follow(self) -> None:
-        """Has everything else follow the sharded and unsharded parameters that there are now."""
+        """Updates everything that depends on which sharded and unsharded parameters there are now."""
         assert self.buffers is not None, "unsharded parameters are there"
         self._watch()
         self.follow_requires_grad()
         self.unsharded = [param.unsharded for param in self.params]
-        extended = self.extension.storage_ids() if self.extension is not None else set()
-        self.storage_ids = frozenset([self.buffers.storage_id, *extended])
+        self.storage_ids, self.nbytes = frozenset([self.buffers.storage_id]), self.buffers.layout.full_nbytes
+        if self.extension is not None:
+            self.storage_ids |= self.extension.storage_ids()
+            self.nbytes += self.extension.nbytes
         self.registration.prepare(self.params)
 
     def _watch(self) -> None:
@@ -270,6 +264,15 @@ class GroupParameters:
             notify(self._gradients.group)
 
     # ---- requires_grad
+
+    def take_requires_grad(self) -> None:
+        """Has the sharded parameters take the `requires_grad` that a user has given to the unsharded ones."""
+        if self.buffers is None or list(map(requires_grad_of, self.unsharded)) == self.trainable:
+            return
+        for param, before in zip(self.params, self.trainable, strict=True):
+            if param.unsharded.requires_grad != before:
+                param.sharded.requires_grad_(param.unsharded.requires_grad)
+        self.follow_requires_grad()
 
     def follow_requires_grad(self) -> None:
         """Plans to reduce the gradients of the parameters that require one now."""

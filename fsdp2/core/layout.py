@@ -1,4 +1,4 @@
-"""Where every byte of a group lies: sizes, offsets, padding, buckets. Pure arithmetic, no process group.
+"""Computes where every byte of a group lies: sizes, offsets, padding, buckets. It needs no process group.
 
 One parameter of shape (R, ...) over W ranks is cut along dim 0 into chunks of ceil(R / W) rows, as torch.chunk does
 (or along another dim, of which a "row" is one index); the last ranks may hold fewer rows, or none. Padded to whole
@@ -47,7 +47,7 @@ def align(value: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout must know of one parameter: its global shape and its dtypes at rest and in compute.
+    """Holds what the layout must know of one parameter: its global shape and its dtypes at rest and in compute.
 
     `param_spec` makes it: equal parameters, of which models have many, share one, and what is computed of it.
     """
@@ -160,7 +160,7 @@ def split_chunks(whole: Tensor, spec: ParamSpec) -> list[Tensor]:
 
 
 class CastRun(NamedTuple):
-    """Packed parameters of the same two dtypes, that lie side by side at rest and in a rank's segment: one cast."""
+    """Describes packed parameters of the same two dtypes, side by side at rest and in a rank's segment: one cast."""
 
     storage_offset: int
     packed_offset: int
@@ -171,7 +171,7 @@ class CastRun(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """Byte offsets of one group: shard buffer (one rank's part, at rest), full storage (all of it, in compute dtypes).
+    """Holds byte offsets of one group: shard buffer (one rank's part, at rest), full storage (all, in compute dtypes).
 
     `packed_offsets[i]` is where packed parameter i lies in one rank's packed segment of `packed_nbytes`, of which the
     last `tail_nbytes` are padding; the W segments land at `packed_start` of the full storage, behind the parameters,
@@ -279,7 +279,7 @@ def _offsets(sizes: dict[int, int], alignment: int) -> tuple[dict[int, int], int
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Gradients that are reduced together: one reduce dtype, one storage dtype. Offsets count elements.
+    """Describes gradients that are reduced together: one reduce dtype, one storage dtype. Offsets count elements.
 
     They travel in the wire dtype; what arrives is summed in the reduce dtype.
 

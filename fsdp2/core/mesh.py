@@ -1,4 +1,4 @@
-"""The ranks that share and replicate one group's parameters, as one value. One rank is an ordinary size."""
+"""Describes, as one value, the ranks that share and replicate one group's parameters. One rank is an ordinary size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .compat import DTensorSpec
 
 @dataclass(frozen=True)
 class DataMesh:
-    """Which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication alike."""
+    """Says which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication."""
 
     mesh: DeviceMesh
     shard_axes: tuple[int, ...]
@@ -91,7 +91,7 @@ class DataMesh:
 
     @cached_property
     def rank(self) -> int:
-        """Place of this rank among those."""
+        """Index of this rank among those."""
         rank = 0
         for axis in self.shard_axes:
             rank = rank * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
@@ -160,8 +160,8 @@ def replicated_data_mesh(mesh: DeviceMesh) -> DataMesh:
 
 @dataclass(frozen=True)
 class Distribution:
-    """How one parameter is distributed: `mesh` and `placements` of the sharded parameter, and the `dim` along which the
-    ranks of the shard group cut it. The unsharded parameter is a plain tensor; extensions have other kinds.
+    """Says how one parameter is distributed: `mesh` and `placements` of the sharded parameter, and the `dim` along
+    which the ranks of the shard group cut it. The unsharded parameter is a plain tensor; extensions have other kinds.
     """
 
     mesh: DeviceMesh

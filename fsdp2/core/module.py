@@ -39,7 +39,7 @@ class FSDPModule:
         check_bool("async_op", async_op)
         groups = groups_of(self)
         for group in groups:
-            group.root.forget_stale([group])
+            group.forget_stale()
             group.hold = max(group.hold, Hold.NEXT_PASS)
             group.start_unshard()
         handle = UnshardHandle(groups)
@@ -61,6 +61,7 @@ class FSDPModule:
         groups = groups_of(self)
         try:
             for group in groups:
+                group.parameters.take_requires_grad()
                 for notify in group.events.before_reshard:
                     notify(group)
         finally:

@@ -1,4 +1,4 @@
-"""The parameters that one `fully_shard` call shards together: unsharded and resharded as one."""
+"""Unshards and reshards, as one, the parameters that one `fully_shard` call shards together."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .streams import make_transfers
 
 
 class Comms(NamedTuple):
-    """How a group communicates: to gather, to reduce, between replicas, and among the ranks that restore the parameters
-    after forward (`reshard_after_forward=k`).
+    """Holds the Comms of a group: to gather, to reduce, between replicas, and among the ranks that restore the
+    parameters after forward (`reshard_after_forward=k`).
     """
 
     gathers: Comm
@@ -72,9 +72,7 @@ class ParamGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded parameters, in compute dtypes, padding included."""
-        buffers, extension = self.parameters.buffers, self.parameters.extension
-        plain = buffers.layout.full_nbytes if buffers is not None else 0
-        return plain if extension is None else plain + extension.nbytes
+        return self.parameters.nbytes
 
     @property
     def is_unsharded(self) -> bool:
@@ -150,7 +148,7 @@ class ParamGroup:
             raise
 
     def unshard(self, for_backward: bool = False, registers: bool = True) -> None:
-        """Has the unsharded parameters' data there, made of what the sharded ones are now, and registers them.
+        """Makes the unsharded parameters of what the sharded ones are now, unless they are there, and registers them.
 
         Gathers, or finishes the gather in flight. `for_backward`: users may not have changed parameters since forward.
         """
@@ -182,7 +180,7 @@ class ParamGroup:
             notify(self)
 
     def unshard_again(self) -> None:
-        """Gathers what is in use: it keeps its values. Every rank must call it, or `unshard`."""
+        """Gathers, for other ranks, parameters that are in use here. Every rank must call it, or `unshard`."""
         self.unshard(for_backward=True, registers=False)
         was_registered = self.phase is UNSHARDED
         self.phase = SHARDED
@@ -194,13 +192,13 @@ class ParamGroup:
         """Registers the unsharded parameters, whose data is there."""
         if self.phase is GATHERED:
             self.phase = UNSHARDED
-            self.registration.register_unsharded()
+            self.registration.register(unsharded=True)
 
     def unregister(self) -> None:
         """Registers the sharded parameters, and leaves the unsharded ones' data where it is."""
         if self.phase is UNSHARDED:
             self.phase = GATHERED
-            self.registration.register_sharded()
+            self.registration.register(unsharded=False)
 
     def reshard(self, free: bool = True) -> None:
         """Registers the sharded parameters, and frees the unsharded ones' data.

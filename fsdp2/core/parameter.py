@@ -1,4 +1,4 @@
-"""One parameter of a group: the sharded parameter that users see, the unsharded one that modules compute with."""
+"""Holds one parameter of a group: the sharded one that users see, and the unsharded one that modules compute with."""
 
 from __future__ import annotations
 
@@ -128,8 +128,9 @@ class FSDPParam:
 
     def copy_rows(self, gathered: Tensor, device: torch.device) -> Tensor:
         """Returns this rank's rows in memory of their own, so that the whole parameter can be freed."""
-        if type(gathered) not in (Tensor, nn.Parameter):
-            return _rows_of_subclass(gathered, self.dim, self.mesh, device)
+        of_subclass = strategies().rows_of_subclass
+        if of_subclass is not None and type(gathered) not in compat.PLAIN:
+            return of_subclass(gathered, self.dim, self.mesh, device)
         if gathered.device != device or self.is_scalar:
             return self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
         first, last = self.bounds
@@ -227,18 +228,6 @@ class FSDPParam:
             # Computed on shards, with DTensors: not all operations leave it as the parameter is.
             self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
         local_of(accumulated).add_(local_of(gradient))
-
-
-@torch.no_grad()
-def _rows_of_subclass(whole: Tensor, dim: int, mesh: DataMesh, device: torch.device) -> Tensor:
-    """Returns this rank's rows of a tensor subclass, by the few operations that such classes are known to have."""
-    chunks = torch.chunk(whole, mesh.size, dim)
-    padded = whole.new_zeros(chunks[0].size())
-    rows = chunks[mesh.rank].shape[dim] if mesh.rank < len(chunks) else 0
-    if rows:
-        padded.narrow(dim, 0, rows).copy_(chunks[mesh.rank])
-    padded = padded if padded.device == device else padded.to(device)
-    return padded if rows == padded.shape[dim] else padded.narrow(dim, 0, rows)
 
 
 def _user_attributes(parameter: Tensor) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What a user chooses: the policies of a `fully_shard` call, the settings of a group and of a root. And the phases of a
-group.
+"""Holds what a user chooses (policies of a `fully_shard` call, settings of a group and of a root), and defines the
+phases of a group.
 
 Settings are frozen: one changes by putting another object in its place.
 """
@@ -135,7 +135,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 class Phase(Enum):
-    """Where the parameters of a group are.
+    """Says where the parameters of a group are.
 
     SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
     there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. LENT: modules have
@@ -150,7 +150,7 @@ class Phase(Enum):
 
 
 class Hold(IntEnum):
-    """For how long the unsharded parameters of a group stay, beyond the forward or backward that uses them.
+    """Says for how long the unsharded parameters of a group stay, beyond the forward or backward that uses them.
 
     NOTHING: no longer. BACKWARD: until the backward of the forward that has left them. NEXT_PASS: until a parameter
     changes, or a pass ends that reshards. USER: until the user calls `reshard`, or a pass with grad ends that reshards.
@@ -175,7 +175,7 @@ TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
 
 
 class ReduceWhen(Enum):
-    """When a group's gradients are reduced in backward.
+    """Says when a group's gradients are reduced in backward.
 
     BUCKET: a bucket, as soon as its gradients are complete. GROUP: all buckets, when all gradients are complete. ASKED:
     like GROUP, and an extension reduces them on ranks that have none, if another rank has some.
@@ -188,7 +188,7 @@ class ReduceWhen(Enum):
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What a user has chosen for one group, by `fully_shard` and by the methods of FSDPModule that name each field.
+    """Holds what a user has chosen for one group, by `fully_shard` and by methods of FSDPModule, which name each field.
 
     Args:
         policy: dtypes of compute and reduction.
@@ -229,7 +229,7 @@ class GroupSettings:
 
 @dataclass(frozen=True)
 class RootSettings:
-    """What a user has chosen for all groups under one root, by the methods of FSDPModule.
+    """Holds what a user has chosen for all groups under one root, by the methods of FSDPModule.
 
     Args:
         prefetch_budget: bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or

@@ -1,4 +1,4 @@
-"""From unsharded gradients to this rank's shards of their mean: on tensors and a layout, without parameters."""
+"""Reduces unsharded gradients to this rank's shards of their mean. It knows tensors and layouts, and no parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Shards = dict[int, tuple[Tensor, int]]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How one group's gradients are summed.
+    """Says how one group's gradients are summed.
 
     Args:
         shards: the ranks of the shard group; each gets its slice of the sum.
@@ -47,7 +47,7 @@ class Reduction:
 
 
 class Pending:
-    """A reduction in flight.
+    """Is a reduction in flight.
 
     `nbytes`: size of its inputs. `num_halves`: 1 if the other half of its bucket is another reduction, else 2.
     `is_partial`: a later reduction sums the result between replicas; it stays in the reduce dtype until then.
@@ -71,11 +71,11 @@ class Pending:
         return {}
 
     def abandon(self) -> None:
-        """Waits until no buffer is in use, and gives the buffers up."""
+        """Waits until no buffer is in use, and drops the buffers."""
 
 
 class Whole(Pending):
-    """The gradients of a group of one rank: nothing is reduced."""
+    """Holds the gradients of a group of one rank, which need no reduction."""
 
     def __init__(self, shards: Shards, nbytes: int) -> None:
         self._shards, self.nbytes = shards, nbytes
@@ -85,7 +85,7 @@ class Whole(Pending):
 
 
 class PendingReduce(Pending):
-    """A reduction between ranks; it holds its buffers, and the gradients it reads, until `finish`.
+    """Is a reduction between ranks. It holds its buffers, and the gradients it reads, until `finish`.
 
     `carried`: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
     `give_back`: called when the inputs have been read.
@@ -149,7 +149,10 @@ class PendingReduce(Pending):
 
         If they rest on the CPU the host waits, else as with collectives.
         """
-        shards = self._finish_sums() if not self.start_return() else self._return.finish()  # type: ignore[union-attr]
+        if self._reduction.transfers is not None and self.start_return():
+            shards = self._return.finish()  # type: ignore[union-attr]
+        else:
+            shards = self._finish_sums()
         return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
 
     def _finish_sums(self) -> Tensor:
@@ -206,7 +209,8 @@ def start(
         inputs.append(segments.flat)
         outputs.append(output[layout.packed_start :] if outputs else output)
         give_back = partial(plan.give_back, segments)
-    work = comm.reduce_scatter(outputs, inputs, reduction.divisors()[0]) if outputs else None
+    divisor = comm.size if reduction.divisor is None else reduction.divisor
+    work = comm.reduce_scatter(outputs, inputs, divisor) if outputs else None
     return PendingReduce(layout, reduction, work, output, inputs, carried, plan.nbytes, give_back=give_back)
 
 

@@ -1,4 +1,4 @@
-"""What all groups under one root share: the pass that runs, what is in flight, the end of backward."""
+"""Runs all groups below one root: begins and ends forward and backward passes, and recovers when one has failed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from . import compat
-from .autograd import SavedTensors, at_backward_end
-from .compat import graph_task
+from .autograd import SavedTensors
+from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform
 from .events import NO_EVENTS, Events, Observer, strategies
 from .policy import Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
+from .user_code import are_in_force, outside, run_hidden
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ForwardPass:
-    """Facts of one call of the outermost sharded module outside backward, which end with it.
+    """Holds facts of one call of the outermost sharded module outside backward, and ends with it.
 
     `has_grad`: it began with grad enabled, so that a backward may follow. `thread`: identity of the one it began on.
     `finished`: modules of lists that share a group, of which some have run; `unfinished`: those states, and whether
@@ -40,14 +41,17 @@ class ForwardPass:
 
 @dataclass
 class BackwardPass:
-    """Facts of one backward pass, which end with it. `task`: autograd's number of it; `builds_graph`: create_graph."""
+    """Holds facts of one backward pass, and ends with it.
+
+    `task`: autograd's number of the pass. `builds_graph`: create_graph=True.
+    """
 
     task: int
     builds_graph: bool = False
 
 
 class Root:
-    """The runtime of one root, the outermost sharded module, and of all groups below it.
+    """Runs the groups of the outermost sharded module (the root) and of all sharded modules below it.
 
     It follows the order in which groups run, and gathers the next ones early. `state`, `states`: the root's FSDPState,
     and those of all modules below; `group`, `groups`: the root's own group, and all of them; `new_groups`: those
@@ -78,7 +82,8 @@ class Root:
         self.saved_tensors = SavedTensors(self.note_unseen)
         self.queue = ReductionQueue()
         self.events = NO_EVENTS
-        make = strategies().make_prefetcher
+        chosen = strategies()
+        self.tensors_in, make = chosen.tensors_in, chosen.make_prefetcher
         self.prefetcher: Prefetcher = Prefetcher(self.groups) if make is None else make(self)
         for each in self.states:
             each.root = self
@@ -86,11 +91,11 @@ class Root:
             group.root, group.queue, group.backward_hooks = self, self.queue, []
             group.rename(names)
             group.purpose.root = weakref.ref(self)
-        observers = [make(self) for make in strategies().observers]
+        observers = [make(self) for make in chosen.observers]
         self.observe([each for each in observers if each is not None])
 
     def observe(self, observers: Iterable[Observer]) -> None:
-        """Tells these observers, and no others, of events from now on; those that are new, that they are attached."""
+        """Has these observers, and no others, follow events from now on. New ones get the event `attached`."""
         before = self.events.observers
         self.events = Events(observers)
         for group in self.groups:
@@ -108,12 +113,8 @@ class Root:
         self.settings = self.prefetcher.settings = replace(self.settings, **changes)
 
     def note_unseen(self) -> None:
-        """Autograd may save weights from now on where no hook sees them."""
+        """Tells observers that autograd may save weights from now on where no hook sees them."""
         self.notify(self.events.saved_unseen)
-
-    def note_out_of_step(self) -> None:
-        """Ranks do not run the same: has none remember what it recorded, from the next pass on."""
-        self.notify(self.events.out_of_step)
 
     def notify(self, follow: Iterable[Callable[[Any], None]]) -> None:
         """Tells observers of an event of the whole root: `notify(self.events.finalized)`."""
@@ -122,17 +123,23 @@ class Root:
 
     # ---- forward
 
-    def enter(self, state: Any, in_backward: bool) -> None:
-        """A forward of `state` begins."""
-        if not in_backward and (not self.running or state is self.state):
-            if self.backward is not None and not self.running:
-                self.recover()
-            self._begin_pass()
-        self.depth += 1
-        self.join(state)
+    def begin_pass(self) -> None:
+        """Begins a forward pass: the outermost sharded module is called, outside backward."""
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            raise NotImplementedError(f"{self.group}: its gathers can be in no graph. {compat.EXPORT_PLAIN}")
+        if self.backward is not None:
+            self.recover()  # it has failed, and autograd does not say so
+        self.notify(self.events.pass_began)
+        self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
+        self.prefetcher.begin_pass()
+        sent = [group.gradients.sent_nbytes for group in self.groups]
+        self.queue.limit(max([group.settings.max_reductions for group in self.groups]), sent)
+        for group in self.groups:
+            if group.hold is not Hold.NOTHING:
+                group.forget_stale()
 
-    def join(self, state: Any) -> None:
-        """Something uses `state` from now on until `leave`, in the pass that runs, or between passes."""
+    def enter(self, state: Any) -> None:
+        """Notes that the groups of `state` are in use until `leave`, in the pass that runs, or between passes."""
         self.running.append(state)
         state.running += 1
         if len(self.running) == 1:
@@ -142,11 +149,10 @@ class Root:
                 self.saved_tensors.activate()
 
     def leave(self) -> None:
-        """The innermost use ends, or has failed."""
+        """Ends the innermost use, which may have failed."""
         self.running.pop().running -= 1
         if not self.running:
             self.saved_tensors.deactivate()
-            self.prefetcher.end_pass()
             for state, backward_follows in self.forward.unfinished.items():
                 state.settle(backward_follows)
             self.forward.unfinished.clear()
@@ -155,25 +161,8 @@ class Root:
                 if self._transfers:
                     strategies().before_next_write(self.settle_transfers)
 
-    def _begin_pass(self) -> None:
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
-            raise NotImplementedError(f"{self.group}: its gathers can be in no graph. {compat.EXPORT_PLAIN}")
-        self.notify(self.events.pass_began)
-        self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
-        self.prefetcher.begin_pass()
-        sent = [group.gradients.sent_nbytes for group in self.groups]
-        self.queue.limit(max([group.settings.max_reductions for group in self.groups]), sent)
-        self.forget_stale(self.groups)
-
-    def forget_stale(self, groups: Iterable[FSDPParamGroup]) -> None:
-        """Between passes: frees what earlier passes have left, unless it may be used."""
-        self.is_in_backward()
-        for group in groups:
-            if group.hold is not Hold.NOTHING:
-                group.forget_stale()
-
     def use(self, group: FSDPParamGroup) -> None:
-        """`group` is unsharded on purpose now, not only in advance: recognises what autograd saves of its weights."""
+        """Notes that `group` is in use, not only gathered ahead: recognises what autograd saves of its weights."""
         self.prefetcher.prefetched.discard(group)
         if self.settings.saved_tensor_hooks:
             for storage in group.parameters.storage_ids:
@@ -182,7 +171,7 @@ class Root:
     # ---- offload
 
     def settle_transfers(self) -> None:
-        """Waits until no shard is copied to the device any more: somebody may write to shards next."""
+        """Waits until no shard is being copied to the device: the user may write to shards next."""
         for transfers in self._transfers:
             transfers.settle()
 
@@ -199,13 +188,13 @@ class Root:
         return self.backward is not None
 
     def enter_backward(self, recomputes: bool = False) -> None:
-        """Something of a backward pass happens. The first time in each, arranges for its end to be noticed.
+        """Notes that a backward pass runs. The first time in each pass, asks autograd to call `end_backward`.
 
         `recomputes`: it is a forward that runs again, with grad enabled, whether or not the backward builds a graph.
         """
         if self.backward is None:
             if graph_task() == -1:
-                return  # somebody looks at saved tensors outside backward
+                return  # a user reads saved tensors outside backward
             self._begin_backward()
         if torch.is_grad_enabled() and not recomputes and self.backward and not self.backward.builds_graph:
             self.backward.builds_graph = True
@@ -213,36 +202,49 @@ class Root:
 
     def _begin_backward(self) -> None:
         self.backward = BackwardPass(graph_task())
-        at_backward_end(self.end_backward, self.recover)
+        compat.on_backward_end(self.end_backward)
         self.prefetcher.begin_backward()
-        self.queue.finish_partial()
+        if self.queue.running:
+            self.queue.finish_partial()
         self.backward_pass = object()
         self.notify(self.events.backward_began)
         for group in self.groups:
             group.gradients.begin_backward(self.backward_pass)
 
     def end_backward(self) -> None:
-        """All gradients are computed: reduces what is left, frees what is left, delivers everything."""
-        for group in reversed(self.groups):
-            group.gradients.end_backward()
-        self.resume_reductions(reversed(self.groups))
-        for group in self.groups:
-            if group.ready_in is not None:
-                group.counting_is_enough = False
-            group.release_after_backward()
-        self.prefetcher.drop()
-        if self.settings.finalize_backward:
-            self.deliver()
-        self.settle_transfers()  # behind gradients on the CPU, which come behind all copies to the device
-        assert self.backward is not None, "it ends"
-        if self.settings.is_last_backward and not self.backward.builds_graph:
-            self.prefetcher.forget_forwards()
-        self.notify(self.events.backward_ended)
-        self.backward = None
-        self.num_backwards += 1
+        """Reduces and reshards what is left, and delivers all gradients: autograd has computed them.
+
+        Autograd calls it, unless the backward itself fails: then autograd drops what it holds at some later time,
+        perhaps on a device's thread.
+        """
+        if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):
+            with outside():
+                return self.end_backward()
+        try:
+            for group in reversed(self.groups):
+                group.gradients.end_backward()
+            self.resume_reductions(reversed(self.groups))
+            for group in self.groups:
+                if group.ready_in is not None and group.params:
+                    group.counting_is_enough = False
+                group.release_after_backward()
+            self.prefetcher.drop()
+            if self.settings.finalize_backward:
+                self.deliver()
+            if self._transfers:
+                self.settle_transfers()  # behind gradients on the CPU, which come behind all copies to the device
+            assert self.backward is not None, "it ends"
+            if self.settings.is_last_backward and not self.backward.builds_graph:
+                self.prefetcher.ran.clear()
+            self.notify(self.events.backward_ended)
+            self.backward = None
+            self.num_backwards += 1
+        except BaseException:  # a user's hook on a parameter raised, or a peer is gone
+            run_hidden(self.recover)
+            raise
 
     def resume_reductions(self, groups: Iterable[FSDPParamGroup]) -> None:
-        """All gradients are being reduced: sums between replicas what earlier passes have left of those of `groups`."""
+        """Sums between replicas the gradients of `groups` that earlier passes have left; others are being reduced."""
         self.notify(self.events.gradients_computed)
         for group in groups:
             if group.gradients.partial:
@@ -254,7 +256,7 @@ class Root:
         self.notify(self.events.finalized)
 
     def recover(self) -> None:
-        """A backward pass has raised: drops what it left half done."""
+        """Drops what a backward pass that has raised left half done."""
         self.backward = None
         self.queue.abandon(self.backward_pass)
         self.settings = self.prefetcher.settings = replace(self.settings, is_last_backward=True)
@@ -265,5 +267,5 @@ class Root:
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the parameters any more
                 group.release()
         self.prefetcher.drop()
-        self.prefetcher.forget_forwards()
+        self.prefetcher.ran.clear()
         self.settle_transfers()

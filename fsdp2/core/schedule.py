@@ -1,4 +1,4 @@
-"""What is in flight under one root: groups that are gathered ahead of use, and reductions, both bounded in bytes."""
+"""Schedules what is in flight under one root: gathers ahead of use, and reductions, both bounded in bytes."""
 
 from __future__ import annotations
 
@@ -43,18 +43,13 @@ class Cursor(Generic[Item]):
         self.recorded = recorded
         self._position = 0
 
-    def visit(self, item: Item) -> bool:
-        """`item` runs now. Returns True if the record has it, here or further on."""
+    def visit(self, item: Item) -> int | None:
+        """Goes on to `item`, which runs now. Returns how many items follow it; None if what is left lacks it."""
         for position in range(self._position, len(self.recorded)):
             if self.recorded[position] is item:
                 self._position = position + 1
-                return True
-        return False
-
-    @property
-    def num_left(self) -> int:
-        """The number of recorded items that come after the one visited last."""
-        return len(self.recorded) - self._position
+                return len(self.recorded) - self._position
+        return None
 
     def ahead(self) -> Iterator[Item]:
         """Yields what the record says will run after the item visited last, in order."""
@@ -85,13 +80,15 @@ class Prefetcher:
     pass, in backward those whose forwards came before.
 
     `prefetched`: groups that are gathered, or being gathered, in advance only. `needed_at_once`: groups that backward
-    will need first, judging by the last pass; they stay unsharded after forward.
+    will need first, judging by the last pass; they stay unsharded after forward. `ran`: groups of which a forward has
+    ended for which a backward may run, in that order.
     """
 
     def __init__(self, groups: Sequence[Any], cursor: type[Cursor[Any]] = Cursor) -> None:
         self._groups, self._cursor = groups, cursor
         self.settings = RootSettings()
-        self._typical_nbytes = 0
+        # How many bytes may be gathered ahead; and whether one group may be, of any size.
+        self._budget = (0, True)
         self._order: list[Any] = []
         self._order_now: list[Any] = []
         # How many groups, at the end of that order, backward needs at once.
@@ -99,13 +96,16 @@ class Prefetcher:
         # How many were gathered in the pass that runs: what all have gathered by hand, one rank may run alone.
         self._num_gathered = 0
         self._forward = self._backward = cursor(())
-        self._ran: deque[Any] = deque(maxlen=_MAX_HISTORY)
+        self.ran: deque[Any] = deque(maxlen=_MAX_HISTORY)
         self.prefetched: set[Any] = set()
         self.needed_at_once: set[Any] = set()
 
     def begin_pass(self) -> None:
-        """A forward pass begins."""
-        self._typical_nbytes = median_low([group.nbytes for group in self._groups])
+        """Prepares for a forward pass, which begins."""
+        if self._num_gathered:
+            self._order = self._order_now
+        budget, sizes = self.settings.prefetch_budget, [group.parameters.nbytes for group in self._groups]
+        self._budget = (median_low(sizes), True) if budget is None else (budget, False)
         self._forward = self._cursor(self._order)
         self._num_last = self._count_last(self._forward.recorded)
         self._order_now, self._num_gathered = [], 0
@@ -113,54 +113,42 @@ class Prefetcher:
         self.drop()
 
     def in_forward(self, group: Any) -> Iterator[Any]:
-        """`group` is about to compute: returns what the caller is to gather now, which followed it in the pass before,
-        or which the user chose.
+        """Returns the groups that the caller is to gather now, while `group` computes: those that followed it in the
+        pass before, or that the user chose.
         """
         self._order_now.append(group)
         self._num_gathered += group.hold < Hold.NEXT_PASS
-        if self._forward.visit(group) and self._forward.num_left < self._num_last:
+        num_left = self._forward.visit(group)
+        if num_left is not None and num_left < self._num_last:
             self.needed_at_once.add(group)
         else:
             self.needed_at_once.discard(group)  # its last forward in a pass decides
         chosen = group.settings.forward_prefetch
-        return self._sharded(self._within_budget(self._forward.ahead(), _bytes_to_gather) if chosen is None else chosen)
-
-    def ran(self, group: Any) -> None:
-        """Records that a forward of `group` has ended for which a backward may run."""
-        self._ran.append(group)
-
-    def end_pass(self) -> None:
-        """The forward pass has ended, or failed."""
-        if self._num_gathered:
-            self._order = self._order_now
+        if chosen is None:
+            chosen = within_budget(self._forward.ahead(), _bytes_to_gather, *self._budget)
+        return self._sharded(chosen)
 
     def begin_backward(self) -> None:
-        """A backward pass begins."""
-        self._backward = self._cursor([*reversed(self._ran)])
+        """Prepares for a backward pass, which begins."""
+        self._backward = self._cursor([*reversed(self.ran)])
 
     def in_backward(self, group: Any) -> Iterator[Any]:
-        """`group` is about to compute gradients: returns what the caller is to gather now, which ran before it, or
-        which the user chose.
+        """Returns the groups that the caller is to gather now, while `group` computes gradients: those that ran before
+        it, or that the user chose.
         """
         self._backward.visit(group)
         chosen = group.settings.backward_prefetch
         if chosen is None:
-            # No list: that would be one of all groups, for each group.
-            expected = (each for each in self._backward.ahead() if each.settings.unshard_in_backward)
-            chosen = self._within_budget(expected, self._bytes_to_have)
+            chosen = within_budget(self._backward.ahead(), self._bytes_in_backward, *self._budget)
         return self._sharded(chosen)
-
-    def forget_forwards(self) -> None:
-        """Clears the record of forwards: no later backward will use it."""
-        self._ran.clear()
 
     def forget_order(self) -> None:
         """Clears the recorded orders, which may differ between ranks."""
-        self._order = []
-        self._ran.clear()
+        self._order, self._num_gathered = [], 0
+        self.ran.clear()
 
     def drop(self) -> None:
-        """Frees what was gathered in vain."""
+        """Reshards what was gathered ahead and not used."""
         for group in self.prefetched:
             group.release()
         self.prefetched.clear()
@@ -171,14 +159,8 @@ class Prefetcher:
         """
         if not recorded or recorded[-1].settings.backward_prefetch is not None:
             return min(1, len(recorded))
-        expected = takewhile(lambda group: group.settings.unshard_in_backward, reversed(recorded[:-1]))
-        return 1 + len([*self._within_budget(expected, lambda group: max(1, group.nbytes))])
-
-    def _within_budget(self, expected: Iterable[Any], nbytes: Callable[[Any], int]) -> Iterator[Any]:
-        budget = self.settings.prefetch_budget
-        if budget is None:
-            return within_budget(expected, nbytes, self._typical_nbytes)
-        return within_budget(expected, nbytes, budget, at_least_one=False)
+        expected = takewhile(attrgetter("settings.unshard_in_backward"), reversed(recorded[:-1]))
+        return 1 + len([*within_budget(expected, _bytes_of, *self._budget)])
 
     def _sharded(self, chosen: Iterable[Any]) -> Iterator[Any]:
         for group in chosen:
@@ -187,20 +169,26 @@ class Prefetcher:
                 if group.root.prefetcher is self:  # what is under another root stays until that runs
                     self.prefetched.add(group)
 
-    def _bytes_to_have(self, group: Any) -> int:
+    def _bytes_in_backward(self, group: Any) -> int:
         """Returns the bytes that `group` takes of the budget: all, if it stayed for the start of backward."""
-        return group.nbytes if group in self.needed_at_once else _bytes_to_gather(group)
+        if not group.settings.unshard_in_backward:
+            return 0
+        return group.parameters.nbytes if group in self.needed_at_once else _bytes_to_gather(group)
 
 
 def _bytes_to_gather(group: Any) -> int:
-    return group.nbytes if group.phase in (Phase.SHARDED, Phase.GATHERING) else 0
+    return group.parameters.nbytes if group.phase in (Phase.SHARDED, Phase.GATHERING) else 0
+
+
+def _bytes_of(group: Any) -> int:
+    return max(1, group.parameters.nbytes)  # a group without parameters counts, too
 
 
 # ---- reductions
 
 
 class _Entry(NamedTuple):
-    """A reduction in flight, and the backward pass that began it."""
+    """Holds a reduction in flight, and the backward pass that began it."""
 
     gradients: GroupGradients
     pending: Pending
@@ -212,8 +200,9 @@ _num_halves, _nbytes = attrgetter("pending.num_halves"), attrgetter("pending.nby
 
 
 class ReductionQueue:
-    """The reductions in flight of all groups under one root, oldest first.
+    """Holds the reductions in flight of all groups under one root, oldest first.
 
+    `returning`: those that are reduced, and now are copied to the CPU, or stepped on there; `running`: the others.
     Before the next bucket is packed, the oldest are finished while both limits are exceeded: `max_running` buckets (a
     bucket may be reduced as two halves), and `window` bytes of inputs: a quarter of a typical group, and one group more
     for each further `max_running`. Then compute waits in the middle of a group only if gathering and reducing a group
@@ -222,13 +211,12 @@ class ReductionQueue:
 
     def __init__(self) -> None:
         self.max_running, self.window = 1, 0
-        self._running: deque[_Entry] = deque()
-        # Behind them: those that are reduced, and now are copied to the CPU, or stepped on.
-        self._returning: deque[_Entry] = deque()
+        self.running: deque[_Entry] = deque()
+        self.returning: deque[_Entry] = deque()
 
     def make_room(self) -> None:
         """Finishes the oldest reductions until another one may begin."""
-        running = self._running
+        running = self.running
         while sum(map(_num_halves, running)) > 2 * self.max_running and sum(map(_nbytes, running)) > self.window:
             self._finish_oldest()
         for entry in running:
@@ -242,36 +230,29 @@ class ReductionQueue:
 
     def add(self, gradients: GroupGradients, pending: Pending) -> None:
         """Adds a reduction that has begun."""
-        self._running.append(_Entry(gradients, pending, gradients.backward_pass))
+        self.running.append(_Entry(gradients, pending, gradients.backward_pass))
 
     def has(self, gradients: GroupGradients) -> bool:
         """Returns True if some of these gradients are in flight."""
-        return any(entry.gradients is gradients for entry in (*self._running, *self._returning))
-
-    def take_over(self, other: ReductionQueue) -> None:
-        """Takes the reductions of another queue."""
-        if other is not self:
-            self._running.extend(other._running)
-            self._returning.extend(other._returning)
-            other._running.clear()
-            other._returning.clear()
+        return any(entry.gradients is gradients for entry in (*self.running, *self.returning))
 
     def finish_all(self) -> None:
-        """Delivers everything."""
-        while self._running:
+        """Finishes all reductions, and delivers their gradients."""
+        while self.running:
             self._finish_oldest()
-        self._finish_returning(all_but=0)
+        if self.returning:
+            self._finish_returning(all_but=0)
 
     def finish_partial(self) -> None:
         """Finishes reductions whose all-reduce between replicas is left to a later pass, and all older ones."""
-        while any(entry.pending.is_partial for entry in self._running):
+        while any(entry.pending.is_partial for entry in self.running):
             self._finish_oldest()
 
     def abandon(self, backward_pass: object | None) -> None:
         """After an error: waits until no buffer is in use, and drops the results of one pass (None: of all)."""
-        entries, deliveries = [*self._returning, *self._running], []
-        self._returning.clear()
-        self._running.clear()
+        entries, deliveries = [*self.returning, *self.running], []
+        self.returning.clear()
+        self.running.clear()
         for gradients, pending, of_pass, delivery in entries:
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the buffers any more
                 if delivery is not None:
@@ -283,17 +264,17 @@ class ReductionQueue:
         wait(deliveries)
 
     def _finish_oldest(self) -> None:
-        entry = self._running.popleft()
+        entry = self.running.popleft()
         gradients, pending, of_pass, _ = entry
         if gradients.reduction.transfers is None or not gradients.start_return(pending):
             gradients.receive(pending, of_pass)
             return
-        self._returning.append(entry._replace(delivery=strategies().deliver(gradients, pending, of_pass)))
+        self.returning.append(entry._replace(delivery=strategies().deliver(gradients, pending, of_pass)))
         self._finish_returning(MAX_RETURNING)
 
     def _finish_returning(self, all_but: int) -> None:
-        while len(self._returning) > all_but:
-            gradients, pending, of_pass, delivery = self._returning.popleft()
+        while len(self.returning) > all_but:
+            gradients, pending, of_pass, delivery = self.returning.popleft()
             if delivery is None:
                 gradients.receive(pending, of_pass)
             else:

@@ -1,4 +1,4 @@
-"""What one `fully_shard` call has made of its modules, how to find it from a module, and the hooks around a forward.
+"""Holds the state that one `fully_shard` call gives its modules, finds it, and surrounds their forwards.
 
 - run_forward surrounds a call of the module
 - before_forward: casts inputs, unshards (unless that was done ahead), begins the next gather
@@ -19,21 +19,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .autograd import after_leaf, after_tensors, before_nodes
-from .compat import graph_task, num_dispatch_modes, num_function_modes, storage_id, untraced
+from . import compat
+from .autograd import after_leaf, after_tensors, cast
+from .compat import graph_task, has_storage, num_dispatch_modes, num_function_modes, storage_address
 from .events import strategies
 from .policy import MixedPrecisionPolicy
-from .user_code import are_in_force, cast, hidden, run_shown
+from .user_code import are_in_force, hidden, run_shown
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
 
 # The attribute of a sharded module that holds its state.
 STATE = "_fsdp2_state"
+_ONLY_TENSORS = {Tensor}
 
 
 class FSDPState:
-    """The modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on.
+    """Holds the modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on.
 
     `parts`: states whose groups the methods of these modules reach as well; extensions add them. `running`: how many
     forwards of the modules run now.
@@ -53,12 +55,29 @@ class FSDPState:
     def __repr__(self) -> str:
         return self.groups[0].name
 
-    def settle(self, backward_follows: bool, failed: bool = False) -> None:
-        """Reshards, or keeps, what the forward that ends has used."""
+    def settle(self, backward_follows: bool, failed: bool = False, module: nn.Module | None = None) -> None:
+        """Reshards the groups, or keeps them for backward, when a forward has ended.
+
+        `module`: whose forward it was, of a list that shares the groups, which may need them for the others.
+        """
+        if self.running > 1 or (len(self.modules) > 1 and module is not None and self._waits(module, backward_follows)):
+            return
         for group in self.groups:
             group.settle(backward_follows, failed)
         for notify in self.root.events.settled:
             notify(self, backward_follows, failed)
+
+    def _waits(self, module: nn.Module, backward_follows: bool) -> bool:
+        """Returns True if other modules of the list are still to run in this pass."""
+        forward = self.root.forward
+        finished = forward.finished.setdefault(self, set())
+        finished.add(module)
+        if len(self.root.running) > 1 and not finished.issuperset(self.modules):
+            forward.unfinished[self] = backward_follows
+            return True
+        finished.clear()
+        forward.unfinished.pop(self, None)
+        return False
 
     def own_modules(self) -> dict[nn.Module, None]:
         """Returns the modules, and those below that are in no other sharded module."""
@@ -89,21 +108,13 @@ def require_state(module: Any) -> FSDPState:
 
 
 def states_of(module: Any) -> list[FSDPState]:
-    """Returns the state of a sharded module, and its parts.
-
-    Raises:
-        RuntimeError: it is not sharded.
-    """
+    """Returns the state of a sharded module, and its parts. It raises what `require_state` does."""
     state = require_state(module)
     return [state, *state.parts]
 
 
 def groups_of(module: Any) -> list[FSDPParamGroup]:
-    """Returns all groups of a sharded module.
-
-    Raises:
-        RuntimeError: it is not sharded.
-    """
+    """Returns all groups of a sharded module. It raises what `require_state` does."""
     return [group for state in states_of(module) for group in state.groups]
 
 
@@ -143,7 +154,7 @@ def names_below(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
 # ---- forward
 
 
-@untraced
+@compat.untraced
 def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Returns `forward(*args, **kwargs)`, run with the unsharded parameters of `state`.
 
@@ -154,17 +165,21 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         with hidden():
             return run_forward(state, module, partial(run_shown, forward), args, kwargs)
     root, in_backward = state.root, graph_task() != -1
-    root.enter(state, in_backward)
+    if not in_backward and (not root.running or state is root.state):
+        root.begin_pass()
+    root.enter(state)
+    root.depth += 1
     try:
         args, kwargs = before_forward(state, args, kwargs, in_backward)
         output = forward(*args, **kwargs)
         if not in_backward:
+            for group in state.groups:
+                group.parameters.take_requires_grad()
             for notify in root.events.forward_ended:
                 for group in state.groups:
                     notify(group)
             if root.depth == 1:
-                for notify in root.events.pass_ended:
-                    notify(root)
+                root.notify(root.events.pass_ended)
             for change in root.events.forward_returns:
                 output = change(state, (args, kwargs), output)
         output = after_forward(state, module, output, in_backward)
@@ -180,29 +195,29 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
 
 def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
     root = state.root
+    for group in state.groups:
+        group.parameters.take_requires_grad()
     for notify in root.events.forward_failed:
         for group in state.groups:
             notify(group)
     if root.depth == 1:
-        for notify in root.events.pass_failed:
-            notify(root)
+        root.notify(root.events.pass_failed)
     if not in_backward:
-        settle(state, module, backward_follows=False, failed=True)
+        state.settle(backward_follows=False, failed=True, module=module)
 
 
 def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
     """Prepares the inputs and the groups; returns the inputs. `in_backward`: activation checkpointing runs it again."""
     root, dtype, inputs = state.root, state.input_dtype, None
-    if not in_backward:
+    if root.input_device is not None and not in_backward:
         args, kwargs = inputs_on_device(state, args, kwargs)
     if dtype is not None:
-        inputs = strategies().tensors_in(args, kwargs)
-        if any(tensor.dtype != dtype and tensor.is_floating_point() for tensor in inputs):
+        inputs = args if not kwargs and {*map(type, args)} == _ONLY_TENSORS else root.tensors_in(args, kwargs)
+        if [1 for tensor in inputs if tensor.dtype != dtype and tensor.is_floating_point()]:
             if not in_backward:
                 for notify in root.events.inputs_cast:
                     notify(state, inputs, dtype)
-            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
-            inputs = None
+            args, kwargs, inputs = cast_floating(args, dtype), kwargs and cast_floating(kwargs, dtype), None
     counting_is_enough = True
     for group in state.groups:
         group.use_in_forward(in_backward)
@@ -214,7 +229,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
         counting_is_enough = counting_is_enough and group.counting_is_enough
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
     if not counting_is_enough and torch.is_grad_enabled() and state.running == 1:
-        inputs = strategies().tensors_in(args, kwargs) if inputs is None else inputs
+        inputs = root.tensors_in(args, kwargs) if inputs is None else inputs
         _call_after_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
     return args, kwargs
 
@@ -222,10 +237,8 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
 def inputs_on_device(state: FSDPState, args: Any, kwargs: Any) -> Any:
     """Returns the inputs of the outermost module on the device where it computes; those of others unchanged."""
     root = state.root
-    device, running = root.input_device, root.running
-    if device is not None and (state is root.state or not running or running == [state]):
-        return to_device((args, kwargs), device)
-    return args, kwargs
+    is_outermost = state is root.state or not root.running or root.running == [state]
+    return to_device((args, kwargs), root.input_device) if is_outermost else (args, kwargs)
 
 
 def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward: bool) -> Any:
@@ -234,16 +247,16 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     if in_backward:
         if not root.settings.saved_tensor_hooks and torch.is_grad_enabled():
             # Checkpointing runs it again: another forward of the group may free it before backward comes to this one.
-            hook_outputs(state, strategies().tensors_in(output))
+            hook_outputs(state, root.tensors_in(output))
         return output
-    outputs = strategies().tensors_in(output)
+    outputs = [output] if type(output) is Tensor else root.tensors_in(output)
     for group in state.groups:
         weights = group.parameters.storage_ids
-        for tensor in outputs:
-            if storage_id(tensor) in weights:
-                output = _without_weights(weights, output)
-                outputs = strategies().tensors_in(output)
-                break
+        if not weights.isdisjoint(
+            [storage_address(t) if type(t) is Tensor and has_storage(t) else compat.storage_id(t) for t in outputs]
+        ):
+            output = _without_weights(weights, output)
+            outputs = root.tensors_in(output)
     is_grad_enabled = torch.is_grad_enabled()
     differentiable = hook_outputs(state, outputs)
     if not differentiable and is_grad_enabled:
@@ -252,8 +265,8 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     # Reentrant checkpointing runs the forward without grad, and once more in backward.
     if differentiable or (root.forward.has_grad and not is_grad_enabled):
         for group in state.groups:
-            root.prefetcher.ran(group)
-    settle(state, module, backward_follows=differentiable)
+            root.prefetcher.ran.append(group)
+    state.settle(differentiable, module=module)
     return output
 
 
@@ -261,7 +274,7 @@ def _without_weights(weights: frozenset[int], output: Any) -> Any:
     """Returns `output` with copies, through which gradients flow, of weights in it: their memory will be refilled."""
 
     def copy_weight(tensor: Tensor) -> Tensor:
-        return tensor.clone() if storage_id(tensor) in weights else tensor
+        return tensor.clone() if compat.storage_id(tensor) in weights else tensor
 
     return strategies().map_tensors(output, copy_weight, everywhere=True)
 
@@ -271,33 +284,22 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     if not nodes:
         return False
-    groups = state.groups
-    # Weights that checkpointing keeps from a recomputation are read without our notice.
-    is_noticed = all(group.settings.unshard_in_backward for group in groups) or state.root.saved_tensors.are_on_top()
+    groups, are_noticed = state.groups, True
+    for group in groups:
+        if not group.settings.unshard_in_backward:
+            # Weights that checkpointing keeps from a recomputation are read without our notice.
+            are_noticed = state.root.saved_tensors.are_on_top()
 
-    def gradient_of_output() -> None:
+    def before_node(_: Any) -> None:
         for group in groups:
-            if group.settings.unshard_in_backward or not is_noticed:
+            if group.settings.unshard_in_backward or not are_noticed:
                 group.before_backward()
 
-    before_nodes(nodes, gradient_of_output)
+    # On nodes, not on tensors: a tensor may be the next module's input, whose hooks on it are to run first, in whatever
+    # order they came.
+    for node in nodes:
+        node.register_prehook(before_node)
     return True
-
-
-def settle(state: FSDPState, module: nn.Module, backward_follows: bool, failed: bool = False) -> None:
-    """Reshards the groups, unless they are still in use, or will be: a list of modules shares one group."""
-    if state.running > 1:
-        return
-    if len(state.modules) > 1:
-        root = state.root
-        finished = root.forward.finished.setdefault(state, set())
-        finished.add(module)
-        if len(root.running) > 1 and not finished.issuperset(state.modules):
-            root.forward.unfinished[state] = backward_follows
-            return
-        finished.clear()
-        root.forward.unfinished.pop(state, None)
-    state.settle(backward_follows, failed)
 
 
 def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bool) -> None:
@@ -309,13 +311,12 @@ def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bo
     inner = [tensor for tensor in inputs if tensor.grad_fn is not None]
     if inner:
         after_tensors(inner, partial(after_backward, state))
-    elif in_backward:
-        for tensor in inputs[:1]:
-            after_leaf(tensor, partial(after_backward, state))
+    elif inputs and in_backward:
+        after_leaf(inputs[0], partial(after_backward, state))
 
 
 def after_backward(state: FSDPState) -> None:
-    """The gradients of all inputs of one forward are computed: reduces and frees what is left of that forward."""
+    """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
     if state.root.backward is None:
         return
     if (num_dispatch_modes() or num_function_modes()) and are_in_force():
@@ -327,6 +328,10 @@ def after_backward(state: FSDPState) -> None:
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Returns `value` with its floating-point tensors cast to `dtype`; see Strategies.map_tensors."""
+    if type(value) is Tensor:
+        return cast(value, dtype) if value.dtype != dtype and value.is_floating_point() else value
+    if type(value) is tuple and {*map(type, value)} == _ONLY_TENSORS:
+        return tuple([cast_floating(each, dtype) for each in value])
     return strategies().map_tensors(
         value, lambda tensor: cast(tensor, dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
     )

@@ -1,5 +1,5 @@
-"""What runs beside the host, or beside what a device computes: streams, collectives in flight, copies to and from the
-CPU.
+"""Handles what runs asynchronously: collectives in flight, streams beside the one that computes, copies to and from
+the CPU.
 
 Lifetime rule: what a collective or a stream beside reads or writes stays alive until the stream that computes has
 waited for a collective that was issued later. Then that stream may free it and take the memory again, in the order of
@@ -59,14 +59,14 @@ def _stream_beside(stream: torch.Stream, device: torch.device) -> torch.Stream:
 
 
 class Work(Protocol):
-    """A collective in flight."""
+    """Is a collective in flight."""
 
     def wait(self) -> object:
         """Makes the current stream (on CPU: the caller) wait until the outputs are filled."""
 
 
 class AllWork:
-    """Several works as one. It keeps alive the works, and the tensors that are sent from and received into."""
+    """Joins several works into one. It keeps alive the works, and the tensors that are sent from and received into."""
 
     def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor] = ()) -> None:
         self._works = works
@@ -173,7 +173,7 @@ def _sum(parts: Sequence[Tensor] | Tensor, output: Tensor, divisor: float) -> No
 
 
 class Transfer(Generic[Result]):
-    """A copy that has begun. It keeps alive what it reads and writes."""
+    """Is a copy that has begun. It keeps alive what it reads and writes."""
 
     def __init__(self, event: Any, tensors: tuple[Tensor, ...], result: Result) -> None:
         self._event, self._tensors, self._result = event, tensors, result
@@ -239,5 +239,5 @@ class Transfers:
 
 @cache
 def make_transfers(device: torch.device, pin: bool) -> Transfers:
-    """Returns the ones that all groups on `device` share."""
+    """Returns the Transfers that all groups on `device` share."""
     return Transfers(device, pin)

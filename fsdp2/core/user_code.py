@@ -1,4 +1,4 @@
-"""Where the engine meets a user's code: modes that are in force around it, and tensors inside inputs and outputs.
+"""Hides the user's modes from the engine's operations, and finds tensors inside inputs and outputs.
 
 A user's modes (TorchDispatchMode, TorchFunctionMode; selective activation checkpointing is made of them) see the user's
 operations and no others: the engine computes while they are withdrawn, and puts them back in force around the user's
@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -29,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Modes(NamedTuple):
-    """The modes of one thread, outermost first."""
+    """Holds the modes of one thread, outermost first."""
 
     dispatch: Sequence[Any]
     function: Sequence[Any]
@@ -44,7 +43,7 @@ _thread = _ThreadState()
 
 
 def are_in_force() -> bool:
-    """Returns True if modes are in force on this thread that nobody has withdrawn yet."""
+    """Returns True if modes are in force on this thread that have not been withdrawn."""
     return _thread.withdrawn is None and bool(num_dispatch_modes() or num_function_modes())
 
 
@@ -156,25 +155,3 @@ def tensors_in(*values: Any) -> list[Tensor]:
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], everywhere: bool = False) -> Any:
     """Returns `value` with `change` applied to its tensors: of the core alone, see Strategies."""
     return pytree.tree_map_only(Tensor, change, value)
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back."""
-    if not (tensor.requires_grad and torch.is_grad_enabled()) or runs_transform():
-        return tensor.to(dtype)
-    return _Cast.apply(tensor, dtype)
-
-
-class _Cast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.before, ctx.after = tensor.dtype, dtype
-        return tensor.to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return run_hidden(gradient.to, ctx.before), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return run_hidden(tangent.to, ctx.after)

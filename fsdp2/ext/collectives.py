@@ -15,7 +15,7 @@ from ..checks.levels import is_on
 from ..checks.named_comm import NamedPairwiseComm
 from ..checks.rollcall import CheckedComm, are_checked, level_from_environment, note_level
 from ..core import comm as core_comm
-from ..core.comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Work, backend_averages
+from ..core.comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Work
 from ..core.compat import backend_name
 from ..core.events import Observer
 from .any_group import FallbackComm
@@ -79,7 +79,7 @@ class CustomComm:
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
         if self._scatter is None:
             return self._comm.reduce_scatter(outputs, inputs, divisor)
-        averages = backend_averages(self, divisor)
+        averages = divisor == self.size and not self.force_sum
         before = divisor if not averages and inputs[0].dtype == torch.float16 else 1  # its sums could pass 65504
         works, copies, sources = [], [], []
         for output, whole in zip(outputs, inputs, strict=True):

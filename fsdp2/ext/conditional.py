@@ -146,7 +146,7 @@ class Consensus(Observer):
         while not self._is_joining:
             chosen, first, last = self._exchange(request, event)
             if chosen == _COMMON and first != last:
-                self._root.note_out_of_step()
+                self._root.notify(self._root.events.out_of_step)
                 raise RuntimeError(
                     f"ranks are out of step: this one is {self._describe(event)}, one is {self._describe(first)}, one "
                     f"is {self._describe(last)}. Give whatever runs on some ranks only to fully_shard by itself, with "
@@ -222,7 +222,7 @@ class ConditionalCursor(Cursor[Any]):
         super().__init__([group for group in recorded if group not in self._conditional])
         self._now: Cursor[Any] | None = None
 
-    def visit(self, item: Any) -> bool:
+    def visit(self, item: Any) -> int | None:
         inside = self._conditional.get(item)
         if inside is None:
             self._now = None
@@ -230,11 +230,8 @@ class ConditionalCursor(Cursor[Any]):
         if inside not in self._cursors:
             self._cursors[inside] = Cursor([group for group in self._all if self._conditional.get(group) is inside])
         self._now = self._cursors[inside]
-        return self._now.visit(item)
-
-    @property
-    def num_left(self) -> int:
-        return super().num_left if self._now is None else len(self._all) + 1  # no group inside is needed at once
+        is_known = self._now.visit(item) is not None
+        return len(self._all) + 1 if is_known else None  # no group inside is needed at once
 
     def ahead(self) -> Iterator[Any]:
         """Yields the groups that follow, up to the next conditional module, which may be left out this time."""

@@ -163,7 +163,8 @@ class GradientsOnStreams(LargeGradients):
 
         return arrive
 
-    def _lend(self, shards: Shards) -> None:
+    def lend(self, shards: Shards) -> None:
+        """Notes that the user is about to get these."""
         for flat, _ in shards.values():
             self.streams.lend(flat)
 

@@ -43,11 +43,12 @@ class PiecePlan(ReducePlan):
     two halves if it is copied and shares its group with others.
     """
 
-    def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int) -> None:
-        super().__init__(layout, specs, world_size)
+    def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], *others: Any) -> None:
+        super().__init__(layout, specs, *others)
         self.spec = specs[layout.indices[0]]
         self.pieces = self._split(MAX_PIECES) if len(specs) == 1 else []
         self.halves = self._split(2) if layout.packed and len(layout.indices) == 1 < len(specs) else []
+        self.has_parts = bool(self.pieces or self.halves)
 
     def _split(self, count: int) -> list[tuple[int, int]]:
         """Cuts into at most so many pieces, if the reduction takes memory, to copy to, or to receive in."""
@@ -94,17 +95,16 @@ class LargeGradients(GroupGradients):
 
     plan_class = PiecePlan
 
-    def start(self, gradients: dict[int, Tensor], plan: Any, carried: dict[int, Tensor]) -> Pending:
-        reduction, indices = self.reduction, plan.layout.indices
-        if reduction.shards.size == 1 or reduction.hook is not None:
-            return reduce.start(gradients, plan, reduction, carried)
-        if plan.halves and reduction.replicas is None:
-            return self._start_in_halves(gradients[indices[0]], plan, carried)
-        if plan.pieces:
-            return _start_in_pieces(gradients[indices[0]], plan, reduction, carried)
+    def start_in_parts(self, gradients: Any, plan: Any, reduction: Reduction, carried: Any) -> Pending:
+        gradient = gradients[plan.layout.indices[0]]
+        if reduction.shards.size > 1 and reduction.hook is None:
+            if plan.halves and reduction.replicas is None:
+                return self._start_in_halves(gradient, plan, carried)
+            if plan.pieces:
+                return _start_in_pieces(gradient, plan, reduction, carried)
         return reduce.start(gradients, plan, reduction, carried)
 
-    def _start_in_halves(self, gradient: Tensor, plan: PiecePlan, carried: dict[int, Tensor]) -> Pending:
+    def _start_in_halves(self, gradient: Tensor, plan: PiecePlan, carried: Mapping[int, Tensor]) -> Pending:
         """Begins to reduce one half, and the other when there is room for it."""
         queue, reduction, nbytes = self.group.queue, self.reduction, plan.nbytes // 2
         output = gradient.new_empty(plan.layout.shard_numel, dtype=plan.layout.reduce_dtype)

@@ -33,7 +33,7 @@ def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = N
             group.release_after_backward()
         root.resume_reductions(chosen)
         if root.settings.is_last_backward:
-            root.prefetcher.forget_forwards()
+            root.prefetcher.ran.clear()
 
 
 def finalize(root: Any) -> None:
@@ -74,8 +74,11 @@ def reset(root: Any) -> None:
 
 def share_reductions(root: Any, other: Any) -> None:
     """Queues the reductions of `root` with those of another root from now on."""
-    other.queue.take_over(root.queue)
-    root.queue = other.queue
+    mine, theirs = root.queue, other.queue
+    if mine is not theirs:
+        theirs.running.extend(mine.running)
+        theirs.returning.extend(mine.returning)
+        root.queue = theirs
     for group in root.groups:
         group.queue = root.queue
 

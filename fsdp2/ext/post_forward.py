@@ -73,7 +73,9 @@ class ShrinkingBuffers(GroupBuffers):
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
         if self._secondary.is_filled:
-            self.allocate()
+            if not self._is_allocated:
+                self.storage.resize_(self._nbytes)
+                self._is_allocated = True
             return self._secondary.start_gather()
         return super().start_gather(comm, more_outputs, more_inputs)
 

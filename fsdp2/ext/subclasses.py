@@ -46,6 +46,18 @@ def gathers_itself(local: Tensor) -> bool:
     return not is_plain and not missing_methods(local)
 
 
+@torch.no_grad()
+def rows_of_subclass(whole: Tensor, dim: int, mesh: DataMesh, device: torch.device) -> Tensor:
+    """Returns this rank's rows of a tensor subclass, by the few operations that such classes are known to have."""
+    chunks = torch.chunk(whole, mesh.size, dim)
+    padded = whole.new_zeros(chunks[0].size())
+    rows = chunks[mesh.rank].shape[dim] if mesh.rank < len(chunks) else 0
+    if rows:
+        padded.narrow(dim, 0, rows).copy_(chunks[mesh.rank])
+    padded = padded if padded.device == device else padded.to(device)
+    return padded if rows == padded.shape[dim] else padded.narrow(dim, 0, rows)
+
+
 class _OneParameter:
     """Gathers one parameter by its own methods."""
 

@@ -37,7 +37,8 @@ def run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., 
     wrapped would silently have no gradient.
     """
     with hidden():
-        args, kwargs = states.inputs_on_device(state, args, kwargs)
+        if state.root.input_device is not None:
+            args, kwargs = states.inputs_on_device(state, args, kwargs)
         if state.input_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), state.input_dtype)
     _, restore = compat.transform_stacks()

@@ -157,9 +157,9 @@ def _in_use(given: GivenParams) -> Iterator[Any]:
             for group in groups:
                 was_kept = group.hold in (Hold.BACKWARD, Hold.NEXT_PASS)
                 if not in_backward and group.root not in inside:
-                    group.root.forget_stale([group])
+                    group.forget_stale()
                 if group.state not in used:
-                    group.root.join(group.state)
+                    group.root.enter(group.state)
                     used[group.state] = _Use(group.state)
                 used[group.state].add(group, was_kept)
                 group.start_unshard(for_backward=in_backward)
@@ -284,7 +284,7 @@ def _lent(
     try:
         with hidden():
             for group, copies in zip(wanted, lent, strict=True):
-                group.root.forget_stale([group])
+                group.forget_stale()
                 group.release()
                 device = torch.device("cpu") if offload_to_cpu else group.mesh.device
                 copies_of.update(copies.lend(dtype, device, has_data=is_first(group.mesh) or not rank0_only))

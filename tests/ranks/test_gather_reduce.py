@@ -163,7 +163,8 @@ def check_reduce_once(case: Case, rank: int, world_size: int) -> None:
     for bucket in split_buckets(specs, dtypes, dtypes, reversed(trainable), 4, 64):
         gradients = {i: case.whole(i, specs[i].compute_dtype, rank) for i in bucket}
         layout = bucket_layout(specs, bucket, case.reduce_dtype, case.direct_min_bytes, case.wire_dtype)
-        pending.append((bucket, reduce.start(gradients, ReducePlan(layout, specs, comm.size), Reduction(comm), {})))
+        plan = ReducePlan(layout, specs, comm.size, torch.device("cpu"))
+        pending.append((bucket, reduce.start(gradients, plan, Reduction(comm), {})))
     for bucket, each in reversed(pending):
         shards = each.finish()
         assert set(shards) == set(bucket)

@@ -105,7 +105,7 @@ def test_every_rank_gets_its_rows_of_the_mean() -> None:
             comm.dtypes = (dtypes[0], dtypes[1])
         layout = bucket_layout(specs, indices, dtypes[1], RankComm.direct_min_bytes, dtypes[0])
         pending = [
-            reduce.start(gradients[comm.rank], ReducePlan(layout, specs, world_size), Reduction(comm), {})  # type: ignore[arg-type]
+            reduce.start(gradients[comm.rank], ReducePlan(layout, specs, world_size, CPU), Reduction(comm), {})  # type: ignore[arg-type]
             for comm in exchange.comms
         ]
         for rank, each in enumerate(pending):
@@ -131,7 +131,7 @@ def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows, columns, world_size in itertools.product((1, 3, 8, 9, 24), (5, 8, 20), (2, 4, 8)):
         specs = (ParamSpec((rows, columns), F32, BF16, world_size), ParamSpec((8,), F32, BF16, world_size))
         layout = bucket_layout(specs, [0], F32, 1 << 40)
-        plan, exchange = PiecePlan(layout, specs, world_size), Exchange(world_size)
+        plan, exchange = PiecePlan(layout, specs, world_size, CPU), Exchange(world_size)
         gradients = [whole_numbers((rows, columns), BF16) for _ in range(world_size)]
         outputs = [torch.empty(layout.shard_numel) for _ in range(world_size)]
         first, second = plan.halves
@@ -167,11 +167,12 @@ def test_what_is_not_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def halves(specs: tuple[ParamSpec, ...], indices: list[int], wire: torch.dtype = F32, **options: Any) -> object:
         """Returns what is in flight before the reduction that ends the bucket."""
-        plan = PiecePlan(bucket_layout(specs, indices, F32, 16, wire), specs, 2)
+        plan = PiecePlan(bucket_layout(specs, indices, F32, 16, wire), specs, 2, CPU)
         queue = mock.Mock()
         gradients = LargeGradients.__new__(LargeGradients)
         gradients.group, gradients.reduction = mock.Mock(queue=queue), Reduction(comm, **options)  # type: ignore[arg-type]
-        gradients.start({i: torch.ones(8, 8, dtype=specs[i].compute_dtype) for i in indices}, plan, {})
+        given = {i: torch.ones(8, 8, dtype=specs[i].compute_dtype) for i in indices}
+        (gradients.start_in_parts if plan.has_parts else reduce.start)(given, plan, gradients.reduction, {})
         return queue.add.call_args
 
     assert halves((cast, cast), [0]) is not None
@@ -192,7 +193,8 @@ def test_gradients_need_not_be_contiguous() -> None:
     layout = bucket_layout(specs, range(3), F32, RankComm.direct_min_bytes)
     assert layout.direct == (1,)
     exchange = Exchange(2)
-    pending = [reduce.start(gradients, ReducePlan(layout, specs, 2), Reduction(comm), {}) for comm in exchange.comms]  # type: ignore[arg-type]
+    plans = [ReducePlan(layout, specs, 2, CPU) for _ in exchange.comms]
+    pending = [reduce.start(gradients, p, Reduction(c), {}) for p, c in zip(plans, exchange.comms, strict=True)]  # type: ignore[arg-type]
     for rank, each in enumerate(pending):
         for i, (flat, offset) in each.finish().items():
             expected = own_rows(gradients[i], rank, 2)
@@ -223,7 +225,7 @@ def test_one_rank_that_shards_sums_its_gradient_at_once(shape: tuple[int, int], 
     layout, (comm,) = bucket_layout([spec], [0], F32, RankComm.direct_min_bytes), Exchange(1).comms
     gradient = torch.rand(shape)
     other = gradient.view(-1) if is_shared else None
-    pending = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1), Reduction(comm, replicas), {})  # type: ignore[arg-type]
+    pending = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1, CPU), Reduction(comm, replicas), {})  # type: ignore[arg-type]
     (summed,) = replicas.called
     in_place = summed.data_ptr() == gradient.data_ptr()
     assert in_place == (other is None and spec.numel % 4 == 0)
@@ -241,7 +243,7 @@ def test_one_rank_rounds_as_many_do(wire_dtype: torch.dtype, reduce_dtype: torch
     layout = bucket_layout([spec], [0], reduce_dtype, RankComm.direct_min_bytes, wire_dtype)
     (comm,) = Exchange(1).comms
     reduction = Reduction(comm, hook=(lambda reduced: None) if is_flattened else None)  # type: ignore[arg-type]
-    flat, offset = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1), reduction, {}).finish()[0]
+    flat, offset = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1, CPU), reduction, {}).finish()[0]
     assert torch.equal(flat.as_strided((3, 2), (2, 1), offset), gradient.to(wire_dtype).float())
 
 
@@ -257,7 +259,7 @@ def test_abandoned_reduction_waits_before_it_gives_up_its_buffers() -> None:
     specs = (ParamSpec((4, 2), F32, F32, 2),)
     comm = Waited(Exchange(2), 0, 2)
     layout = bucket_layout(specs, [0], F32, 0)
-    reduce.start({0: torch.ones(4, 2)}, ReducePlan(layout, specs, 2), Reduction(comm), {}).abandon()  # type: ignore[arg-type]
+    reduce.start({0: torch.ones(4, 2)}, ReducePlan(layout, specs, 2, CPU), Reduction(comm), {}).abandon()  # type: ignore[arg-type]
     assert comm.count == 1
 
 
@@ -272,7 +274,7 @@ def test_what_has_no_reduction_to_wait_for_is_summed_between_replicas_at_once() 
     specs, replicas = (ParamSpec((4, 2), F32, F32, 1),), Replicas(Exchange(2), 0, 2)
     layout = bucket_layout(specs, [0], F32, 0)
     reduction = Reduction(SoloComm(), replicas)  # type: ignore[arg-type]
-    reduce.start({0: torch.ones(4, 2)}, ReducePlan(layout, specs, 1), reduction, {})
+    reduce.start({0: torch.ones(4, 2)}, ReducePlan(layout, specs, 1, CPU), reduction, {})
     assert [tensor.sum() for tensor in replicas.outputs] == [8]
 
 
@@ -280,7 +282,7 @@ def test_one_that_has_waited_beside_a_fresh_one() -> None:
     """In the reduce dtype beside the wire dtype: torch's one operation that packs many at once takes equal dtypes."""
     specs = tuple(ParamSpec(shape, F32, BF16, 2) for shape in ((4, 2), (8,)))
     layout = bucket_layout(specs, range(2), F32, RankComm.direct_min_bytes, BF16)
-    plan = ReducePlan(layout, specs, 2)
+    plan = ReducePlan(layout, specs, 2, CPU)
     assert plan._is_one_cat
     waited, fresh = torch.rand(4, 2), torch.rand(8).bfloat16()
     segments = plan.take_segments(CPU)
@@ -299,7 +301,7 @@ def test_one_operation_packs_what_many_do(dtype: torch.dtype, rows: tuple[int, .
     gradients = {i: torch.rand(spec.shape).to(dtype) for i, spec in enumerate(specs)}
     packed = []
     for is_one in (True, False):
-        plan = ReducePlan(layout, specs, 4)
+        plan = ReducePlan(layout, specs, 4, CPU)
         plan._is_one_operation = lambda *_, is_one=is_one: is_one  # type: ignore[method-assign]
         segments = plan.take_segments(CPU)
         segments.flat.zero_()
@@ -324,15 +326,15 @@ def test_one_operation_packs_what_many_do(dtype: torch.dtype, rows: tuple[int, .
 def test_what_one_operation_packs_on_cpus(rows: int, columns: int, dtype: torch.dtype, expected: bool) -> None:
     """Where it pads or casts it copies twice: only what is little. Gradients of a row for each rank need no views."""
     specs = (ParamSpec((rows, columns), F32, dtype, 4),) * 2
-    plan = ReducePlan(bucket_layout(specs, range(2), F32, 1 << 40), specs, 4)
+    plan = ReducePlan(bucket_layout(specs, range(2), F32, 1 << 40), specs, 4, CPU)
     gradients = [torch.empty(rows, columns, dtype=dtype)] * 2
-    assert plan._is_one_operation(gradients, plan.layout.wire_dtype, launches=False) is expected
+    assert plan._is_one_operation(gradients, plan.layout.wire_dtype) is expected
 
 
 def test_segments_are_used_again_when_they_have_been_read() -> None:
     """Not while they travel; their memory is given up in between; and whoever made the first."""
     specs = (ParamSpec((3, 5), F32, F32, 4),)
-    plan = ReducePlan(bucket_layout(specs, [0], F32, 1 << 40), specs, 4)
+    plan = ReducePlan(bucket_layout(specs, [0], F32, 1 << 40), specs, 4, CPU)
     with torch.inference_mode():  # a user reduces what waits, say
         first, second = plan.take_segments(CPU), plan.take_segments(CPU)
     for segments, value in ((first, 1.0), (second, 2.0)):
@@ -353,7 +355,7 @@ def test_segments_are_given_back_once() -> None:
             pass
 
     specs = (ParamSpec((3, 5), F32, F32, 4),)
-    plan = ReducePlan(bucket_layout(specs, [0], F32, 1 << 40), specs, 4)
+    plan = ReducePlan(bucket_layout(specs, [0], F32, 1 << 40), specs, 4, CPU)
     comm = Alone(Exchange(4), 0, 4)
     first, second = torch.zeros(3, 5), torch.rand(3, 5)
     ended = reduce.start({0: first}, plan, Reduction(comm), {})  # type: ignore[arg-type]
@@ -369,7 +371,7 @@ def test_segments_are_given_back_once() -> None:
 def test_padding_that_a_hook_sees_is_zero() -> None:
     """Whatever memory that is used again held before."""
     specs = (ParamSpec((3, 5), F32, F32, 4),)
-    plan = ReducePlan(bucket_layout(specs, [0], F32, 1 << 40), specs, 4)
+    plan = ReducePlan(bucket_layout(specs, [0], F32, 1 << 40), specs, 4, CPU)
     segments = plan.take_segments(CPU)
     segments.flat.fill_(7)
     plan._spare = segments
@@ -384,7 +386,7 @@ def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
     for rows, columns, ranks, count in itertools.product((1, 5, 8, 33), (1, 8, 12), (2, 3, 8), (1, 3, 16)):
         spec = ParamSpec((rows, columns), F32, BF16, ranks)
         layout = bucket_layout([spec], [0], F32, 1 << 40)
-        plan = PiecePlan(layout, (spec,), ranks)
+        plan = PiecePlan(layout, (spec,), ranks, CPU)
         gradient = torch.randn(rows, columns, dtype=BF16)
         padded = torch.full((ranks, layout.packed_numel), 7.0)
         flat = torch.full((ranks * spec.shard_numel,), 7.0)

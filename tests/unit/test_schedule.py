@@ -35,7 +35,9 @@ A, B, C, D, NEW = (object() for _ in range(5))
 def test_cursor(recorded: list[object], visited: list[object], found: list[bool], ahead: list[object]) -> None:
     """A wrong guess gathers a group in vain, and holds its memory until the pass ends."""
     cursor = Cursor(recorded)
-    assert [cursor.visit(item) for item in visited] == found
+    left = [cursor.visit(item) for item in visited]
+    assert [each is not None for each in left] == found
+    assert not found or not found[-1] or left[-1] == len(ahead)
     assert list(cursor.ahead()) == ahead
     assert list(cursor.ahead()) == ahead, "looking ahead must not advance"
 
