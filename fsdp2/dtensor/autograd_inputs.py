@@ -1,8 +1,8 @@
-"""`loss.backward(inputs=...)` and `torch.autograd.grad(loss, ...)` with sharded parameters.
+"""Lets `loss.backward(inputs=...)` take sharded parameters, and `torch.autograd.grad(loss, ...)` refuse them.
 
-In the graph of a forward unsharded parameters stand for them, so torch finds no path to them: the first does nothing
-then, silently, and so does the second if it is told that some may be unused. `register_multi_grad_hook` would wait for
-ever.
+The graph of a forward has unsharded parameters in their place, so torch finds no path to the sharded ones. The first
+function would do nothing then, silently, and so would the second if it is told that some may be unused.
+`register_multi_grad_hook` would wait for ever.
 
 torch.compile traces these functions; inside them the engine runs outside of graphs only.
 """
@@ -81,7 +81,10 @@ def _without_sharded_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_differing_numbers(outputs: Any) -> None:
-    """Refuses losses that are DTensors. Plain losses have come by `full_tensor`, which does so itself."""
+    """Refuses losses that are DTensors if their gradients depend on plain numbers that differ between ranks.
+
+    For plain losses `full_tensor` has done that.
+    """
     for output in _listed(outputs):
         if isinstance(output, DTensor) and not torch.compiler.is_compiling():
             owner = owner_of(output)
@@ -90,7 +93,7 @@ def _refuse_differing_numbers(outputs: Any) -> None:
 
 
 def _clean_up(error: BaseException, outputs: Any) -> None:
-    """A backward has failed: drops what it left half done, now rather than when the next pass begins. Raises a better
+    """Drops what a failed backward has left half done, now rather than when the next pass begins. Raises a better
     error, if there is one.
     """
     try:

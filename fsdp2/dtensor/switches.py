@@ -1,4 +1,4 @@
-"""Which fixes are in force: a function that has replaced one of torch's asks before it does anything else."""
+"""Holds which fixes are in force. A function that has replaced one of torch's asks before it does anything else."""
 
 from __future__ import annotations
 

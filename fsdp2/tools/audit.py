@@ -130,7 +130,7 @@ def sharded_groups(model: Any) -> list[FSDPParamGroup]:
 
 
 class Held(NamedTuple):
-    """A tensor of the model, as it is registered on this rank.
+    """Holds a tensor of the model, as it is registered on this rank.
 
     `kind`: "parameter", "unmanaged" (a parameter too) or "buffer".
     `param`: the FSDPParam of a managed parameter, else None.
@@ -143,12 +143,12 @@ class Held(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others.
+    """Holds what a rank sends to the others.
 
-    `batch`: a number that ranks have in common which train on one batch, each on its rows.
+    `batch`: a number that is the same on all ranks that train on one batch, each on its rows.
     `found`: kind of finding -> names.
-    `digest`: of all that must be the same on every rank.
-    `sums`: for each tensor, which part of it the rank holds, and the checksum of that part.
+    `digest`: the digest of all that must be the same on every rank.
+    `sums`: for each tensor, a number for the part of it that the rank holds, and the checksum of that part.
     """
 
     rank: int
@@ -263,8 +263,8 @@ def _read_sums(tensors: Sequence[Held], data: DataMesh) -> list[tuple[int, int]]
 
 
 def _part(tensor: Tensor, data: DataMesh) -> int:
-    """Returns a number that stands for the part of a sharded tensor that this rank has: it is the same on ranks that
-    should hold the same values.
+    """Returns a number for the part of a sharded tensor that this rank holds. It is the same on ranks that should hold
+    the same values.
     """
     if not isinstance(tensor, DTensor):
         return 0
