@@ -58,7 +58,7 @@ class Plan:
     """Says what one call is about to do. Extensions may refuse or change it: no module has been changed yet.
 
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
-    FQNs; `inside`: the states of inner calls; `parameters`: by FQN. `units`: modules that get a state of their own,
+    FQNs; `inside`: the states of inner calls; `parameters`: by FQN. `submodules`: those that get a state of their own,
     with the FQNs of their parameters; extensions fill it.
     """
 
@@ -68,7 +68,7 @@ class Plan:
     managed: dict[nn.Module, str]
     inside: list[FSDPState]
     parameters: dict[str, ParameterPlan]
-    units: dict[nn.Module, list[str]] = field(default_factory=dict)
+    submodules: dict[nn.Module, list[str]] = field(default_factory=dict)
 
 
 def fully_shard(module: Modules, *, mesh: DeviceMesh | DataMesh, **arguments: Any) -> Modules:
@@ -177,13 +177,13 @@ def _dim_of(placement: Any, parameter: nn.Parameter) -> int:
 
 def _make_states(plan: Plan) -> list[FSDPState]:
     """Returns the state of the call's modules, and those of its units."""
-    in_unit = {name: unit for unit, names in plan.units.items() for name in names}
+    in_unit = {name: unit for unit, names in plan.submodules.items() for name in names}
     rest = [each for each in plan.parameters.values() if each.name not in in_unit]
     policy = plan.given.mp_policy
     states = [FSDPState(plan.roots, _make_groups(plan, plan.roots, rest, policy), policy)]
     # The inputs and outputs of a unit are those of the module around it, and stay as they are.
     policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
-    for unit, names in plan.units.items():
+    for unit, names in plan.submodules.items():
         own = [plan.parameters[name] for name in names]
         states.append(FSDPState([unit], _make_groups(plan, [unit], own, policy), policy))
     states[0].parts = states[1:]

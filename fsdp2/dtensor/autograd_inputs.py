@@ -1,8 +1,8 @@
-"""`loss.backward(inputs=...)` and `torch.autograd.grad(loss, ...)` with sharded parameters.
+"""Lets `loss.backward(inputs=...)` take sharded parameters, and `torch.autograd.grad(loss, ...)` refuse them.
 
-In the graph of a forward unsharded parameters stand for them, so torch finds no path to them: the first does nothing
-then, silently, and so does the second if it is told that some may be unused. `register_multi_grad_hook` would wait for
-ever.
+The graph of a forward has unsharded parameters in their place, so torch finds no path to the sharded ones. The first
+function would do nothing then, silently, and so would the second if it is told that some may be unused.
+`register_multi_grad_hook` would wait for ever.
 
 torch.compile traces these functions; inside them the engine runs outside of graphs only.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..ext.unsharded_versions import UnshardedVersions
 from .differing_numbers import refuse_differing_numbers
 from .full_tensor import owner_of
 from .graph import leaf_nodes
-from .switches import is_on, switched
+from .switches import is_on, off, switched
 
 _FREED = (
     "in a graph that an earlier backward built (create_graph=True), with another backward and a forward of the model "
@@ -37,7 +38,7 @@ def accept_sharded_inputs() -> None:
     functions that wait for the gradients of several of them called.
     """
     backward, grad = torch.autograd.backward, torch.autograd.grad
-    torch.autograd.backward = switched("inputs", backward, _with_unsharded_inputs(backward))
+    torch.autograd.backward = _with_unsharded_inputs(backward)
     torch.autograd.grad = switched("inputs", grad, _without_sharded_inputs(grad))
     find_accumulators_of(_unsharded_of)
 
@@ -45,16 +46,21 @@ def accept_sharded_inputs() -> None:
 def _with_unsharded_inputs(backward: Callable[..., None]) -> Callable[..., None]:
     parameters = signature(backward)
 
-    def backward_of_sharded(*args: Any, **kwargs: Any) -> None:
+    @wraps(backward)
+    def backward_of_sharded(*args: Any, **kwargs: Any) -> None:  # which calls no other, as usual: it runs in each step
+        if "inputs" in off:
+            return backward(*args, **kwargs)
         if kwargs.get("inputs") is not None or len(args) > len(parameters.parameters) - 1:
             bound = parameters.bind(*args, **kwargs)
             bound.arguments["inputs"] = _add_unsharded(_listed(bound.arguments["inputs"]))
             args, kwargs = bound.args, bound.kwargs
-        _refuse_differing_numbers(args[0] if args else kwargs.get("tensors", ()))
+        outputs = args[0] if args else kwargs.get("tensors", ())
+        if type(outputs) is not Tensor:
+            _refuse_differing_numbers(outputs)
         try:
             return backward(*args, **kwargs)
         except BaseException as error:
-            _clean_up(error, args[0] if args else kwargs.get("tensors", ()))
+            _clean_up(error, outputs)
             raise
 
     return backward_of_sharded
@@ -75,7 +81,10 @@ def _without_sharded_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_differing_numbers(outputs: Any) -> None:
-    """Refuses losses that are DTensors. Plain losses have come by `full_tensor`, which does so itself."""
+    """Refuses losses that are DTensors if their gradients depend on plain numbers that differ between ranks.
+
+    For plain losses `full_tensor` has done that.
+    """
     for output in _listed(outputs):
         if isinstance(output, DTensor) and not torch.compiler.is_compiling():
             owner = owner_of(output)
@@ -84,7 +93,7 @@ def _refuse_differing_numbers(outputs: Any) -> None:
 
 
 def _clean_up(error: BaseException, outputs: Any) -> None:
-    """A backward has failed: drops what it left half done, now rather than when the next pass begins. Raises a better
+    """Drops what a failed backward has left half done, now rather than when the next pass begins. Raises a better
     error, if there is one.
     """
     try:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from ..core.events import Observer
 from ..core.group import UNSHARDED, FSDPParamGroup
 from ..core.user_code import hides_modes
-from ..ext.optimizer_in_backward import stepper_of
+from ..ext.optimizer_in_backward import steps_of
 from ..ext.owners import SHARDED_AS, all_groups, sharded_owner, some_of
 from ..ext.rank_facts import all_reduce_over, moves_data
 from .sharded_dtensor import ShardedDTensor
@@ -118,7 +118,7 @@ def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
             "Adafactor steps by means over rows and columns, and by norms, in place, which DTensors have not: it can't "
             "step sharded parameters. Use another optimizer; Adam's state, too, is cut among the ranks."
         )
-    in_backward = stepper_of(groups[0]) is not None or groups[0].root.is_in_backward()
+    in_backward = steps_of(groups[0]) is not None or groups[0].root.is_in_backward()
     for check in before_step:
         check(optimizer, groups, in_backward)
     if not in_backward:

@@ -1,4 +1,4 @@
-"""Which fixes are in force: a function that has replaced one of torch's asks before it does anything else."""
+"""Holds which fixes are in force. A function that has replaced one of torch's asks before it does anything else."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 VARIABLE = "FSDP2_DTENSOR_FIXES"
 
-# Names of the fixes that are switched off.
-_off: set[str] = set()
+# Names of the fixes that are switched off. A function that runs in each step asks it directly.
+off: set[str] = set()
 
 
 def is_on(name: str) -> bool:
     """Returns True if the fix of that name is in force."""
-    return name not in _off
+    return name not in off
 
 
 def switched(name: str, original: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,7 +23,7 @@ def switched(name: str, original: Callable[..., Any], fixed: Callable[..., Any])
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (original if name in _off else fixed)(*args, **kwargs)
+        return (original if name in off else fixed)(*args, **kwargs)
 
     return call
 
@@ -31,9 +31,9 @@ def switched(name: str, original: Callable[..., Any], fixed: Callable[..., Any])
 def switch(names: Collection[str], on: bool) -> None:
     """Switches the fixes of these names on or off."""
     if on:
-        _off.difference_update(names)
+        off.difference_update(names)
     else:
-        _off.update(names)
+        off.update(names)
 
 
 def read_environment(known: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Process groups that lack some of torch.distributed's functions of one tensor: threads as ranks, groups in Python."""
+"""Communicates over process groups that lack functions of torch.distributed: ranks that are threads, for example."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed import all_gather, all_reduce, broadcast, reduce_scatter
 
 from ..core.comm import AllWork, AnyComm, CopyWork, Purpose, Work
 
-# What groups and backends say, apart from a NotImplementedError, of a function that they lack. A connection that has
-# failed says "Operation not supported".
+# Matches the errors, besides NotImplementedError, of groups and backends that lack a function. The error of a
+# connection that has failed, "Operation not supported", does not match.
 _LACKS = re.compile("does(n't| not) support|(?<!operation )not (supported|implemented)|no backend type", re.IGNORECASE)
 
 
@@ -39,7 +39,7 @@ class _FirstOffered:
 
 
 class FallbackComm(AnyComm):
-    """An AnyComm that does by another function, at more cost, what a process group lacks."""
+    """Is an AnyComm that uses another function, at more cost, in place of one that the process group lacks."""
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         super().__init__(group, purpose)

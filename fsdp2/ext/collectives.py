@@ -1,4 +1,4 @@
-"""How the groups of a model communicate: named collectives, a user's own ones, the debug level."""
+"""Chooses how the groups of a model communicate: named collectives, a user's own ones, the debug level."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _EXTRA = "collectives"
 
 
 def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
-    """Returns the Comm for a process group, as `core.comm.make_comm` does: over gloo one whose collectives carry
-    their names, and at the debug level one whose ranks compare what they do.
+    """Returns the Comm for a process group: the strategy for the core.
+
+    Over gloo its collectives carry their names, and at the debug level ranks compare what they are about to do.
     """
     comm = make_unchecked(group, device, purpose)
     if group is not None and comm.size > 1 and are_checked(group):
@@ -36,7 +37,7 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Pu
 
 
 def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
-    """Returns the same without the debug level."""
+    """Returns the Comm for a process group, on which ranks compare nothing, whatever the debug level."""
     if group is not None and device.type == "cpu" and backend_name(group, device) == "gloo":
         return NamedPairwiseComm(group, purpose) if is_on("headers") else PairwiseComm(group, purpose)
     comm = core_comm.make_comm(group, device, purpose)
@@ -50,7 +51,7 @@ class CustomComm:
     copied from and to these, since the user's may need memory of a special kind.
     """
 
-    direct_min_bytes = sys.maxsize  # nothing on its own
+    direct_min_bytes = sys.maxsize  # no parameter is gathered on its own
 
     def __init__(self, inner: Comm, all_gather: Any, reduce_scatter: Any) -> None:
         self._comm, self._gather, self._scatter = inner, all_gather, reduce_scatter
@@ -107,7 +108,7 @@ class CustomComm:
 
 @dataclass(frozen=True)
 class CommChoice:
-    """What a user has chosen for the collectives of a group, in place of the usual ones.
+    """Holds what a user has chosen for the collectives of a group, in place of the usual ones.
 
     Args:
         all_gather, reduce_scatter: the user's own, as `CustomComm` calls them.
@@ -130,7 +131,9 @@ def choice_of(group: Any) -> CommChoice:
 
 
 def choose(group: Any, **changes: Any) -> None:
-    """Changes how a group communicates (see `CommChoice`). Every rank must call it, between steps."""
+    """Changes a user's choice for a group (see `CommChoice`), which communicates so from now on. Every rank must call
+    it, between steps.
+    """
     choice = replace(choice_of(group), **changes)
     group.set(extras={**group.settings.extras, _EXTRA: choice})
     if "checked" in changes:

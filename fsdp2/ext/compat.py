@@ -1,15 +1,18 @@
-"""Private names of torch that fsdp2 uses outside of its core, each with its reason.
+"""Holds the private names of torch that fsdp2 uses outside of its core, each with its reason.
 
 Those that the core uses stand in core/compat.py, those of DTensor in dtensor/compat.py.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
+import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,20 +32,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..bridge.when_imported import when_imported
 from ..core import compat
 from ..core.compat import inner_tensors
+from .once import once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PLAIN = (Tensor, Parameter)
 
-# (tensors, counts): set their version counters, whatever they were. The public context manager around it can only
-# restore them.
+# (tensors, counters): sets the version counters of tensors. The public context manager around it can only restore them.
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 
 ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
-"""What `zero_grad(set_to_none=False)` calls on gradients, one by one or all at once."""
+"""The operations that `zero_grad(set_to_none=False)` calls on gradients, one by one or all at once."""
 ZERO_FUNCTIONS = (Tensor.zero_, torch._foreach_zero_)
-"""The same, as `__torch_function__` sees it."""
+"""The same operations, as `__torch_function__` sees them."""
 
 _COMPUTED_ATTRIBUTES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 _METADATA_METHODS = (
@@ -53,7 +56,7 @@ _METADATA_METHODS = (
 
 
 def reads_metadata(func: Any) -> bool:
-    """Returns True if what `__torch_function__` is asked for computes nothing from the values."""
+    """Returns True if `func`, as `__torch_function__` gets it, computes nothing from the values of a tensor."""
     attribute = getattr(getattr(func, "__self__", None), "__name__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__"):
         return attribute not in _COMPUTED_ATTRIBUTES
@@ -70,7 +73,7 @@ def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-# A view of all of a tensor, whose gradient takes no operation: that of `view_as` takes one.
+# (tensor) -> a view of all of it. Its gradient takes no operation; that of `view_as` takes one.
 alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
 
 
@@ -78,7 +81,10 @@ Memory = tuple[StorageWeakRef, int]
 
 
 def memory_of(tensor: Tensor) -> Memory | None:
-    """Returns a value that is equal for tensors that begin at the same place of one storage; None: there is none."""
+    """Returns a value that is equal for tensors that begin at the same address of one storage.
+
+    None: the tensor has no elements, no data (meta), or no strides.
+    """
     data = tensor if type(tensor) in _PLAIN else inner_tensors(tensor)[0]
     if data.numel() == 0 or data.is_meta or data.layout != torch.strided:
         return None
@@ -86,7 +92,7 @@ def memory_of(tensor: Tensor) -> Memory | None:
 
 
 def saved_by(node: Any) -> list[Any]:
-    """Returns what an operation has saved for its gradient; nothing, where a backward has freed it."""
+    """Returns the values that a graph node has saved for its gradient; none, if a backward has freed them."""
     names = [name for name in dir(node) if name.startswith("_saved_")]
     try:
         return [getattr(node, name) for name in names]
@@ -94,31 +100,32 @@ def saved_by(node: Any) -> list[Any]:
         return []
 
 
-def find_accumulators_of(stand_in: Callable[[Tensor], Tensor]) -> None:
-    """From now on, where `register_multi_grad_hook` asks which node yields the gradient of a tensor, it is told which
-    yields that of `stand_in(tensor)`.
-    """
+def find_accumulators_of(substitute: Callable[[Tensor], Tensor]) -> None:
+    """Has `register_multi_grad_hook` wait for the gradient of `substitute(tensor)` in place of that of a tensor."""
     find = graph._get_grad_fn_or_grad_acc
-    graph._get_grad_fn_or_grad_acc = lambda t: find(stand_in(t) if isinstance(t, Tensor) else t)
+    graph._get_grad_fn_or_grad_acc = lambda t: find(substitute(t) if isinstance(t, Tensor) else t)
 
 
-# What a tensor that such a transform has wrapped is seen as from outside it.
+# (tensor that a transform of torch.func has wrapped) -> the tensor inside.
 unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
-    """Returns two contexts: one without the transforms that run, which gives their list; one with such a list."""
-    from torch._functorch import pyfunctorch  # some 100 ms, where nobody has used torch.func
+    """Returns two context managers: one suspends the transforms that run, and yields their list; the other resumes such
+    a list.
+    """
+    from torch._functorch import pyfunctorch  # takes 100 ms, if torch.func was not used before
 
     return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
 
 
-_TRACED = ("autograd_inputs", "entry_points", "forward_method")
+# The files through which dynamo traces: they have functions around torch's own, or around methods of users.
+_TRACED = ("autograd_inputs", "entry_points", "forward_method", "module_class")
 
 
 def keep_out_of_graphs() -> None:
-    """Has dynamo, once it is there, compile none of our functions but those around users' methods, and torch's."""
+    """Has dynamo, as soon as it is imported, trace no file of fsdp2 but those in `_TRACED`."""
     when_imported("torch._dynamo", _skip_ours)
 
 
@@ -129,9 +136,9 @@ def _skip_ours(dynamo: Any) -> None:
 
 
 def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Leaves no other hook on the gradient of `tensor`, where another tensor may have taken the ones before."""
+    """Makes `hook` the only hook on the gradient of `tensor`. The hooks before may be those of another tensor now."""
     tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    tensor._backward_hooks = OrderedDict({0: hook})  # what register_hook does, at the tenth part of the cost
+    tensor._backward_hooks = OrderedDict({0: hook})  # does what register_hook does, at a tenth of the cost
 
 
 def register_composable(module: nn.Module, state: ComposableState, name: str) -> None:
@@ -140,7 +147,7 @@ def register_composable(module: nn.Module, state: ComposableState, name: str) ->
     DDP's `replicate` refuses such a module, and leaves its parameters alone below another. Tools look for the state in
     torch's table, which does not keep it alive.
     """
-    # At the first call rather than with this file: it brings DDP along.
+    # Imported at the first call, because it imports DDP.
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
@@ -148,34 +155,35 @@ def register_composable(module: nn.Module, state: ComposableState, name: str) ->
 
 
 def is_shared_with_ddp(module: nn.Module) -> bool:
-    """Returns True if a user has told DDP to leave some of its parameters alone: that function is private, too."""
+    """Returns True if a user has told DDP to ignore some parameters of `module`: that function is private, too."""
     return hasattr(module, "_ddp_params_and_buffers_to_ignore")
 
 
 def wrap_total_norm(wrapper: Callable[[Any], Any]) -> None:
-    """Has torch's own clipping, and torch.nn.utils.get_total_norm, call what `wrapper` makes of the latter."""
+    """Replaces torch.nn.utils.get_total_norm, which torch's clipping calls, by what `wrapper` makes of it."""
     clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
     clipping._get_total_norm = torch.nn.utils.get_total_norm = wrapper(clipping._get_total_norm)
 
 
 def stepped_on_accumulation() -> Collection[Tensor]:
-    """Parameters to which `_apply_optimizer_in_backward` has given an optimizer, and a hook that steps it."""
+    """Returns the parameters to which `_apply_optimizer_in_backward` has given an optimizer, and a hook for it."""
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     found: Collection[Tensor] = module.param_to_optim_hook_handle_map if module is not None else ()
     return found
 
 
 def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
-    """Where, under `key`, a hook is to be written that runs before forward, with the keywords, too; and before others.
+    """Returns the dict of the forward pre-hooks of `module`. A hook under `key` gets the keyword arguments, too.
 
-    Written and deleted there many a time in each step: handles take ten times as long.
+    The engine writes and deletes that hook several times in each step. With the handles of torch's public function that
+    takes ten times as long.
     """
     module._forward_pre_hooks_with_kwargs[key] = True  # type: ignore[index]
     return module._forward_pre_hooks
 
 
 def size_at_first(group: dist.ProcessGroup) -> int:
-    """Returns the number of ranks that torch was told of when `group` was made, whatever it says now."""
+    """Returns the number of ranks with which `group` was made, whatever its own `size` returns now."""
     return dist.ProcessGroup.size(group)
 
 
@@ -188,7 +196,37 @@ def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
     return True
 
 
-# What the processes share from `init_process_group` on, whoever gave it. torch has no public way to it.
+# The name of the process group that a thread makes. Ranks may be threads.
+_names = threading.local()
+
+
+@contextmanager
+def name_of_new_group(name: str) -> Iterator[None]:
+    """Context: `new_group(..., use_local_synchronization=True)` on this thread names the group after `name`.
+
+    torch names it after its ranks and the number of groups that the process has, and `new_group` has no argument for a
+    name. Ranks that have made different numbers of groups before would wait for each other for ever.
+    """
+    _choose_names()
+    _names.chosen = name
+    try:
+        yield
+    finally:
+        _names.chosen = None
+
+
+@once
+def _choose_names() -> None:
+    c10d, usual = dist.distributed_c10d, dist.distributed_c10d._hash_ranks_to_str
+
+    def hash_of(ranks: list[int]) -> str:
+        chosen = getattr(_names, "chosen", None)
+        return usual(ranks) if chosen is None else hashlib.sha256(chosen.encode()).hexdigest()
+
+    c10d._hash_ranks_to_str = hash_of
+
+
+# () -> the store that all processes share from `init_process_group` on. torch has no public function for it.
 default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
 
 
@@ -215,10 +253,10 @@ class _Returns(TorchDispatchMode):
 
 
 def share_versions(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Has an in-place operation on either tensor of a pair, a DTensor and its local tensor, count for both.
+    """Has the two tensors of each pair, a DTensor and its local tensor, share one version counter.
 
-    By themselves they have two version counters. Autograd has what `detach` returns share the counter of what it
-    detaches, and a dispatch mode says what it returns. Tensors made in inference mode have no counter.
+    Autograd has the result of `detach` share the counter of its input, and a dispatch mode chooses that result. Tensors
+    made in inference mode have no counter.
 
     Returns the tensor of each pair from which to read the counter: the local one, which is faster.
     """
@@ -234,9 +272,9 @@ def share_versions(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Returns the placement of what is cut along `dim` after another mesh axis has cut it into `split_factor` parts.
+    """Returns the placement of a tensor that is cut along `dim` after another mesh axis has cut it into so many parts.
 
-    Axes to the left cut first in a plain Shard. The data-parallel axis stands left here, and must cut last.
+    With plain Shards, axes to the left cut first. The data-parallel axis is to the left here, and must cut last.
     """
     return _StridedShard(dim, split_factor=split_factor)
 
@@ -259,7 +297,7 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: t
 
 
 def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """Returns True if a strided axis cuts what those to its right have cut. That of a view may not."""
+    """Returns True if a strided axis cuts what the axes to its right have cut. The axis of a view may not."""
     strided = cast(_StridedShard, placements[axis])
     later = [other for other in range(axis + 1, mesh.ndim) if placements[other] == Shard(strided.dim)]
     return strided.split_factor == math.prod(mesh.size(other) for other in later)

@@ -1,11 +1,11 @@
-"""Conditional modules: modules that some ranks may leave out of a forward.
+"""Lets some ranks leave modules out of a forward: conditional modules.
 
 A group below a conditional module may run on some ranks only, but its gathers and reductions take all of them. So
 before anything is communicated the ranks reach *consensus*, in one all-reduce of three numbers, each with what it is
 about to do. While any of them asks for a conditional group, all do that: those that do not run it join, with their
-shards and with gradients of zeros. When none does, all are at the same place, and go on. Nothing is remembered from one
-consensus to the next: whatever modules run where, in forward, backward or recomputation, ranks communicate in one
-order.
+shards and with gradients of zeros. When none does, all are about to do the same, and go on. Nothing is remembered from
+one consensus to the next: whatever modules run on which ranks, in forward, backward or recomputation, all ranks
+communicate in one order.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _EXTRA = "conditional"
 # Marks a node of the graph that is the output of a module.
 _OUTPUT = "_fsdp2_output"
 
-# What is about to be communicated: `kind + _KINDS * group index`.
+# An event, which is about to be communicated: `kind + _KINDS * group index`.
 GATHER, REDUCE = range(2)
 _KINDS = 2
 _VERBS = ("gathering", "reducing the gradients of")
-# What is no group's: the ends of a forward of the outermost module, and of a backward; what users communicate.
+# Events of no group: the ends of a forward of the outermost module, and of a backward; collectives of users.
 _FORWARD_END, _BACKWARD_END, _COLLECTIVE = -1, -2, -3
 _OTHERS = {
     _FORWARD_END: "at the end of a forward",
     _BACKWARD_END: "at the end of a backward",
     _COLLECTIVE: "at a collective of your own",
 }
-# The request of a rank that asks for nothing that others may lack. Larger than any event of a group: the least wins.
+# The request of a rank whose event is not conditional. It is larger than any event of a group: the least is chosen.
 _COMMON = 1 << 40
 
 
@@ -52,41 +52,41 @@ def is_conditional(state: Any) -> bool:
     return bool(state.groups[0].settings.extras.get(_EXTRA))
 
 
-def find_gates(states: Sequence[Any]) -> dict[FSDPParamGroup, Any]:
+def find_conditional(states: Sequence[Any]) -> dict[FSDPParamGroup, Any]:
     """Returns, for each group that is conditional or lies inside a conditional module, the innermost such state."""
-    gates = {}
-    for gate in (state for state in states if is_conditional(state)):  # outer ones come first
-        inside = {module for outer in gate.modules for module in outer.modules()}
+    found = {}
+    for conditional in (state for state in states if is_conditional(state)):  # outer ones come first
+        inside = {module for outer in conditional.modules for module in outer.modules()}
         for state in states:
             if inside.issuperset(state.modules):
-                gates.update(dict.fromkeys(state.groups, gate))
-    return gates
+                found.update(dict.fromkeys(state.groups, conditional))
+    return found
 
 
 class Consensus(Observer):
     """Keeps the ranks of one root in one order, if some of them may leave modules out.
 
-    `gates`: group -> the innermost conditional state that it lies in.
+    `conditional`: group -> the innermost conditional state that it lies in.
     """
 
     def __init__(self, root: Any) -> None:
         self._root, mesh = root, root.group.mesh
         self.ranks = ranks_of(mesh)
-        self.gates = find_gates(root.states)
+        self.conditional = find_conditional(root.states)
         self._indices = {group: i for i, group in enumerate(root.groups)}
         self._process_groups, self._is_joining = mesh.axis_groups, False
         cpu = torch.device("cpu")
-        # The host reads the result: not from an accelerator, behind all that this computes, if there is another way.
+        # The host reads the result. From an accelerator it would wait for all that this computes.
         has_cpu = all(has_backend(group, cpu) for group in self._process_groups)
         self._device = cpu if has_cpu else mesh.device
-        # Whether to say, the first time, what a consensus costs here.
+        # True until a warning has said what a consensus costs here.
         self._warns = is_first(mesh) and self._device.type not in ("cpu", "meta")
 
     # ---- events
 
     def attached(self, root: Any) -> None:
         for group in root.groups:
-            when = ReduceWhen.ASKED if group in self.gates else ReduceWhen.GROUP
+            when = ReduceWhen.ASKED if group in self.conditional else ReduceWhen.GROUP
             group.set(reduce_when=when)
         watch_collectives(self, root)
 
@@ -99,16 +99,16 @@ class Consensus(Observer):
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if group.params and group.comms.gathers.size > 1:
-            self._reach(GATHER + _KINDS * self._indices[group], group in self.gates)
+            self._reach(GATHER + _KINDS * self._indices[group], group in self.conditional)
 
     def gradients_due(self, group: FSDPParamGroup) -> None:
-        self._reach(REDUCE + _KINDS * self._indices[group], group in self.gates)
-        if group in self.gates:
+        self._reach(REDUCE + _KINDS * self._indices[group], group in self.conditional)
+        if group in self.conditional:
             group.gradients.reduce_with_zeros()
 
     def forward_returns(self, state: Any, inputs: Any, output: Any) -> Any:
-        """Returns `output` with views in place of tensors that are an input's, or another module's, output: their
-        gradients tell when backward begins with the module, as on ranks where it has not left out what is conditional.
+        """Returns `output` with views in place of tensors that are inputs, or outputs of another module, as they are
+        where a conditional module was left out. The gradient of a view tells when backward begins with this module.
         """
         nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
 
@@ -121,7 +121,7 @@ class Consensus(Observer):
         for node in nodes_of_output:
             if node is not None:
                 node.metadata[_OUTPUT] = True
-        if len(self._root.running) == 1 and state.groups[0] not in self.gates:
+        if len(self._root.running) == 1 and state.groups[0] not in self.conditional:
             self._reach(_FORWARD_END, False)  # others may still run what this rank does not
         return output
 
@@ -129,16 +129,16 @@ class Consensus(Observer):
         self._reach(_BACKWARD_END, False)
 
     def before_collective(self) -> None:
-        """A user is about to communicate over all ranks. Others may still run what this rank does not."""
+        """Reaches consensus: a user is about to communicate over all ranks, of which others may run another module."""
         self._reach(_COLLECTIVE, False)
 
     # ---- consensus
 
     def _reach(self, event: int, is_conditional: bool) -> None:
-        """Returns when all ranks are to do `event`; joins what others need before.
+        """Returns when all ranks are to do `event`; before, joins the collectives that others ask for.
 
         Raises:
-            RuntimeError: other ranks are somewhere else, for something that is not conditional; on all ranks.
+            RuntimeError: ranks are about to do different things, none of them conditional; on all ranks.
         """
         if self._warns:
             self._warn()
@@ -205,40 +205,40 @@ def make_consensus(root: Any) -> Consensus | None:
     return Consensus(root)
 
 
-# ---- gathers ahead
+# ---- prefetching
 
 
-class GatedCursor(Cursor[Any]):
+class ConditionalCursor(Cursor[Any]):
     """Walks along the recorded order inside each conditional module, and outside of all, separately.
 
-    What lies in a conditional module is gathered ahead inside that module only: ranks that run it, and ranks that
-    don't, must expect the same of what they all run.
+    Groups in a conditional module are gathered ahead inside that module only. For all other groups, ranks that run the
+    module and ranks that don't must expect the same.
     """
 
     def __init__(self, recorded: Sequence[Any]) -> None:
         self._all = recorded
         self._cursors: dict[Any, Cursor[Any]] = {}
-        self._gates = find_gates(recorded[0].root.states) if recorded else {}
-        super().__init__([group for group in recorded if group not in self._gates])
+        self._conditional = find_conditional(recorded[0].root.states) if recorded else {}
+        super().__init__([group for group in recorded if group not in self._conditional])
         self._now: Cursor[Any] | None = None
 
     def visit(self, item: Any) -> int | None:
-        gate = self._gates.get(item)
-        if gate is None:
+        inside = self._conditional.get(item)
+        if inside is None:
             self._now = None
             return super().visit(item)
-        if gate not in self._cursors:
-            self._cursors[gate] = Cursor([group for group in self._all if self._gates.get(group) is gate])
-        self._now = self._cursors[gate]
+        if inside not in self._cursors:
+            self._cursors[inside] = Cursor([group for group in self._all if self._conditional.get(group) is inside])
+        self._now = self._cursors[inside]
         is_known = self._now.visit(item) is not None
         return len(self._all) + 1 if is_known else None  # no group inside is needed at once
 
     def ahead(self) -> Iterator[Any]:
-        """Yields what follows, up to where a conditional module begins, which may be left out this time."""
+        """Yields the groups that follow, up to the next conditional module, which may be left out this time."""
         expected = super().ahead() if self._now is None else self._now.ahead()
         yield from takewhile(lambda group: not is_conditional(group.state), expected)
 
 
 def make_prefetcher(root: Any) -> Prefetcher:
-    """Returns the Prefetcher of a root."""
-    return Prefetcher(root.groups, GatedCursor if any(map(is_conditional, root.states)) else Cursor)
+    """Returns the Prefetcher of a root: the strategy for the core."""
+    return Prefetcher(root.groups, ConditionalCursor if any(map(is_conditional, root.states)) else Cursor)

@@ -1,4 +1,4 @@
-"""Copies of sharded modules: `copy.deepcopy` and `pickle`.
+"""Copies and pickles sharded modules: `copy.deepcopy` and `pickle`.
 
 A copy holds copied modules with this rank's shards, and a description of what was built from them; groups and hooks are
 built anew when all modules are there.
@@ -25,14 +25,14 @@ from ..core.user_code import hides_modes
 from .collectives import follow
 from .post_forward import restore_among
 
-# What a copied parameter builds anew.
+# The attributes that a copied parameter builds anew.
 _BUILT = ("unsharded", "sharded", "dtensor_spec", "local_shape", "local_stride", "tensor_class")
-# What extensions have been told that concerns the original alone.
+# The entries of `extras` that concern the original alone.
 _NOT_COPIED = ("optimizer_in_backward",)
 
 
 class Description:
-    """What a sharded module is made of, in place of its state: plain data and modules.
+    """Describes a sharded module by plain data and modules. A copy holds it in place of the module's state.
 
     While modules are being copied, one that is not complete yet has no attributes.
     """
@@ -58,7 +58,7 @@ class Description:
         return state
 
     def set_root(self, root: Any) -> None:
-        """Gives the copy of a root the original's settings."""
+        """Gives `root`, the copy of a root, the original's settings."""
         if self.root_settings is None:
             return
         names = ("finalize_backward", "prefetch_budget", "extras")
@@ -137,7 +137,7 @@ def _refuse_while_used(state: FSDPState) -> None:
 
 @hides_modes
 def _finish(module: nn.Module) -> None:
-    """Builds the state of copied modules, once everything of all of them is there."""
+    """Builds the state of copied modules, once all of them are complete."""
     described: Any = module.__dict__[STATE]
     if not vars(described):
         return  # a list of modules shares the description, which is complete with the first of them
@@ -150,7 +150,7 @@ def _finish(module: nn.Module) -> None:
 
 
 def copying_methods(cls: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the methods that make other modules of one."""
+    """Returns the methods by which Python copies and pickles a module of class `cls`, and slices it."""
 
     def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
         # nn.Sequential[...] and the like build a new module of type(self): that one is not sharded.
@@ -195,7 +195,7 @@ def copying_methods(cls: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _with_description(state: Any, described: Description) -> Any:
-    """Returns the state of a module with the description in place of its FSDPState; also of a pair with slots."""
+    """Returns the state of a module with the description in place of its FSDPState. With slots the state is a pair."""
     if isinstance(state, tuple):
         return ({**(state[0] or {}), STATE: described}, *state[1:])
     return {**state, STATE: described}

@@ -1,4 +1,4 @@
-"""Messages between pairs of ranks: gloo."""
+"""Exchanges messages between pairs of ranks: the collectives over gloo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.comm import SUM_ALL, AllWork, DividedWork, Purpose, SumWork, Work, divide_before
 
 GATHERING, REDUCING, SUMMING = "gathering", "reducing", "summing replicas of"
-"""What a collective does with a group, in words."""
+"""The words for what a collective does with a group."""
 
 
 class PairwiseComm:
@@ -24,12 +24,12 @@ class PairwiseComm:
     direct_min_bytes = 512 * 1024  # measured on two ranks
     force_sum = sums_on_arrival = True  # gloo has no average
 
-    # Tag of the messages, which must not meet a user's.
+    # The tag of the messages. No message of a user should have it.
     _TAG = 0x0F5D_0000
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         self.group, self.rank, self.size, self.purpose = group, group.rank(), group.size(), purpose
-        # (rank to send to, rank to receive from), step by step, so that no rank is everybody's first.
+        # (rank to send to, rank to receive from), step by step, so that ranks do not all begin with the same one.
         steps = range(1, self.size)
         self._peers = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
 
@@ -65,7 +65,7 @@ class PairwiseComm:
     ) -> Work:
         """Begins to send outgoing[i][r] to each other rank r, and to receive that rank's slice into incoming[i][r].
 
-        `kind`, `tensors`: what this is, and what this rank gives: for a subclass that compares ranks.
+        `kind`, `tensors`: the kind of collective, and the inputs of this rank, for a subclass that compares ranks.
         """
         works: list[Work] = []
         for to, source in self._peers:

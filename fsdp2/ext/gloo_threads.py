@@ -1,4 +1,4 @@
-"""The threads in which gloo sends and receives, and whom they may interrupt."""
+"""Keeps the threads in which gloo sends and receives from interrupting other threads."""
 
 import os
 import sys
@@ -9,12 +9,13 @@ from pathlib import Path
 def let_callers_finish() -> None:
     """Has gloo's threads of this process wait for a core rather than take that of a thread which just sends.
 
-    Whoever sends holds a lock on the connection meanwhile. What arrives wakes gloo's thread, to which Linux, where all
-    cores are busy, gives the core of the sender; and there it asks for the lock, over and over, for all of its time
-    slice: milliseconds, in which nobody gets on. Under SCHED_BATCH a thread that wakes interrupts nobody. That takes no
-    privilege, and changes nothing where cores are free. On Linux, with torch 2.13 or later, where these threads have
-    names; elsewhere, or where it is forbidden, all stays as it is. What gloo's threads were given besides (a priority,
-    a policy that is not the default) stays, too.
+    A thread that sends holds a lock on the connection. Data that arrives wakes gloo's thread. Where all cores are busy,
+    Linux gives that thread the core of the sender, and it asks for the lock again and again until its time slice ends:
+    milliseconds in which neither makes progress. Under SCHED_BATCH a thread that wakes interrupts no other. That needs
+    no privilege, and changes nothing where cores are free.
+
+    It has an effect on Linux with torch 2.13 or later, where these threads have names. Elsewhere, or where it is
+    forbidden, it does nothing. A policy of gloo's threads that is not the default one stays.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""Methods of FSDPModule on groups that are no part of the core: how they communicate, and what they keep."""
+"""Has the methods of FSDPModule on groups that are not part of the core: how they communicate, and what they keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to say which ranks share parameters: all ranks, named axes of a larger mesh, a mesh for one parameter."""
+"""Finds the ranks that share parameters: all ranks, named axes of a larger mesh, a mesh for one parameter."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..core.mesh import DataMesh, data_mesh, on_axes
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which named axes of a device mesh shard the parameters and which replicate them; the others belong to the model.
+    """Names the axes of a device mesh that shard the parameters, and those that replicate them.
 
-    Several names count as one axis, in the order of the mesh.
+    Several names count as one axis, in the order of the mesh. The other axes belong to the model.
 
     Raises:
         ValueError: neither is given.
@@ -34,7 +34,7 @@ class DataParallelMeshDims:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
+    """Is what `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
 
     Args:
         placement: the Shard(dim) to use; None: Shard(0).
@@ -47,11 +47,11 @@ class ShardPlacementResult:
 
 
 def described_data_mesh(mesh_info: Any) -> DataMesh:
-    """Returns what the `mesh_info` of a ShardPlacementResult says.
+    """Returns the mesh that the `mesh_info` of a ShardPlacementResult describes.
 
     Raises:
-        TypeError: it says nothing.
-        ValueError: what it says is no way to lie on this rank.
+        TypeError: it describes none.
+        ValueError: this rank is not part of the mesh, or an axis both shards and replicates.
     """
     if isinstance(mesh_info, DeviceMesh):
         return data_mesh(mesh_info)
@@ -64,13 +64,13 @@ def described_data_mesh(mesh_info: Any) -> DataMesh:
 
 
 def shared_data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
-    """Returns what the arguments `mesh` and `dp_mesh_dims` say; without both, all ranks shard."""
+    """Returns the mesh that the arguments `mesh` and `dp_mesh_dims` describe; without both, all ranks shard."""
     mesh = default_mesh() if mesh is None else mesh
     return data_mesh(mesh) if dims is None else named_data_mesh(mesh, dims)
 
 
 def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
-    """Returns the axes of `mesh` that `dims`, a DataParallelMeshDims, names.
+    """Returns the mesh of those axes of `mesh` that `dims`, a DataParallelMeshDims, names.
 
     Raises:
         ValueError: the mesh has no such name, or no names; or one is given twice.
@@ -93,7 +93,8 @@ _last_default: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMe
 def default_mesh() -> DeviceMesh:
     """Returns a mesh of all ranks, on the accelerator if there is one; initialises the default process group.
 
-    The same object for all calls while it is in use: meshes that are equal but not one slow DTensor's operations down.
+    It is the same object for all calls while it is in use, because meshes that are equal, but different objects, slow
+    DTensor's operations down.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not dist.is_initialized():

@@ -1,34 +1,28 @@
-"""What the class of a sharded module overrides, and the hooks for its state dicts."""
+"""The class of a sharded module: what it overrides, so that each call of the module, or of its `forward`, gathers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from ..checks import entry_points
-from ..checks.empty_memory import buffers_on_meta, note_emptied_buffers, note_emptied_parameters
 from ..core.compat import runs_transform, untraced
-from ..core.events import Observer
-from ..core.group import UNSHARDED, FSDPParamGroup
-from ..core.state import STATE, groups_below, groups_of, modules_below, run_forward
-from ..core.user_code import hides_modes
+from ..core.state import STATE, require_state, run_forward
+from . import transforms
 from .copying import copying_methods
-from .forward_method import Forward
-from .transforms import run_transformed
-
-Methods = dict[str, Callable[..., Any]]
+from .parameter_methods import parameter_methods
 
 
 def class_attributes(cls: Any) -> dict[str, Any]:
-    """Returns what the class of a sharded module of class `cls` has besides its own."""
+    """Returns what the class of a sharded module of class `cls` has besides its own: the strategy for the core."""
     return {
         "__call__": _call_of(cls),
         "forward": Forward(cls),
-        **_changing_methods(cls),
+        **parameter_methods(cls),
         **copying_methods(cls),
     }
 
@@ -37,7 +31,7 @@ def _call_of(cls: Any) -> Callable[..., Any]:
     @untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
-            run = run_transformed if runs_transform() else run_forward
+            run = transforms.run_transformed if runs_transform() else run_forward
             return run(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
         except RuntimeError as error:
             entry_points.explain(error, self, "forward")
@@ -47,100 +41,66 @@ def _call_of(cls: Any) -> Callable[..., Any]:
     return call
 
 
-def _changing_methods(cls: Any) -> Methods:
-    """Returns the methods that change a module's parameters, or give them other memory."""
+class Forward:
+    """Is the attribute `forward` of a sharded class: `module.forward(x)` gathers like `module(x)` does.
 
-    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
-        groups = groups_of(self)
-        for group in groups:
-            group.reshard()
-        empty = [[param for param in group.params if param.local.is_meta] for group in groups]
-        cls._apply(self, fn, recurse)
-        for group, params in zip(groups, empty, strict=True):
-            group.adopt_replacements(may_be_untied=True)
-            note_emptied_parameters(group, params)
-        return self
+    While a call of the module runs, the attribute is what its own class, or the user on the instance, has written, so
+    that a call costs one look-up more than a plain one's. It is a data descriptor, because what stands in the
+    instance's dict would hide a plain function. (This file is one of those that dynamo traces, see ext/compat.py: a
+    graph goes through `__get__`, and breaks where something must be gathered.)
+    """
 
-    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
-        groups = groups_below(self) if recurse else groups_of(self)
-        params = [param for group in groups for param in group.params if param.local.is_meta]
-        buffers = buffers_on_meta(modules_below(self) if recurse else [self])
-        cls.to_empty(self, device=device, recurse=recurse)
-        note_emptied_buffers(self, params, [module._buffers[name] for module, name in buffers])
-        return self
+    def __init__(self, cls: Any) -> None:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # The method of the plain class, whatever it is by now.
+            return _run_unless_running(module, super(self._owner, module).forward, *args, **kwargs)  # type: ignore[misc]
 
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        # It is the sharded parameters that have gradients, also between unshard() and reshard(), and in a forward.
-        hidden = _unregister(self.__dict__[STATE].root.groups)
-        try:
-            cls.zero_grad(self, set_to_none)
-        finally:
-            _register_again(hidden)
+        self._function = update_wrapper(forward, cls.forward)
 
-    return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
+    def __set_name__(self, owner: Any, name: str) -> None:
+        self._owner = owner
 
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is None:
+            return self._function
+        attributes = module.__dict__
+        own, state = attributes.get("forward"), attributes.get(STATE)
+        if state is not None and state.running:  # here, not in a function: each call of each module comes here
+            return super(self._owner, module).forward if own is None else own  # type: ignore[misc]
+        if own is None:
+            return MethodType(self._function, module)
+        return update_wrapper(partial(_run_unless_running, module, own), own)
 
-def _refuse_shared_memory(self: nn.Module) -> nn.Module:
-    """Refuses `share_memory` of a sharded module: it would end the process."""
-    raise NotImplementedError(
-        f"{type(self).__name__}.share_memory: sharded parameters can't be moved to shared memory. Each rank is a "
-        "process with shards of its own; share what full_params lends, or buffers."
-    )
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__["forward"] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        if module.__dict__.pop("forward", None) is None:
+            raise AttributeError("forward")
 
 
-# ---- state dicts
-
-# Sharded module -> groups whose unsharded parameters a state dict that is being made has unregistered.
-_unregistered: WeakKeyDictionary[nn.Module, list[FSDPParamGroup]] = WeakKeyDictionary()
-
-
-class StateDictHooks(Observer):
-    """Has state dicts hold sharded parameters, also between unshard() and reshard(), and adopts what is loaded."""
-
-    def attached(self, root: Any) -> None:
-        for module in dict.fromkeys(
-            module for state in root.states for module in state.modules if STATE in vars(module)
-        ):
-            if _before_state_dict not in module._state_dict_pre_hooks.values():
-                module.register_state_dict_pre_hook(_before_state_dict)
-                module.register_state_dict_post_hook(_after_state_dict)
-                module.register_load_state_dict_pre_hook(_before_load)
-                module.register_load_state_dict_post_hook(_after_load)
+def _run_unless_running(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `forward` by itself, if a call of `module` has gathered its parameters already."""
+    state = module.__dict__.get(STATE)  # none, while a copy of the module is being made
+    if state is None or state.running:
+        return forward(*args, **kwargs)
+    return _run_forward(module, forward, args, kwargs)
 
 
-@hides_modes
-def _before_state_dict(module: nn.Module, *_: Any) -> None:
-    """Registers the sharded parameters. It does no more: this rank may be alone in asking."""
-    _unregistered[module] = _unregister([group for group in groups_of(module) if not group.state.running])
+@untraced
+def _run_forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return run_method(module, forward, args, kwargs)
+    except RuntimeError as error:
+        entry_points.explain(error, module, "forward")
+        raise
 
 
-def _after_state_dict(module: nn.Module, *_: Any) -> None:
-    _register_again(_unregistered.pop(module, []))
-
-
-def _unregister(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:
-    """Registers the sharded parameters of those groups whose unsharded ones are registered; returns these groups."""
-    chosen = [group for group in groups if group.phase is UNSHARDED]
-    for group in chosen:
-        group.unregister()
-    return chosen
-
-
-def _register_again(groups: list[FSDPParamGroup]) -> None:
-    for group in groups:
-        group.register()
-
-
-@hides_modes
-def _before_load(module: nn.Module, *_: Any) -> None:
-    for group in groups_of(module):
-        group.release()
-
-
-@hides_modes
-def _after_load(module: nn.Module, _: Any) -> None:
-    for group in groups_of(module):
-        if group.adopt_replacements(accept_whole=True, may_be_untied=True):
-            for notify in group.events.loaded:
-                notify(group)
+@untraced
+def run_method(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns `function(*args, **kwargs)`, run with the unsharded parameters of `module`."""
+    try:
+        return transforms.run_forward(require_state(module), module, function, args, kwargs)
+    except RuntimeError as error:
+        entry_points.explain_dtypes(error, module, args, kwargs)
+        raise

@@ -1,4 +1,4 @@
-"""Tensors in nested values: in containers, dataclasses and plain objects. They replace what the core alone has."""
+"""Finds and changes tensors in containers, dataclasses and plain objects. The core alone knows fewer containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done once in a process, also where several threads ask for it: ranks may be threads of one process."""
+"""Runs a function once in a process, also if several threads call it: ranks may be threads of one process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _running = RLock()
 
 
 def once(function: Function) -> Function:
-    """Decorator: `functools.cache`, but no two threads run `function` at the same time. A thread that asks for what
-    another is doing waits for it: torch is changed once, and a class of modules is made once.
+    """Decorator: `functools.cache`, but no two threads run `function` at the same time.
+
+    A thread waits while another runs it. So torch is changed once, and a class of modules is made once.
     """
     cached = cache(function)
 

@@ -1,4 +1,4 @@
-"""The optimizer in backward: it steps on a few parameters at a time, as soon as their gradients are reduced."""
+"""Steps the optimizer in backward: on a few parameters at a time, as soon as their gradients are reduced."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .passes import finalize
 _EXTRA = "optimizer_in_backward"
 
 
-class Stepper:
+class StepsInBackward:
     """Steps `optimizer` on parameters as they get their gradients, and clears these.
 
-    What torch's optimizers keep, they keep per parameter, and so the state is as after one step on all of them.
+    torch's optimizers keep their state per parameter, so that it is the same as after one step on all of them.
 
     Args:
         sharded: the parameters whose gradients will come.
@@ -55,8 +55,8 @@ class Stepper:
                     "step other parameters by one of their own, after backward."
                 )
         self._optimizer = optimizer
-        # One step after the other, beside the thread that computes. A new thread's device is the first one: what it
-        # waits for, or frees, there would take memory of every rank.
+        # Steps run one after the other, beside the thread that computes. A new thread begins on the first device: each
+        # rank would take memory there.
         on_device = partial(torch.accelerator.set_device_index, device) if streams.exist_on(device) else None
         self._thread = ThreadPoolExecutor(1, "fsdp2-step", on_device)
         # After an error another thread may step with what an earlier pass has left.
@@ -77,7 +77,7 @@ class Stepper:
         try:
             for group, params in zip(groups, chosen, strict=True):
                 group["params"] = params
-            # Their gradients have come, behind the gather that has read them.
+            # The gather that has read them has ended: their gradients came later.
             with notices.quiet():
                 self._optimizer.step()
         finally:
@@ -92,34 +92,34 @@ class Stepper:
         return self._thread.submit(task, *args)
 
 
-def stepper_of(group: FSDPParamGroup) -> Stepper | None:
-    """Returns what steps on the parameters of a group in backward, if anything does."""
+def steps_of(group: FSDPParamGroup) -> StepsInBackward | None:
+    """Returns the steps of the optimizer in backward that a group has, or None."""
     return group.settings.extras.get(_EXTRA)
 
 
 def use_in_backward(root: Any, optimizer: Optimizer | None) -> None:
-    """Has backward passes of a root step `optimizer`. None: no more."""
+    """Has backward passes of a root step `optimizer` from now on. None: they step no more."""
     for group in root.groups:
         group.adopt_replacements()
     params = [param.sharded for group in root.groups for param in group.params]
-    stepper = None if optimizer is None else Stepper(optimizer, params, root.group.mesh.device)
+    steps = None if optimizer is None else StepsInBackward(optimizer, params, root.group.mesh.device)
     finalize(root)  # what is in flight belongs to the one before
     for group in root.groups:
-        group.set(extras={**group.settings.extras, _EXTRA: stepper})
+        group.set(extras={**group.settings.extras, _EXTRA: steps})
     others = [each for each in root.events.observers if not isinstance(each, OptimizerInBackward)]
-    root.observe([*others, *([] if stepper is None else [OptimizerInBackward()])])
+    root.observe([*others, *([] if steps is None else [OptimizerInBackward()])])
 
 
 def make_observer(root: Any) -> OptimizerInBackward | None:
     """Returns an observer for roots some of whose groups are stepped on in backward."""
-    return OptimizerInBackward() if any(map(stepper_of, root.groups)) else None
+    return OptimizerInBackward() if any(map(steps_of, root.groups)) else None
 
 
 class OptimizerInBackward(Observer):
     """Steps on the parameters of groups as soon as their gradients are delivered."""
 
     def __init__(self) -> None:
-        # Steps that may not have ended, on the stepper's thread.
+        # Steps that may not have ended, on their own thread.
         self._running: dict[FSDPParamGroup, list[Future[None]]] = {}
         # The backward pass of the last gradient that a parameter was stepped with.
         self._last: dict[FSDPParam, object] = {}
@@ -129,16 +129,16 @@ class OptimizerInBackward(Observer):
     def shards_needed(self, group: FSDPParamGroup) -> None:
         running = self._running.get(group)
         if running:
-            wait(running)  # whoever finishes the reductions gets the errors
+            wait(running)  # errors are raised where the reductions are finished
             running.clear()
 
     def deliver(self, gradients: GroupGradients, pending: Pending, of_pass: object) -> Future[None] | None:
-        """Delivers offloaded gradients, and steps, on the stepper's thread. Returns None if nothing steps."""
+        """Delivers offloaded gradients, and steps, on the thread of the steps. Returns None if nothing steps."""
         group = gradients.group
-        stepper = stepper_of(group)
-        if stepper is None:
+        steps = steps_of(group)
+        if steps is None:
             return None
-        step = stepper.run_beside(gradients.receive, pending, of_pass)
+        step = steps.run_beside(gradients.receive, pending, of_pass)
         self._running.setdefault(group, []).append(step)
         return step
 
@@ -147,8 +147,8 @@ class OptimizerInBackward(Observer):
         Raises:
             RuntimeError: one was stepped on before in this backward pass.
         """
-        stepper = stepper_of(group)
-        if stepper is None:
+        steps = steps_of(group)
+        if steps is None:
             return
         found = {param.sharded: param for param in params}
         again = [param.name for param in found.values() if self._last.get(param) is of_pass]
@@ -157,7 +157,7 @@ class OptimizerInBackward(Observer):
                 f"{', '.join(again)}: got a second gradient in one backward pass, after the optimizer had stepped with "
                 "the first. Checkpoint with use_reentrant=False, or step after backward."
             )
-        stepped = [found[parameter] for parameter in stepper.step(found)]
+        stepped = [found[parameter] for parameter in steps.step(found)]
         self._last.update(dict.fromkeys(stepped, of_pass))
         self._stepped.update(dict.fromkeys(stepped, group))
 

@@ -1,4 +1,4 @@
-"""Finds the group that manages a parameter: the parameter itself doesn't say so."""
+"""Finds the group that manages a parameter, which has no reference to it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def all_groups() -> Iterator[FSDPParamGroup]:
 
 
 def owners_by_id() -> dict[int, Owned]:
-    """Returns identity of a tensor -> the parameter whose sharded or unsharded parameter it is."""
+    """Returns the owners of all sharded and unsharded parameters, by the identities of these."""
     found = {}
     for group in all_groups():
         for param in group.params:
@@ -57,7 +57,7 @@ def owners_by_id() -> dict[int, Owned]:
 
 
 def names_of_unsharded(tensor: Tensor) -> list[str]:
-    """Returns the names of the parameter whose unsharded parameter `tensor` is; none, if it is no such."""
+    """Returns the FQNs of the parameter whose unsharded parameter `tensor` is. An empty list: it is none."""
     return next((param.names for group in all_groups() for param in group.params if param.unsharded is tensor), [])
 
 
@@ -66,13 +66,13 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-# Identity of a sharded parameter -> its group, as far as anybody has asked. It may be out of date. Never changed, but
-# replaced.
+# Identity of a sharded parameter -> its group, as `sharded_owner` has found it. It may be out of date. The dict is
+# replaced, never changed.
 _known: dict[int, weakref.ref[FSDPParamGroup]] = {}
 
 
 def sharded_owner(leaf: Tensor) -> Owned | None:
-    """Returns the owner of a sharded parameter. Walks over all parameters only for what it doesn't know yet."""
+    """Returns the owner of a sharded parameter, or None. It walks over all parameters if it does not know `leaf`."""
     global _known
     found = _look_up(leaf, _known)
     if found is None:
@@ -91,14 +91,12 @@ def _look_up(leaf: Tensor, known: dict[int, weakref.ref[FSDPParamGroup]]) -> Own
     return None
 
 
-# Identity of a storage -> the parameter whose shard lies there, or lay in another storage of the same identity.
-_lying_in: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+# Identity of a storage -> the parameter whose shard is there, or was in an earlier storage of the same identity.
+_shard_in: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 
-class ShardPlaces(Observer):
-    """Remembers in which storages shards lie, and has operations on a sharded parameter and on its local tensor count
-    together.
-    """
+class ShardStorages(Observer):
+    """Remembers the storages of shards, and has a sharded parameter and its local tensor share one version counter."""
 
     def attached(self, root: Any) -> None:
         for group in root.new_groups:
@@ -106,12 +104,12 @@ class ShardPlaces(Observer):
 
     def rebuilt(self, group: Any) -> None:
         for param in group.params:
-            _lying_in[storage_id(param.local)] = param
+            _shard_in[storage_id(param.local)] = param
         share_versions((param.sharded, param.local) for param in group.params)
 
 
 def sharded_in(local: Tensor) -> FSDPParam | None:
-    """Returns the parameter in whose shard's memory `local` lies, or None."""
+    """Returns the parameter whose shard is in the storage of `local`, or None."""
     storage = storage_id(local)
-    param = _lying_in.get(storage)
+    param = _shard_in.get(storage)
     return param if param is not None and storage_id(param.local) == storage else None

@@ -1,4 +1,4 @@
-"""What a user asks of a whole root between its passes: reduce, finish, drop everything; and what a pass waits for."""
+"""Does what users ask of a root between passes: reduce, finish, drop everything, wait."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = N
             root.notify(root.events.backward_began)
         for group in chosen:
             if group.gradients.owes:
-                # What one more backward would do that computes nothing; what somebody has assigned is included.
+                # As one more backward that computes nothing. Gradients that a user has assigned are included.
                 group.gradients.begin_backward(object())
                 group.gradients.flush()
                 group.gradients.end_backward()
@@ -37,14 +37,14 @@ def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = N
 
 
 def finalize(root: Any) -> None:
-    """Between backward passes: finishes the reductions in flight, and has `.grad` show what there is."""
+    """Between backward passes: finishes the reductions in flight, and writes `.grad`."""
     with _all_or_nothing(root):
         root.deliver()
 
 
 @contextmanager
 def _all_or_nothing(root: Any) -> Iterator[None]:
-    """Context: after an error, what is in flight is not delivered later as if it were all."""
+    """Context: after an error, reductions in flight are dropped, so that no incomplete sum is delivered later."""
     try:
         yield
     except BaseException:
@@ -54,7 +54,7 @@ def _all_or_nothing(root: Any) -> Iterator[None]:
 
 
 def reset(root: Any) -> None:
-    """Drops everything that is under way, unsynchronized gradients, too."""
+    """Drops all that is in flight or unsharded, and unsynchronized gradients."""
     root.num_resets += 1
     root.queue.abandon(None)
     root.recover()
@@ -84,21 +84,22 @@ def share_reductions(root: Any, other: Any) -> None:
 
 
 class OutOfStep(Observer):
-    """Has a root forget what it recorded, when ranks were out of step: each may have left another part undone."""
+    """Has a root forget what it recorded, when ranks were out of step: each may have left other work unfinished.
 
-    def __init__(self) -> None:
-        self._is_pending = False
+    It follows `pass_began` from the event `out_of_step` until the next pass begins.
+    """
+
+    ignored = frozenset({"pass_began"})
 
     def out_of_step(self, root: Any) -> None:
-        self._is_pending = True
+        root.events.follow(self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
-        if self._is_pending:
-            self._is_pending = False
-            root.prefetcher.forget_order()
-            for group in root.groups:
-                with suppress(RuntimeError):  # gathers that never were
-                    group.release()
+        root.events.ignore(self, "pass_began")
+        root.prefetcher.forget_order()
+        for group in root.groups:
+            with suppress(RuntimeError):  # gathers that never were
+                group.release()
 
 
 class OptimizerEvent(Observer):
@@ -114,7 +115,7 @@ class OptimizerEvent(Observer):
 
 
 def wait_for(root: Any, event: Any) -> None:
-    """Has whoever reads the shards next wait for `event`. None: for none."""
+    """Has the next gather under `root` wait for `event`. None: it waits for none."""
     observer = root.events.of(OptimizerEvent)
     if observer is None:
         observer = OptimizerEvent()

@@ -1,10 +1,12 @@
-"""reshard_after_forward=k: after forward each rank keeps 1/k of the unsharded parameters, and backward gathers among k
-neighbouring ranks (the secondary partition of ZeRO++ hpZ).
+"""Keeps 1/k of the unsharded parameters on each rank after forward, and gathers among k neighbours in backward.
+
+That is `reshard_after_forward=k`: the secondary partition of ZeRO++ hpZ.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +22,13 @@ from ..core.events import strategies
 from ..core.gather import Copies, GatherPlan, group_copies, view_bytes
 from ..core.layout import GatherLayout, gather_layout
 from ..core.streams import Transfers
+from .compat import name_of_new_group
 
 
 def restore_among(group: Any, num_ranks: int) -> None:
-    """Has so many neighbouring ranks restore the parameters after forward. Every rank must call it."""
+    """Has so many neighbouring ranks restore the parameters after forward: the strategy for the core. Every rank must
+    call it.
+    """
     assert group.mesh.shard_group is not None, "one rank restores nothing"
     neighbours = subgroup(group.mesh.shard_group, num_ranks)
     comm = strategies().make_comm(neighbours, group.mesh.device, group.purpose)
@@ -44,7 +49,7 @@ def make_buffers(
 
 
 class ShrinkingBuffers(GroupBuffers):
-    """Buffers that can free the unsharded parameters but for this rank's secondary shards.
+    """Has buffers that can free the unsharded parameters except this rank's secondary shards.
 
     `post_forward`: the ranks that restore them, this one included.
     """
@@ -75,7 +80,7 @@ class ShrinkingBuffers(GroupBuffers):
         return super().start_gather(comm, more_outputs, more_inputs)
 
     def shrink(self) -> None:
-        """Frees the unsharded parameters but for this rank's secondary shards, from which the next gather restores."""
+        """Frees the unsharded parameters, and keeps this rank's secondary shards, which the next gather reads."""
         self._secondary.fill()
         super().free()
 
@@ -89,7 +94,7 @@ class ShrinkingBuffers(GroupBuffers):
 
 
 class SecondaryShards:
-    """This rank's shards in compute dtypes, cut among the ranks of the post-forward mesh instead of all."""
+    """Holds this rank's shards in compute dtypes, cut among the ranks of the post-forward mesh instead of all."""
 
     def __init__(self, layout: GatherLayout, comm: Comm, unsharded: Tensor) -> None:
         self._comm, self._nbytes = comm, layout.shard_nbytes
@@ -127,26 +132,33 @@ class SecondaryShards:
 def _secondary_layout(layout: GatherLayout, comm: Comm) -> GatherLayout:
     """Returns the layout of parameters cut among fewer ranks, in compute dtypes, into the same unsharded storage.
 
-    Chunks of fewer ranks need no more padding: they fit where those of all ranks do. Packed segments lie behind them.
+    Chunks of fewer ranks need no more padding, so that they fit into the same bytes. Packed segments follow them.
     """
     specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=comm.size) for spec in layout.specs)
     own = gather_layout(specs, comm.size, comm.direct_min_bytes)
     return replace(own, full_offsets=layout.full_offsets, packed_start=layout.packed_start)
 
 
+# Process group -> size -> the group of so many neighbours of this rank.
 _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+# Default process group -> how many groups of the same ranks `subgroup` has made. These ranks have made equally many.
+_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """Returns a process group of this rank's `size` neighbours in `group`, made once. All of these ranks must call it,
-    and, where the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that: NCCL
-    splits it.
+    """Returns a process group of this rank's `size` neighbours in `group`, which it makes once.
 
-    Of all of them: a second one over the same ranks.
+    If `size` is that of `group`, it is a second group over the same ranks. All ranks of the new group must call it. If
+    the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that must, because NCCL
+    splits it.
     """
     of_size = _subgroups.setdefault(group, {})
     if size not in of_size:
-        ranks = dist.get_process_group_ranks(group)
         first = group.rank() // size * size
-        of_size[size] = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+        ranks = tuple(dist.get_process_group_ranks(group)[first : first + size])
+        assert dist.group.WORLD is not None, "there are other groups"
+        num_made = _num_made.setdefault(dist.group.WORLD, Counter())
+        num_made[ranks] += 1
+        with name_of_new_group(f"fsdp2, number {num_made[ranks]} of ranks {ranks}"):
+            of_size[size] = dist.new_group([*ranks], use_local_synchronization=True)
     return of_size[size]

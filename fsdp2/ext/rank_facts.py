@@ -1,4 +1,4 @@
-"""Collectives of fsdp2 besides those of parameters and gradients: small facts that ranks share or compare."""
+"""Shares small facts between ranks, or compares them, by collectives besides those of parameters and gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def all_reduce_over(
     """Fills `tensor` with its sum, or its largest values, over the ranks of a mesh with these groups, one for each
     axis.
 
-    All of these ranks must call it. `purpose`: what it is about, for errors and for checks that compare ranks.
+    All of these ranks must call it. `purpose`: its name, for errors and for checks that compare ranks.
 
     Raises:
         RuntimeError: a check finds that ranks are out of step; on all of them. Or a peer is gone.
@@ -50,13 +50,13 @@ def all_reduce_over(
 
 
 def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Fills `tensor` with that of the first rank of a mesh with these groups. All of its ranks must call it."""
+    """Fills `tensor` with the values of the first rank of a mesh with these groups. All of its ranks must call it."""
     for group in groups:
         broadcast(tensor, group=group, group_src=0)
 
 
 def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> list[bytes]:
-    """Returns what each rank of `comm` has, of equal length on all, in rank order. All of these must call it."""
+    """Returns `own` of each rank of `comm`, in rank order. All of these must call it, with as many bytes."""
     if comm.size == 1:
         return [bytes(own)]
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
@@ -90,7 +90,7 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
 
 
 def moves_data(groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
-    """Returns True if these connect ranks. A simulated backend returns at once, and leaves tensors unchanged."""
+    """Returns True if these groups connect ranks. A simulated backend returns at once, and leaves tensors unchanged."""
     return bool(groups) and all(backend_name(group, device) != "fake" for group in groups)
 
 

@@ -1,6 +1,4 @@
-"""What users put in a parameter's place, by assignment or by loading: found in its slots, and refused if it can't
-become the sharded parameter.
-"""
+"""Finds what users have put in a parameter's place, by assignment or by loading, and refuses what can't be sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from ..core.parameter import FSDPParam
 from .compat import is_wrapped
 from .tensor_parallel import TensorParallel
 
-# Group -> tied parameters of which several objects were registered when that was last looked at.
+# Group -> tied parameters of which several objects were registered at the last call of `find_replacements`.
 _untied: WeakKeyDictionary[FSDPParamGroup, Sequence[FSDPParam]] = WeakKeyDictionary()
 
 
@@ -27,8 +25,8 @@ def find_replacements(
 ) -> list[tuple[FSDPParam, nn.Parameter]]:
     """Returns (param, what is registered in its place now): the strategy for the core.
 
-    `accept_whole`: also plain tensors of whole parameters. `may_be_untied`: tied parameters that have been replaced
-    under some of their names are left as they are, to be looked at next time.
+    `accept_whole`: plain tensors of whole parameters are accepted, too. `may_be_untied`: tied parameters that have been
+    replaced under some of their names are left as they are, until the next call.
 
     Raises:
         ValueError: one can't take its parameter's place, or that of several; nothing is changed then.
@@ -59,11 +57,12 @@ def find_replacements(
 def _find_replacement(param: FSDPParam, accept_whole: bool, may_be_untied: bool) -> nn.Parameter:
     """Returns what is registered in place of `param` now.
 
-    `accept_whole`: also a plain tensor of the whole parameter, to be sharded. `may_be_untied`: a tied parameter may be
-    several objects (loading with assign=True, and `to_empty`, make one for each name), of which the first one counts.
+    `accept_whole`: a plain tensor of the whole parameter, which is sharded then, is accepted, too. `may_be_untied`: a
+    tied parameter may be several objects (loading with assign=True, and `to_empty`, make one for each name), of which
+    the first one counts.
 
     Raises:
-        ValueError: it is gone, has another shape or distribution, or stands in some of several slots only.
+        ValueError: it is gone, has another shape or distribution, or is registered in some of several slots only.
         NotImplementedError: it is computed from others, and gradients are to flow to these.
     """
     for each in _registered(param):
@@ -104,7 +103,7 @@ def _is_untied(param: FSDPParam, accept_whole: bool) -> bool:
 
 
 def _cut_whole(param: FSDPParam) -> None:
-    """Puts this rank's rows in the place of whole tensors that were loaded under some names of `param`: they must be
+    """Registers this rank's rows in place of whole tensors that were loaded under some names of `param`, which must be
     sharded before an optimizer is built. Grad must be off.
     """
     cut: dict[nn.Parameter, nn.Parameter] = {}
@@ -116,7 +115,11 @@ def _cut_whole(param: FSDPParam) -> None:
 
 
 def _find(param: FSDPParam, may_be_untied: bool) -> nn.Parameter:
-    """Returns what is registered now, in all slots alike."""
+    """Returns the parameter that all slots have registered now.
+
+    Raises:
+        ValueError: there is no such parameter.
+    """
     found = _registered(param)
     kept = [name for name, each in zip(param.names, found, strict=True) if each is param.sharded]
     first = found[0]
@@ -153,7 +156,7 @@ def _refuse_computed(param: FSDPParam, found: nn.Parameter) -> None:
 
 
 def _check_distribution(param: FSDPParam, found: DTensor, accept_whole: bool) -> None:
-    """Refuses what lies neither like the sharded parameter nor, if allowed, like that of tensor parallelism."""
+    """Refuses what is distributed neither like the sharded parameter nor, if allowed, like the unsharded one."""
     kind = param.distribution
     is_whole = accept_whole and isinstance(kind, TensorParallel) and kind.is_of_full(found)
     if not kind.is_of_sharded(found) and not is_whole:

@@ -1,4 +1,4 @@
-"""Methods of FSDPModule on the root that are no part of the core."""
+"""Has the methods of FSDPModule on the root that are not part of the core."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class RootMethods:
             raise RuntimeError("set_debug_level: call it between steps, not during a forward or backward")
         for group in root.groups:
             collectives.choose(group, checked=level == 1)
-        root.events.of(AuditAtDebugLevel).ask(level == 1)
+        root.events.of(AuditAtDebugLevel).ask(root, level == 1)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Has the next forward of the root wait for `event`, once, before it reads the parameters.

@@ -1,15 +1,15 @@
-"""Parameters whose local tensors say themselves how they are gathered: quantised weights, float8 casts, ...
+"""Gathers parameters whose local tensors say themselves how: quantised weights, float8 casts, ...
 
 Such a local tensor (a tensor subclass, or a tensor with two methods set on the object) has
 
 - `fsdp_pre_all_gather(mesh)`, or `(mesh, outer_size, outer_stride, module, mp_policy)`, which returns the tensors to
   gather, of equal sizes on all ranks, and any metadata;
 - `fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, *, out=None)`, which makes the unsharded parameter of
-  what was gathered: (the tensor, a tuple of tensors to free with it); with `out`, the tensor of the first time, it
-  refills that and returns None.
+  the gathered tensors, and returns it with a tuple of tensors to free with it. `out` is the tensor that it has returned
+  the first time: then it refills that, and returns None.
 
-`mesh` is the one axis over which the parameter is sharded; an output is the ranks' inputs, one behind the other in dim
-0. It is the same tensor in each gather, so the unsharded parameter may be a view of it.
+`mesh` is the one axis over which the parameter is sharded. An output is the concatenation of all ranks' inputs along
+dim 0. It is the same tensor in each gather, so the unsharded parameter may be a view of it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _OneParameter:
         self._param, self._mesh, self._policy = param, mesh, policy
         self._pre_arguments = self._choose_pre_arguments()
         self._metadata: Any = None
-        # What has been gathered, and the same memory as the collective fills it: with version counters of its own.
+        # The outputs, and tensors over the same memory that the collective fills. These have other version counters.
         self._outputs: list[Tensor] = []
         self._filled: list[Tensor] = []
         self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
@@ -83,7 +83,7 @@ class _OneParameter:
         return sum(output.nbytes for output in self._filled)
 
     def start(self, device: torch.device, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Allocates, and returns what to gather into what, as bytes: nothing, if there is but one rank."""
+        """Allocates the outputs. Returns the outputs and inputs of the all-gather, as bytes; on one rank, none."""
         local: Any = self._param.local
         if local.device != device:
             local = local.to(device, non_blocking=True)
@@ -113,7 +113,7 @@ class _OneParameter:
             self._storages[storage_id(tensor)] = (storage, storage.nbytes())
 
     def finish(self) -> bool:
-        """Makes the unsharded parameter of what was gathered. Returns True if it is another object than before."""
+        """Makes the unsharded parameter of the outputs. Returns True if it is another object than before."""
         param: Any = self._param
         arguments = (tuple(self._outputs), self._metadata, param.compute_dtype(self._policy))
         if self._is_built:
@@ -135,7 +135,7 @@ class _OneParameter:
         return [*self._storages, *(storage_id(part) for part in inner_tensors(self._param.unsharded))]
 
     def free(self) -> None:
-        """Frees what was gathered, and what was made of it."""
+        """Frees the outputs, and the unsharded parameter."""
         for storage, _ in self._storages.values():
             storage.resize_(0)
 
@@ -148,7 +148,7 @@ class SubclassGather:
         self.members = [_OneParameter(param, self._mesh, policy) for param in params]
         if parameters.buffer_options:
             refuse_secondary_shards(params[-1].name)
-        # Whether all ranks are known to gather the same.
+        # True if all ranks are known to gather tensors of the same sizes.
         self._is_compared = self._mesh.size == 1
 
     @property
@@ -181,25 +181,20 @@ class SubclassGather:
 
 
 class MethodsSetLater(Observer):
-    """Notices methods that a user sets on a shard after `fully_shard`: once, before the first pass."""
+    """Notices methods that a user sets on a shard after `fully_shard`.
 
-    def __init__(self) -> None:
-        self._seen: set[Any] = set()
+    It examines all groups once, when the first pass begins, and again when a pass begins after one was rebuilt.
+    """
 
     def rebuilt(self, group: Any) -> None:
-        self._seen.discard(group)
+        group.root.events.follow(self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
-        if len(self._seen) < len(root.groups):
-            for group in root.groups:
-                self._look(group)
-
-    def _look(self, group: Any) -> None:
-        specs = group.parameters.specs
-        self._seen.add(group)
-        if specs and [gathers_itself(param.local) for param in group.params] != [spec.extended for spec in specs]:
-            group.parameters.take([])
-            self._seen.add(group)
+        for group in root.groups:
+            specs = group.parameters.specs
+            if specs and [gathers_itself(param.local) for param in group.params] != [spec.extended for spec in specs]:
+                group.parameters.take([])
+        root.events.ignore(self, "pass_began")
 
 
 def refuse_secondary_shards(name: str) -> NoReturn:

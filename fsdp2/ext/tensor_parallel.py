@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has distributed already: DTensors, which the data-parallel ranks cut further."""
+"""Cuts DTensors of tensor parallelism further over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .compat import concatenate_meshes, cut, strided_shard
 
 @dataclass(frozen=True)
 class TensorParallel(Distribution):
-    """How a DTensor is distributed when the ranks of `data_mesh` cut it further.
+    """Describes how a DTensor is distributed when the ranks of `data_mesh` cut it further.
 
     `full_mesh`, `full_placements`: those of the unsharded parameter, which is the DTensor of tensor parallelism.
     """
@@ -103,10 +103,9 @@ def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
 def _cut(
     whole: DeviceMesh, placements: tuple[Placement, ...], mesh: DataMesh, dim: int, is_scalar: bool
 ) -> tuple[Placement, ...]:
-    """Returns `placements` on `whole`, cut along `dim` on the data-parallel axes, which cut last though they may stand
-    left.
+    """Returns `placements` on `whole`, cut along `dim` on the data-parallel axes.
 
-    A plain Shard would cut before those to its right.
+    These cut last, though they may be left of other axes: a plain Shard would cut before the axes to its right.
     """
     if is_scalar:
         return placements

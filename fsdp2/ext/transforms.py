@@ -1,4 +1,4 @@
-"""Forwards inside transforms of torch.func: `grad(lambda x: model(x).sum())(x)`, `vmap(jacrev(model))(x)`, `jvp`, ...
+"""Runs forwards inside transforms of torch.func: `grad(lambda x: model(x).sum())(x)`, `vmap(jacrev(model))(x)`, `jvp`.
 
 The engine runs outside the transforms, which would wrap its tensors; the user's forward runs inside.
 """
@@ -33,8 +33,8 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
 def run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs a forward inside transforms: inputs and outputs are converted, and the user's forward runs, inside them.
 
-    What the engine does with the inputs and outputs must leave them the objects that they are: an operation on what a
-    transform has wrapped would silently have no gradient.
+    The engine must not compute on the inputs and outputs: an operation, outside, on a tensor that a transform has
+    wrapped would silently have no gradient.
     """
     with hidden():
         if state.root.input_device is not None:
@@ -60,7 +60,7 @@ def run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., 
 
 
 def _levels(tensor: Tensor) -> list[Tensor]:
-    """Returns what `tensor` is in one transform after the other, from the second to the outermost."""
+    """Returns the tensors that the transforms have wrapped to make `tensor`, from the innermost transform outwards."""
     found = []
     while compat.is_wrapped(tensor):
         tensor = compat.unwrapped(tensor)
@@ -73,8 +73,8 @@ _DISABLE = graph.disable_saved_tensors_hooks
 
 @once
 def withdraw_where_disabled() -> None:
-    """Has the engine's saved-tensor hooks withdraw where somebody disables all, as `torch.func.grad` does: torch would
-    raise.
+    """Has the engine's saved-tensor hooks withdraw where all such hooks are disabled, as `torch.func.grad` does: torch
+    would raise.
     """
     graph.disable_saved_tensors_hooks = _disable
 

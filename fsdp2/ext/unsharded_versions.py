@@ -1,4 +1,4 @@
-"""Version counters of unsharded parameters: who has written to them, and which of them autograd may still read.
+"""Finds writes to unsharded parameters by their version counters, and has autograd refuse those that were freed.
 
 Autograd notes the counter of what it saves, and refuses to use it for a gradient when the counter has moved on.
 """
@@ -91,14 +91,18 @@ def _with_local(unsharded: Tensor) -> tuple[Tensor, ...]:
 class UnshardedVersions(Observer):
     """Keeps the version counters of unsharded parameters, and guards weights that no hook of the engine sees: those of
     graphs that a backward builds (create_graph=True), or all of them if saved-tensor hooks are off.
+
+    It follows `gathered` once a group has an extension, `unsharded` and `before_free` once it guards weights,
+    `backward_ended` once a graph was built, and `pass_began` once a later backward pass has read that graph: its memory
+    is freed then.
     """
+
+    ignored = frozenset({"gathered", "unsharded", "before_free", "backward_ended", "pass_began"})
 
     def __init__(self) -> None:
         self._of: dict[FSDPParamGroup, _Versions] = {}
         # The backward pass that built a graph last, while the memory that it reads is kept.
         self._building: object = None
-        # Whether that graph was read by a later backward pass: it may be freed when another forward pass begins.
-        self._was_read = False
 
     def of(self, group: FSDPParamGroup) -> _Versions:
         """Returns the counters of a group."""
@@ -106,12 +110,14 @@ class UnshardedVersions(Observer):
 
     def attached(self, root: Any) -> None:
         for group in root.groups:
-            self._of[group] = _Versions(group)
+            self.rebuilt(group)
 
     def rebuilt(self, group: FSDPParamGroup) -> None:
         guards = group in self._of and self._of[group].guards
         self._of[group] = _Versions(group)
         self._of[group].guards = guards
+        if group.parameters.extension is not None:
+            group.root.events.follow(self, "gathered")
 
     def gathered(self, group: FSDPParamGroup) -> None:
         if group.parameters.extension is not None:  # which may have refilled them by operations that count
@@ -120,6 +126,7 @@ class UnshardedVersions(Observer):
     # ---- guarded weights
 
     def saved_unseen(self, root: Any) -> None:
+        root.events.follow(self, "unsharded", "before_free")
         for group in root.groups:
             versions = self._of[group]
             if not versions.guards:
@@ -127,31 +134,32 @@ class UnshardedVersions(Observer):
                 versions.guard(gathered_at or group.shard_versions())
 
     def unsharded(self, group: FSDPParamGroup) -> None:
-        versions = self._of[group]
-        if versions.guards:
-            versions.renew(group.shard_versions())
+        self._of[group].renew(group.shard_versions())
 
     def before_free(self, group: FSDPParamGroup) -> None:
-        versions = self._of[group]
-        if versions.guards and not group.settings.keep_storage:
-            versions.expire()
+        if not group.settings.keep_storage:
+            self._of[group].expire()
 
     def graph_built(self, root: Any) -> None:
         root.frees_memory, self._building = False, root.backward
+        root.events.follow(self, "backward_ended")
+        root.events.ignore(self, "pass_began")
         self.saved_unseen(root)
 
     def backward_ended(self, root: Any) -> None:
-        self._was_read = not root.frees_memory and self._building is not root.backward
+        if self._building is not root.backward:
+            root.events.follow(self, "pass_began")
 
     def backward_failed(self, root: Any) -> None:
-        root.frees_memory, self._was_read = True, False
+        root.frees_memory = True
+        root.events.ignore(self, "backward_ended", "pass_began")
 
     def pass_began(self, root: Any) -> None:
-        if self._was_read:
-            root.frees_memory, self._was_read = True, False
-            for group in root.groups:
-                if group.hold < Hold.NEXT_PASS:
-                    group.release()
+        root.frees_memory = True
+        root.events.ignore(self, "backward_ended", "pass_began")
+        for group in root.groups:
+            if group.hold < Hold.NEXT_PASS:
+                group.release()
 
 
 def refuse_written(names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""A user's own collectives, in forwards and backwards with conditional modules: ranks reach consensus before each.
+"""Has ranks reach consensus before a user's own collectives, in forwards and backwards with conditional modules.
 
 A rank that has left a module out would wait there for others, which wait at the next consensus for it.
 """

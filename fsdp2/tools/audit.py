@@ -86,20 +86,20 @@ def _model_parallel_axes(groups: Sequence[FSDPParamGroup], data: DataMesh) -> li
 class AuditAtDebugLevel(Observer):
     """Has the first rank log what `check` finds, once before the next pass after the debug level was switched on.
 
-    It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike.
+    It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike. It follows
+    `pass_began` until that has happened.
     """
 
     def __init__(self) -> None:
-        self._is_asked = level_from_environment() > 0
+        self.ignored = frozenset() if level_from_environment() > 0 else frozenset({"pass_began"})
 
-    def ask(self, wanted: bool = True) -> None:
-        """Chooses whether `check` runs before the next pass. Every rank must call it."""
-        self._is_asked = wanted
+    def ask(self, root: Any, wanted: bool = True) -> None:
+        """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
+        (root.events.follow if wanted else root.events.ignore)(self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
-        if self._is_asked:
-            self._is_asked = False
-            _log_findings(root.state.modules, is_first(root.group.mesh))
+        root.events.ignore(self, "pass_began")
+        _log_findings(root.state.modules, is_first(root.group.mesh))
 
 
 def _log_findings(modules: Iterable[nn.Module], logs: bool) -> None:
@@ -130,7 +130,7 @@ def sharded_groups(model: Any) -> list[FSDPParamGroup]:
 
 
 class Held(NamedTuple):
-    """A tensor of the model, as it is registered on this rank.
+    """Holds a tensor of the model, as it is registered on this rank.
 
     `kind`: "parameter", "unmanaged" (a parameter too) or "buffer".
     `param`: the FSDPParam of a managed parameter, else None.
@@ -143,12 +143,12 @@ class Held(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others.
+    """Holds what a rank sends to the others.
 
-    `batch`: a number that ranks have in common which train on one batch, each on its rows.
+    `batch`: a number that is the same on all ranks that train on one batch, each on its rows.
     `found`: kind of finding -> names.
-    `digest`: of all that must be the same on every rank.
-    `sums`: for each tensor, which part of it the rank holds, and the checksum of that part.
+    `digest`: the digest of all that must be the same on every rank.
+    `sums`: for each tensor, a number for the part of it that the rank holds, and the checksum of that part.
     """
 
     rank: int
@@ -263,8 +263,8 @@ def _read_sums(tensors: Sequence[Held], data: DataMesh) -> list[tuple[int, int]]
 
 
 def _part(tensor: Tensor, data: DataMesh) -> int:
-    """Returns a number that stands for the part of a sharded tensor that this rank has: it is the same on ranks that
-    should hold the same values.
+    """Returns a number for the part of a sharded tensor that this rank holds. It is the same on ranks that should hold
+    the same values.
     """
     if not isinstance(tensor, DTensor):
         return 0

@@ -26,8 +26,8 @@ from ..core.parameter import FSDPParam
 from ..core.state import FSDPState
 from ..core.user_code import hidden
 from ..ext.collectives import choice_of
+from ..ext.large_submodules import is_read_outside
 from ..ext.rank_facts import is_first
-from ..ext.units import is_read_outside
 from ..ext.unsharded_versions import UnshardedVersions
 from .given_params import GivenParams
 from .unsharded_copies import UnshardedCopies

@@ -1,4 +1,6 @@
-"""Meshes made of process groups that exist already, and replicas that begin with different weights."""
+"""Meshes made of process groups that exist already, replicas that begin with different weights, and ranks that have
+made different groups before.
+"""
 
 import torch
 import torch.distributed as dist
@@ -66,6 +68,19 @@ def replicas_are_made_equal_by_broadcasts() -> None:
     assert_trains_like(model, plain)
 
 
+def ranks_have_made_different_groups() -> None:
+    """torch names a group by how many its ranks have made. Both groups that fsdp2 makes have names of their own."""
+    if dist.get_rank() in (1, 2):
+        dist.new_group([1, 2], use_local_synchronization=True)
+    torch.manual_seed(1)
+    plain, model = OddMLP(), OddMLP()
+    model.load_state_dict(plain.state_dict())
+    for module in (model.wide, model):
+        fully_shard(module, reshard_after_forward=2)
+    model.set_separate_reduce_scatter_group()  # type: ignore[operator]
+    assert_trains_like(model, plain)
+
+
 def test_meshes_from_groups_and_replicas_that_differ() -> None:
-    checks = (one_axis, two_axes, replicas_are_made_equal_by_broadcasts)
+    checks = (one_axis, two_axes, replicas_are_made_equal_by_broadcasts, ranks_have_made_different_groups)
     run_checks(4, [(check.__name__, check) for check in checks])

@@ -14,7 +14,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.ext import units
+from fsdp2.ext import large_submodules
 from helpers import fake_world
 
 
@@ -406,9 +406,9 @@ free   b2
 free   root""",
         )
 
-    def test_units(self) -> None:
+    def test_large_submodules(self) -> None:
         """The root's head, were it large, runs by itself: last in forward, first in backward, free when reduced."""
-        with mock.patch.object(units, "MIN_BYTES", 1):
+        with mock.patch.object(large_submodules, "MIN_BYTES", 1):
             self.assertExpectedInline(
                 trace_of_second_iteration(Root()),
                 """\

@@ -22,7 +22,7 @@ from fsdp2.checks import conversation, named_comm
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.core import buckets
 from fsdp2.core.comm import Comm, Purpose, SoloComm
-from fsdp2.ext import large_gradients, units
+from fsdp2.ext import large_gradients, large_submodules
 from fsdp2.ext.gloo import PairwiseComm
 from helpers import fake_world, strategies_replaced
 
@@ -337,7 +337,7 @@ def test_an_embedding_and_a_head_left_in_the_root(monkeypatch: pytest.MonkeyPatc
     forward, step = peaks_of_language(mp_policy=BF16_REDUCE_FP32)
     assert large < forward <= large + 1 + 0.05
     assert 2 * large < step <= 2 * large + 1 + 2 * large * (2 / 16 + 1 / RANKS) + 0.05
-    monkeypatch.setattr(units, "MIN_BYTES", 1 << 40)
+    monkeypatch.setattr(large_submodules, "MIN_BYTES", 1 << 40)
     forward_of_one, step_of_one = peaks_of_language(mp_policy=BF16_REDUCE_FP32)
     assert forward_of_one > forward + 2, "the formula can be missed"
     assert step_of_one > step + 6, "so can this one"

@@ -1,7 +1,8 @@
-"""Large submodules of a root (an embedding, a head) as groups of their own: gathered when they run, freed behind that.
+"""Gives large submodules of a root (an embedding, a head) groups of their own: each is unsharded only while it runs.
 
-The standard recipe shards each block and then the model. What is left for that last call would be one group otherwise:
-gathered before anything computes, there until the end of backward, and reduced when the last gradient of all is there.
+The standard recipe shards each block and then the model. The parameters that are left for that last call would be one
+group otherwise. It would be gathered before anything computes, stay unsharded until the end of backward, and be reduced
+when the last of its gradients is computed.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ MIN_SHARE_OF_A_GROUP = 0.5
 _STATE = "_fsdp2_submodule_state"
 
 
-def plan_units(plan: Plan) -> None:
-    """Finds the large submodules of a call, and plans a state for each."""
+def plan_large_submodules(plan: Plan) -> None:
+    """Finds the large submodules of a call, and plans a state for each: the strategy for the core."""
     groups = [group for state in plan.inside for group in state.groups]
     if not groups:
-        return  # not the last call of many
+        return  # nothing inside is sharded: all is one group, as the user asks
     typical = median_low([_nbytes(param.sharded for param in group.params) for group in groups])
     min_nbytes = max(MIN_BYTES, MIN_SHARE_OF_A_GROUP * typical)
     names: dict[nn.Module, list[str]] = {}
@@ -46,7 +47,7 @@ def plan_units(plan: Plan) -> None:
         if module in tied or module in plan.roots or not _may_have_own_group(module):
             continue
         if _nbytes(plan.parameters[name].slots[0].get() for name in own) >= min_nbytes:
-            plan.units[module] = own
+            plan.submodules[module] = own
 
 
 def _may_have_own_group(module: nn.Module) -> bool:
@@ -56,17 +57,19 @@ def _may_have_own_group(module: nn.Module) -> bool:
 
 
 def _nbytes(params: Iterable[nn.Parameter]) -> int:
-    """Returns the bytes of whole parameters, as they are stored."""
+    """Returns the bytes of parameters of all ranks together, in the dtypes in which they are stored."""
     return sum(param.nbytes for param in params)
 
 
 class LargeSubmodules(Observer):
-    """Runs the large submodules of a root by themselves.
+    """Has each large submodule of a root gather its own parameters when it is called.
 
-    Outer modules also read a submodule's parameters without calling it (a head's weight, for a fused loss): then they
-    get the unsharded ones, which stay for backward, as an outer module's own do. `read`: groups that were read so in
-    the pass that runs.
+    An outer module may read the parameters of a submodule without calling it (a head's weight, for a fused loss). It
+    gets the unsharded ones then, which stay for backward, as its own do. `read`: the groups of which parameters were
+    read so in the pass that runs. The observer follows `settled` while there are any.
     """
+
+    ignored = frozenset({"settled"})
 
     def __init__(self) -> None:
         self.read: set[FSDPParamGroup] = set()
@@ -83,14 +86,19 @@ class LargeSubmodules(Observer):
                             group.set(unshard_in_backward=False)
 
     def settled(self, state: Any, backward_follows: bool, failed: bool) -> None:
-        if not self.read:
-            return
         for group in [group for part in state.parts for group in part.groups if group in self.read]:
             self.read.discard(group)
             group.settle(backward_follows, failed, keeps=True)
+        if not self.read:
+            state.root.events.ignore(self, "settled")
 
     def pass_failed(self, root: Any) -> None:
         self.read.clear()
+
+    def note_read(self, group: FSDPParamGroup) -> None:
+        """Notes that an outer module has read parameters of `group` without calling its module."""
+        self.read.add(group)
+        group.root.events.follow(self, "settled")
 
 
 def is_read_outside(group: FSDPParamGroup) -> bool:
@@ -101,7 +109,7 @@ def is_read_outside(group: FSDPParamGroup) -> bool:
 
 @hides_modes
 def _read_parameters(state: Any) -> None:
-    """Registers the unsharded parameters of a large submodule if the outer module runs: somebody reads one."""
+    """Registers the unsharded parameters of a large submodule, of which one is being read, if the outer module runs."""
     root = state.root
     in_backward = root.backward is not None
     is_used = in_backward or any(state in other.parts for other in root.running)
@@ -109,12 +117,12 @@ def _read_parameters(state: Any) -> None:
         if group.phase is not UNSHARDED and is_used:
             group.use_in_forward(in_backward)
             if not in_backward:
-                root.events.of(LargeSubmodules).read.add(group)
+                root.events.of(LargeSubmodules).note_read(group)
 
 
 @once
 def _own_class(cls: Any) -> Any:
-    """Returns the class of a large submodule of class `cls`: to `isinstance`, and by name, it is what it was."""
+    """Returns the class that a large submodule of class `cls` gets: a subclass with the same name."""
 
     @untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

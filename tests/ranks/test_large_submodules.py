@@ -1,7 +1,7 @@
-"""Large modules that are left for the model's own call, an embedding and a head: units, each gathered when it runs.
+"""Large submodules that are left for the model's own call, an embedding and a head: each is gathered when it runs.
 
-How the model uses them must not matter, nor that the gradient of a unit of one parameter is reduced piece by piece.
-Units and pieces are large; here the limits are lowered.
+How the model uses them must not matter, nor that the gradient of such a group of one parameter is reduced in parts.
+Large submodules and parts are large; here the limits are lowered.
 """
 
 import copy
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.ext import large_gradients, units
+from fsdp2.ext import large_gradients, large_submodules
 from helpers import full, run_ranks
 from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd, train_and_evaluate
 
@@ -26,7 +26,7 @@ VOCAB = 11
 
 @pytest.fixture(autouse=True)
 def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "MIN_BYTES", 1)
+    monkeypatch.setattr(large_submodules, "MIN_BYTES", 1)
     monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
 
 
@@ -135,7 +135,7 @@ def test_any_use(world_size: int) -> None:
 
 
 def test_changes_between_steps() -> None:
-    """Another use in each step; a frozen unit; one called without the model; an error while one is gathered."""
+    """Another use in each step; a frozen submodule; one called without the model; an error while one is gathered."""
 
     def scenario(run: Run, frozen: str) -> None:
         model = run.build(Language)
@@ -185,7 +185,7 @@ def sharded(**options: Any) -> Language:
 
 
 def test_what_users_see() -> None:
-    """Names and classes are those of any model; a copied unit is one, unless it was copied alone: then it is plain."""
+    """Names and classes are those of any model. A copied head has a group, unless it was copied alone."""
 
     def body(rank: int, world_size: int) -> None:
         model, plain = sharded(), Language()
@@ -212,7 +212,7 @@ def test_what_users_see() -> None:
 
 
 def test_dtypes_change_at_the_model_only() -> None:
-    """A unit takes and gives what it is given: inputs and the output are cast where `fully_shard` was called."""
+    """A large submodule casts nothing: inputs and the output are cast where `fully_shard` was called."""
 
     def body(rank: int, world_size: int) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
@@ -242,7 +242,7 @@ def test_pieces_of_low_precision_gradients() -> None:
     """Sent in one or in many, in the dtype they come in or cast: on two ranks the same to the last bit."""
 
     def gradients(policy: MixedPrecisionPolicy, min_bytes: int) -> list[Tensor]:
-        units.MIN_BYTES, large_gradients.MIN_PIECE_BYTES = min_bytes, min_bytes
+        large_submodules.MIN_BYTES, large_gradients.MIN_PIECE_BYTES = min_bytes, min_bytes
         model = sharded(mp_policy=policy)
         torch.manual_seed(torch.distributed.get_rank())
         loss_of(model(torch.randn(4, WIDTH))).backward()
@@ -258,12 +258,12 @@ def test_pieces_of_low_precision_gradients() -> None:
     run_ranks(2, body)
 
 
-def test_what_is_no_unit() -> None:
+def test_what_gets_no_group_of_its_own() -> None:
     """Tied modules, those that are small (beside the groups inside, too), what is inside a single group, and modules
     that are not called as usual.
     """
 
-    def unit_names(model: nn.Module) -> list[str]:
+    def names_of_large(model: nn.Module) -> list[str]:
         return [name for name, module in model.named_modules() if "_fsdp2_submodule_state" in vars(module)]
 
     class Unusual(nn.Linear):
@@ -271,19 +271,19 @@ def test_what_is_no_unit() -> None:
             return super().__getattr__(name)
 
     def body(rank: int, world_size: int) -> None:
-        assert unit_names(sharded()) == ["embed", "head"]
-        assert unit_names(fully_shard(Language())) == []
+        assert names_of_large(sharded()) == ["embed", "head"]
+        assert names_of_large(fully_shard(Language())) == []
         tied = Tied()
         fully_shard(list(tied.blocks))
-        assert unit_names(fully_shard(tied)) == []
+        assert names_of_large(fully_shard(tied)) == []
         unusual = Language()
         unusual.head = Unusual(WIDTH, VOCAB)
         fully_shard(list(unusual.blocks))
-        assert unit_names(fully_shard(unusual)) == ["embed"]
+        assert names_of_large(fully_shard(unusual)) == ["embed"]
         beside = Language()
         beside.blocks.append(fully_shard(nn.Linear(20, 20)))
-        assert unit_names(fully_shard(beside)) == []
-        units.MIN_BYTES = VOCAB * WIDTH * 4 + 1
-        assert unit_names(sharded()) == []
+        assert names_of_large(fully_shard(beside)) == []
+        large_submodules.MIN_BYTES = VOCAB * WIDTH * 4 + 1
+        assert names_of_large(sharded()) == []
 
     run_ranks(1, body)

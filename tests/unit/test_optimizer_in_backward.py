@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import clip_grad_norm_, fully_shard
-from fsdp2.ext.optimizer_in_backward import Stepper
+from fsdp2.ext.optimizer_in_backward import StepsInBackward
 from helpers import fake_world, full
 
 
@@ -99,9 +99,9 @@ def test_users_hooks_on_steps_do_not_run_for_nothing() -> None:
     model, events = build(), []
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: events.append("step"))
-    stepper = Stepper(optimizer, list(model.parameters()), torch.device("cpu"))
-    assert stepper.step([]) == stepper.step(list(model[1].parameters())) == events == []
-    assert stepper.step([model[0].weight]) == [model[0].weight]
+    steps = StepsInBackward(optimizer, list(model.parameters()), torch.device("cpu"))
+    assert steps.step([]) == steps.step(list(model[1].parameters())) == events == []
+    assert steps.step([model[0].weight]) == [model[0].weight]
     assert events == ["step"]
 
 
@@ -109,12 +109,12 @@ def test_two_threads_step_one_after_the_other() -> None:
     """While one does, the optimizer has some of its parameters only."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.SGD(params, lr=1.0)
-    stepper = Stepper(optimizer, params, torch.device("cpu"))
+    steps = StepsInBackward(optimizer, params, torch.device("cpu"))
     optimizer.register_step_pre_hook(lambda *_: time.sleep(0.05))
     for param in params:
         param.grad = torch.ones(2)
-    steps = [stepper.run_beside(stepper.step, params[:1])]
-    stepper.step(params[1:])
-    wait(steps)
+    beside = steps.run_beside(steps.step, params[:1])
+    steps.step(params[1:])
+    wait([beside])
     assert all(torch.equal(param, torch.zeros(2)) for param in params)
     assert len(optimizer.param_groups[0]["params"]) == 2
