@@ -44,10 +44,10 @@ def begin(plan: Plan) -> BeforeSharding:
 
 
 def facts_of_call(plan: Plan) -> BeforeSharding:
-    """Returns the facts of that call, when its units are known, whose groups have them, too."""
+    """Returns the facts of that call, when its submodules with groups of their own are known: they share them."""
     facts = _calls[plan.roots[0]]
-    for unit in plan.units:
-        _calls[unit] = facts
+    for submodule in plan.submodules:
+        _calls[submodule] = facts
     return facts
 
 

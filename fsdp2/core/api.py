@@ -176,16 +176,16 @@ def _dim_of(placement: Any, parameter: nn.Parameter) -> int:
 
 
 def _make_states(plan: Plan) -> list[FSDPState]:
-    """Returns the state of the call's modules, and those of its units."""
-    in_unit = {name: unit for unit, names in plan.submodules.items() for name in names}
-    rest = [each for each in plan.parameters.values() if each.name not in in_unit]
+    """Returns the state of the call's modules, and those of its submodules that get groups of their own."""
+    apart = {name for names in plan.submodules.values() for name in names}
+    rest = [each for each in plan.parameters.values() if each.name not in apart]
     policy = plan.given.mp_policy
     states = [FSDPState(plan.roots, _make_groups(plan, plan.roots, rest, policy), policy)]
-    # The inputs and outputs of a unit are those of the module around it, and stay as they are.
+    # The inputs and outputs of a submodule are those of the module around it, and stay as they are.
     policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
-    for unit, names in plan.submodules.items():
+    for submodule, names in plan.submodules.items():
         own = [plan.parameters[name] for name in names]
-        states.append(FSDPState([unit], _make_groups(plan, [unit], own, policy), policy))
+        states.append(FSDPState([submodule], _make_groups(plan, [submodule], own, policy), policy))
     states[0].parts = states[1:]
     return states
 
