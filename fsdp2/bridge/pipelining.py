@@ -38,7 +38,8 @@ def _adapt(stage: ModuleType) -> None:
         finally:
             for group in groups:
                 _register_sharded(group)
-                group.gradients.owes |= backward_type == "weight"  # autograd does not tell us of assigned gradients
+                # Autograd does not tell us of assigned gradients.
+                group.gradients.left_gradients |= backward_type == "weight"
                 reduce_unsynchronized(group.root, [group])
             for root in dict.fromkeys(group.root for group in groups):
                 if root.settings.finalize_backward:

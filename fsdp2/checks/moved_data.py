@@ -27,7 +27,7 @@ class UnshardedPlaces:
     def __init__(self, group: FSDPParamGroup) -> None:
         buffers = group.parameters.buffers
         assert buffers is not None, "the group is unsharded"
-        rows = zip(group.parameters.plain, buffers.layout.full_offsets, strict=True)
+        rows = zip(group.parameters.plain, buffers.layout.unsharded_offsets, strict=True)
         found = [(param, offset) for param, offset in rows if param.unsharded.numel()]
         self.params, self.offsets = [param for param, _ in found], [offset for _, offset in found]
         self.tensors: list[Tensor] = [param.unsharded for param in self.params]

@@ -64,7 +64,7 @@ def _words_of(buffers: GroupBuffers, every: int) -> list[Tensor]:
     whole = view_bytes(buffers.unsharded, 0, buffers.unsharded.numel() // 8, torch.int64)
     return [
         whole.as_strided((-(-spec.nbytes // (8 * every)),), (every,), offset // 8)
-        for spec, offset in zip(buffers.layout.specs, buffers.layout.full_offsets, strict=True)
+        for spec, offset in zip(buffers.layout.specs, buffers.layout.unsharded_offsets, strict=True)
     ]
 
 
@@ -107,7 +107,7 @@ def _judge(
     names = content.named(flags)
     if names:
         group.hold = min(group.hold, Hold.NEXT_PASS)
-        group.release()
+        group.reshard_if_idle()
         refuse(names)
 
 

@@ -207,14 +207,14 @@ class ReducePlan:
         self._tails: dict[torch.dtype, list[Tensor]] = {}
 
     def take_segments(self, device: torch.device) -> Segments:
-        """Returns memory to pack into. `give_back` follows when it has been read."""
+        """Returns memory to pack into. `return_segments` follows when it has been read."""
         segments, self._spare = self._spare, None
         if segments is None:
             return Segments(self.layout, self.specs, self.world_size, device)
         segments.storage.resize_(segments.nbytes)
         return segments
 
-    def give_back(self, segments: Segments) -> None:
+    def return_segments(self, segments: Segments) -> None:
         """Keeps the views, and frees the memory. Where there are streams, other streams may still read it behind the
         host: there the memory goes with the object.
         """

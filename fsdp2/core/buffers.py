@@ -67,7 +67,7 @@ class GroupBuffers:
         self._place_shards()
 
     def _storage_nbytes(self) -> int:
-        return self.layout.full_nbytes
+        return self.layout.unsharded_nbytes
 
     def renew_shards(self) -> None:
         """Puts the shards into other memory, without values: users may hold parts of the old one. If the unsharded
@@ -98,7 +98,7 @@ class GroupBuffers:
     def unsharded_parameter(self, i: int) -> Tensor:
         """Returns the memory of unsharded parameter i, as a tensor to build the parameter upon."""
         spec = self.layout.specs[i]
-        return leaf_over(self.unsharded, self.layout.full_offsets[i], spec.shape, spec.compute_dtype)
+        return leaf_over(self.unsharded, self.layout.unsharded_offsets[i], spec.shape, spec.compute_dtype)
 
     def hold(self, locals_: Sequence[Tensor]) -> bool:
         """Returns True if each of these local tensors is at its place in the shard buffer (`.to` makes new objects)."""

@@ -52,7 +52,7 @@ class Observer:
         """The module's own forward has returned `output`. `inputs`: (args, kwargs). Returns what the module returns."""
         return output
 
-    def settled(self, state: Any, backward_follows: bool, failed: bool) -> None:
+    def forward_finished(self, state: Any, backward_follows: bool, failed: bool) -> None:
         """After a forward, the groups of `state` were resharded, or left unsharded."""
 
     def forward_failed(self, group: Any) -> None:

@@ -115,7 +115,7 @@ class GatherPlan:
             copy_all(*copies)
 
     def _plan_direct(self, i: int) -> None:
-        spec, start = self._layout.specs[i], self._layout.full_offsets[i]
+        spec, start = self._layout.specs[i], self._layout.unsharded_offsets[i]
         if spec.shard_numel == 0:
             return
         must_copy = spec.storage_dtype != spec.compute_dtype or self._world_size == 1
@@ -153,7 +153,7 @@ class GatherPlan:
         """Plans one copy of all: along dim 0, each parameter's chunks, with padding, are a part of each row."""
         layout = self._layout
         rows = max(layout.specs[i].num_holders for i in layout.packed)
-        places = [(layout.full_offsets[i], layout.specs[i].compute_nbytes) for i in layout.packed]
+        places = [(layout.unsharded_offsets[i], layout.specs[i].compute_nbytes) for i in layout.packed]
         # Nobody reads the bytes that align the segments, but the parts must make up whole rows.
         places.append((layout.packed_start + layout.packed_nbytes * self._world_size, layout.tail_nbytes))
         places = [(offset, nbytes) for offset, nbytes in places if nbytes]
@@ -167,10 +167,10 @@ class GatherPlan:
         first = layout.packed_start + layout.packed_offsets[i]
         chunks = self._rows_at(first, (held, spec.shard_numel), segment, spec.compute_dtype)
         if spec.dim == 0:
-            place = self._rows_at(layout.full_offsets[i], chunks.shape, spec.shard_numel, spec.compute_dtype)
+            place = self._rows_at(layout.unsharded_offsets[i], chunks.shape, spec.shard_numel, spec.compute_dtype)
             targets, sources = [place], [chunks]
         else:
-            whole = view_bytes(self._unsharded, layout.full_offsets[i], spec.numel, spec.compute_dtype)
+            whole = view_bytes(self._unsharded, layout.unsharded_offsets[i], spec.numel, spec.compute_dtype)
             targets = split_chunks(whole.view(spec.shape), spec)
             sources = [chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))]
             if len(targets) > 1:

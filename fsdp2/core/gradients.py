@@ -39,7 +39,7 @@ class GroupGradients:
 
     plan_class: type[ReducePlan] = ReducePlan
     # Called with the shards that the user is about to get, if an extension needs to know.
-    lend: Callable[[Shards], None] | None = None
+    before_delivery: Callable[[Shards], None] | None = None
 
     def __init__(self, group: Any, params: Sequence[FSDPParam], reduction: Reduction) -> None:
         self.group, self._params, self.reduction = group, params, reduction
@@ -49,7 +49,7 @@ class GroupGradients:
         # Sums of several gradients may be among those of the pass that runs, on whichever rank: they have other dtypes.
         self._may_be_sums = False
         # The last backward pass has left gradients to a later one, on whichever rank.
-        self.owes = False
+        self.left_gradients = False
         # Identity of the backward pass that runs, or ran last.
         self.backward_pass: object = None
         self._specs: tuple[ParamSpec, ...] = ()
@@ -179,13 +179,13 @@ class GroupGradients:
 
     def begin_backward(self, backward_pass: object) -> None:
         """Begins a backward pass, or what stands for one."""
-        self.backward_pass, self._may_be_sums = backward_pass, self.owes
+        self.backward_pass, self._may_be_sums = backward_pass, self.left_gradients
         self.taken.clear()
 
     def end_backward(self) -> None:
         """Reduces what is left. `resume` follows, when no rank reduces any more."""
         settings = self.group.settings
-        self.owes = not (settings.reduce_gradients and settings.all_reduce)
+        self.left_gradients = not (settings.reduce_gradients and settings.all_reduce)
         unused = [each for each in self.buckets if not each.completed and self._fills()]
         is_partly_there = [each for each in self.buckets if each.missing < each.size]
         if unused or is_partly_there or settings.reduce_when is not ReduceWhen.BUCKET:
@@ -311,8 +311,8 @@ class GroupGradients:
                 shard = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
                 self.partial[i] = self.partial[i] + shard if i in self.partial else shard
             return
-        if self.lend is not None:
-            self.lend(shards)
+        if self.before_delivery is not None:
+            self.before_delivery(shards)
         sharded = [self._params[i].sharded for i in shards]
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # to disable it takes as long as two operations
             with compat.no_torch_function():

@@ -12,10 +12,10 @@ from .compat import num_dispatch_modes, num_function_modes, runs_transform
 from .mesh import DataMesh
 from .param_group import ParamGroup
 from .parameter import FSDPParam
-from .policy import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
+from .policy import COPIED, GATHERED, GATHERING, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
 from .user_code import are_in_force, outside, run_hidden
 
-__all__ = ["GATHERED", "GATHERING", "LENT", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
+__all__ = ["COPIED", "GATHERED", "GATHERING", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
 
 
 class FSDPParamGroup(ParamGroup):
@@ -41,11 +41,11 @@ class FSDPParamGroup(ParamGroup):
 
     # ---- use
 
-    def use_in_forward(self, in_backward: bool) -> None:
+    def pre_forward(self, in_backward: bool) -> None:
         """Unshards and registers for a forward. `in_backward`: checkpointing runs it again."""
         root = self.root
         if in_backward:
-            self.before_backward(recomputes=True)  # gradients follow at once
+            self.pre_backward(recomputes=True)  # gradients follow at once
         self.unshard(for_backward=root.backward is not None)
         root.use(self)
         if not in_backward and root.settings.saved_tensor_hooks and self.gathered_at != self.versions:
@@ -55,13 +55,13 @@ class FSDPParamGroup(ParamGroup):
     def use_in_backward(self) -> None:
         """Unshards, unless that is done: backward is about to read a weight."""
         if self.ready_in is None:
-            self.before_backward()
+            self.pre_backward()
 
-    def before_backward(self, recomputes: bool = False) -> None:
+    def pre_backward(self, recomputes: bool = False) -> None:
         """Unshards when backward reaches the group, needs a weight of it, or runs its forward again (checkpointing)."""
         if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):
             with outside():
-                return self.before_backward(recomputes)
+                return self.pre_backward(recomputes)
         root = self.root
         root.enter_backward(recomputes)
         if self.ready_in is None:
@@ -93,7 +93,7 @@ class FSDPParamGroup(ParamGroup):
             has_hooks = any(self.backward_hooks or self._find_backward_hooks())
             self.counting_is_enough = not (has_hooks or self.settings.reduce_unused)
             if not has_hooks:
-                self.release_after_backward()
+                self.reshard_after_backward()
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
         own = [module._backward_hooks for module in self.state.own_modules()]
@@ -102,7 +102,7 @@ class FSDPParamGroup(ParamGroup):
 
     # ---- after use
 
-    def settle(self, backward_follows: bool, failed: bool = False, keeps: bool = False) -> None:
+    def post_forward(self, backward_follows: bool, failed: bool = False, keeps: bool = False) -> None:
         """Registers the sharded parameters after a forward, and frees the unsharded ones' data, or keeps some of it.
 
         Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
@@ -127,43 +127,43 @@ class FSDPParamGroup(ParamGroup):
             self.hold = Hold.BACKWARD
             self.shrink()
         else:
-            self.give_up()
+            self.reshard_anyway()
 
-    def release(self) -> None:
+    def reshard_if_idle(self) -> None:
         """Reshards, unless a forward of the group runs (a backward may run inside it)."""
         self.ready_in = None
         if self.state.running:
             self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
         else:
-            self.give_up()
+            self.reshard_anyway()
 
-    def release_after_backward(self) -> None:
+    def reshard_after_backward(self) -> None:
         """Reshards, or keeps the unsharded parameters' data for the next pass if the user wants that."""
         if self.settings.reshard_after_backward or self.state.running or not self.is_unsharded:
             if self.hold is Hold.USER:
                 self.hold = Hold.NEXT_PASS
-            self.release()
+            self.reshard_if_idle()
         else:
             self.ready_in = None
             self.hold = max(self.hold, Hold.NEXT_PASS)
             self.unregister()
 
-    def forget_stale(self) -> None:
+    def reshard_stale(self) -> None:
         """Frees, between passes, what earlier passes have left, unless another one may use it. What the user holds
         stays held: the next forward gathers it anew.
         """
         self.root.is_in_backward()  # one that has failed is over
         hold = self.hold
         if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
-            self.release()
+            self.reshard_if_idle()
             self.hold = hold if hold is Hold.USER else self.hold
 
-    def give_up(self) -> None:
+    def reshard_anyway(self) -> None:
         """Reshards, whatever holds the unsharded parameters."""
         self.hold = Hold.NOTHING
         self.reshard(free=self.root.frees_memory)
 
-    def after_backward(self) -> None:
+    def post_backward(self) -> None:
         """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
         self.gradients.flush()
-        self.release_after_backward()
+        self.reshard_after_backward()

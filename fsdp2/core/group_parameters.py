@@ -183,7 +183,7 @@ class GroupParameters:
         """Builds buffers, plans and unsharded parameters from the present local tensors, if all are on the device."""
         self.registration.prepare(())
         if any(param.local.device != self.storage_device for param in self.params):
-            self.give_up_memory()
+            self.drop_memory()
             return
         self.specs = self._find_specs()
         plain = tuple(spec for spec in self.specs if not spec.extended)
@@ -237,7 +237,7 @@ class GroupParameters:
             for i, param in enumerate(self.plain):
                 param.move_unsharded(self.buffers.unsharded_parameter(i))
 
-    def give_up_memory(self) -> None:
+    def drop_memory(self) -> None:
         """Holds no memory of the parameters, which lie elsewhere now. The next `build` allocates some."""
         self.registration.prepare(())
         if self.buffers is not None and self.buffers.layout.aliased:
@@ -252,7 +252,7 @@ class GroupParameters:
         self._watch()
         self.follow_requires_grad()
         self.unsharded = [param.unsharded for param in self.params]
-        self.storage_ids, self.nbytes = frozenset([self.buffers.storage_id]), self.buffers.layout.full_nbytes
+        self.storage_ids, self.nbytes = frozenset([self.buffers.storage_id]), self.buffers.layout.unsharded_nbytes
         if self.extension is not None:
             self.storage_ids |= self.extension.storage_ids()
             self.nbytes += self.extension.nbytes
@@ -298,7 +298,7 @@ class GroupParameters:
         if self.extension is not None and compat.storage_id(weight) != self.buffers.storage_id:
             return range(len(self.plain), len(self.params))  # which of them is not known
         weight = compat.local_if_any(weight)
-        i = bisect_right(self.buffers.layout.full_offsets, weight.storage_offset() * weight.element_size()) - 1
+        i = bisect_right(self.buffers.layout.unsharded_offsets, weight.storage_offset() * weight.element_size()) - 1
         return range(i, i + 1)
 
 

@@ -100,7 +100,7 @@ class ParamSpec:
         return self.numel * self.compute_dtype.itemsize
 
     @property
-    def full_nbytes(self) -> int:
+    def unsharded_nbytes(self) -> int:
         """Bytes that the unsharded parameter takes: cut along dim 0, its chunks lie there with their padding."""
         return self.compute_nbytes * self.world_size if self.dim == 0 else self.nbytes
 
@@ -184,7 +184,7 @@ class GatherLayout:
     packed: tuple[int, ...]
     shard_offsets: tuple[int, ...]
     shard_nbytes: int
-    full_offsets: tuple[int, ...]
+    unsharded_offsets: tuple[int, ...]
     packed_offsets: dict[int, int]
     packed_nbytes: int
     tail_nbytes: int
@@ -195,7 +195,7 @@ class GatherLayout:
     aliased: bool
 
     @cached_property
-    def full_nbytes(self) -> int:
+    def unsharded_nbytes(self) -> int:
         """Bytes of the storage of all unsharded parameters."""
         tails = align(self.tail_nbytes * self.world_size, RANK_ALIGNMENT)  # of which there are views in all dtypes
         return self.packed_start + self.packed_nbytes * self.world_size + tails
@@ -233,7 +233,8 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
             )
             shard_nbytes += align(nbytes, RANK_ALIGNMENT)
 
-    full_offsets, packed_start = _offsets({i: spec.full_nbytes for i, spec in enumerate(specs)}, PARAM_ALIGNMENT)
+    sizes = {i: spec.unsharded_nbytes for i, spec in enumerate(specs)}
+    unsharded_offsets, packed_start = _offsets(sizes, PARAM_ALIGNMENT)
     return GatherLayout(
         world_size=world_size,
         specs=tuple(specs),
@@ -241,7 +242,7 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
         packed=tuple(packed),
         shard_offsets=tuple(shard_offsets[i] for i in range(len(specs))),
         shard_nbytes=shard_nbytes,
-        full_offsets=tuple(full_offsets.values()),
+        unsharded_offsets=tuple(unsharded_offsets.values()),
         packed_offsets=packed_offsets,
         packed_nbytes=packed_nbytes,
         tail_nbytes=packed_nbytes - end,

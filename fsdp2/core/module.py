@@ -39,7 +39,7 @@ class FSDPModule:
         check_bool("async_op", async_op)
         groups = groups_of(self)
         for group in groups:
-            group.forget_stale()
+            group.reshard_stale()
             group.hold = max(group.hold, Hold.NEXT_PASS)
             group.start_unshard()
         handle = UnshardHandle(groups)
@@ -67,7 +67,7 @@ class FSDPModule:
         finally:
             for group in groups:
                 group.hold = min(group.hold, Hold.NEXT_PASS)
-                group.release()
+                group.reshard_if_idle()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Chooses whether the backward passes that follow reduce gradients over the ranks.

@@ -15,7 +15,7 @@ from .gradients import GroupGradients
 from .group_parameters import GroupParameters, find_replacements
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
-from .policy import GATHERED, GATHERING, LENT, SHARDED, UNSHARDED, GroupSettings, Hold
+from .policy import COPIED, GATHERED, GATHERING, SHARDED, UNSHARDED, GroupSettings, Hold
 from .reduce import Reduction
 from .streams import make_transfers
 
@@ -205,7 +205,7 @@ class ParamGroup:
 
         `free=False` leaves the bytes where they are, for a graph that reads them unnoticed.
         """
-        if self.phase is LENT:
+        if self.phase is COPIED:
             return
         self.unregister()
         pending, self._pending, self.phase = self._pending, None, SHARDED
@@ -229,14 +229,14 @@ class ParamGroup:
             notify(self)
         self.parameters.buffers.shrink()  # type: ignore[attr-defined]
 
-    def lend(self) -> None:
+    def begin_copies(self) -> None:
         """Notes that modules are about to get copies of the parameters."""
         self.reshard()
-        self.phase = LENT
+        self.phase = COPIED
 
-    def take_back(self) -> None:
+    def end_copies(self) -> None:
         """Notes that modules have the sharded parameters again."""
-        if self.phase is LENT:
+        if self.phase is COPIED:
             self.phase = SHARDED
 
     def _locate(self, error: RuntimeError) -> None:
@@ -259,7 +259,7 @@ class ParamGroup:
         Returns True if there was any. `accept_whole`: also plain tensors of whole parameters. `may_be_meta`: parameters
         may be on the meta device. `may_be_untied`: tied parameters may be several objects for a while.
         """
-        if self.phase is LENT:
+        if self.phase is COPIED:
             return False
         self.reshard()
         return self._notice_changes(accept_whole, may_be_meta, may_be_untied)
@@ -270,9 +270,9 @@ class ParamGroup:
         """Follows what a user did to the parameters, and drops what was gathered before that. Returns True if some were
         replaced.
         """
-        if self.phase is LENT:
+        if self.phase is COPIED:
             raise RuntimeError(
-                f"{self.name}: its parameters are copies that full_params has lent, with which no sharded module "
+                f"{self.name}: its parameters are copies that full_params has made, with which no sharded module "
                 "runs. Leave that block first."
             )
         if self.shard_versions() != self.gathered_at:

@@ -138,15 +138,15 @@ class Phase(Enum):
     """Says where the parameters of a group are.
 
     SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
-    there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. LENT: modules have
-    copies (full_params), and the group can't be gathered.
+    there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. COPIED: modules
+    have copies (full_params), and the group can't be gathered.
     """
 
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
     UNSHARDED = "unsharded"
-    LENT = "lent"
+    COPIED = "copied"
 
 
 class Hold(IntEnum):
@@ -162,14 +162,14 @@ class Hold(IntEnum):
     USER = 3
 
 
-SHARDED, GATHERING, GATHERED, UNSHARDED, LENT = Phase
+SHARDED, GATHERING, GATHERED, UNSHARDED, COPIED = Phase
 
 TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
-    SHARDED: (GATHERING, LENT),
+    SHARDED: (GATHERING, COPIED),
     GATHERING: (GATHERED, SHARDED),
     GATHERED: (UNSHARDED, SHARDED),
     UNSHARDED: (GATHERED, SHARDED),
-    LENT: (SHARDED,),
+    COPIED: (SHARDED,),
 }
 """Phase -> the phases that may follow."""
 

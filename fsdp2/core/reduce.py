@@ -74,7 +74,7 @@ class Pending:
         """Waits until no buffer is in use, and drops the buffers."""
 
 
-class Whole(Pending):
+class Unreduced(Pending):
     """Holds the gradients of a group of one rank, which need no reduction."""
 
     def __init__(self, shards: Shards, nbytes: int) -> None:
@@ -88,7 +88,7 @@ class PendingReduce(Pending):
     """Is a reduction between ranks. It holds its buffers, and the gradients it reads, until `finish`.
 
     `carried`: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
-    `give_back`: called when the inputs have been read.
+    `return_segments`: called when the inputs have been read.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class PendingReduce(Pending):
         carried: Mapping[int, Tensor],
         nbytes: int,
         num_halves: int = 2,
-        give_back: Callable[[], None] | None = None,
+        return_segments: Callable[[], None] | None = None,
     ) -> None:
-        self.nbytes, self.num_halves, self._give_back = nbytes, num_halves, give_back
+        self.nbytes, self.num_halves, self._return_segments = nbytes, num_halves, return_segments
         self._layout, self._reduction, self._work, self._output = layout, reduction, work, output
         self._inputs_kept_alive = inputs
         # None: the reduce-scatter has been waited for.
@@ -178,9 +178,9 @@ class PendingReduce(Pending):
         if self._return is not None:
             self._return.finish()
         self._inputs_kept_alive.clear()
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
+        return_segments, self._return_segments = self._return_segments, None
+        if return_segments is not None:
+            return_segments()
 
 
 def start(
@@ -200,7 +200,7 @@ def start(
     output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
-    give_back = None
+    return_segments = None
     if layout.packed_numel:
         segments = plan.take_segments(device)
         if reduction.hook is not None:
@@ -208,10 +208,10 @@ def start(
         plan.pack(gradients, segments)
         inputs.append(segments.flat)
         outputs.append(output[layout.packed_start :] if outputs else output)
-        give_back = partial(plan.give_back, segments)
+        return_segments = partial(plan.return_segments, segments)
     divisor = comm.size if reduction.divisor is None else reduction.divisor
     work = comm.reduce_scatter(outputs, inputs, divisor) if outputs else None
-    return PendingReduce(layout, reduction, work, output, inputs, carried, plan.nbytes, give_back=give_back)
+    return PendingReduce(layout, reduction, work, output, inputs, carried, plan.nbytes, return_segments=return_segments)
 
 
 def resume(
@@ -228,7 +228,7 @@ def _start_alone(
     """Begins the reduction of a group whose parameters one rank holds whole."""
     layout = plan.layout
     if reduction.replicas is None and reduction.hook is None and reduction.transfers is None:
-        return Whole({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices}, plan.nbytes)
+        return Unreduced({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices}, plan.nbytes)
     output = _as_one(gradients, layout, has_hook=reduction.hook is not None)
     if reduction.replicas is None and reduction.divisor is not None:
         output.div_(reduction.divisor)

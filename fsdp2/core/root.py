@@ -136,7 +136,7 @@ class Root:
         self.queue.limit(max([group.settings.max_reductions for group in self.groups]), sent)
         for group in self.groups:
             if group.hold is not Hold.NOTHING:
-                group.forget_stale()
+                group.reshard_stale()
 
     def enter(self, state: Any) -> None:
         """Notes that the groups of `state` are in use until `leave`, in the pass that runs, or between passes."""
@@ -154,7 +154,7 @@ class Root:
         if not self.running:
             self.saved_tensors.deactivate()
             for state, backward_follows in self.forward.unfinished.items():
-                state.settle(backward_follows)
+                state.post_forward(backward_follows)
             self.forward.unfinished.clear()
             if self.backward is None:
                 self.prefetcher.drop()
@@ -227,7 +227,7 @@ class Root:
             for group in self.groups:
                 if group.ready_in is not None and group.params:
                     group.counting_is_enough = False
-                group.release_after_backward()
+                group.reshard_after_backward()
             self.prefetcher.drop()
             if self.settings.finalize_backward:
                 self.deliver()
@@ -265,7 +265,7 @@ class Root:
         self.notify(self.events.backward_failed)
         for group in self.groups:
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the parameters any more
-                group.release()
+                group.reshard_if_idle()
         self.prefetcher.drop()
         self.prefetcher.ran.clear()
         self.settle_transfers()

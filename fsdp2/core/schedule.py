@@ -150,7 +150,7 @@ class Prefetcher:
     def drop(self) -> None:
         """Reshards what was gathered ahead and not used."""
         for group in self.prefetched:
-            group.release()
+            group.reshard_if_idle()
         self.prefetched.clear()
 
     def _count_last(self, recorded: Sequence[Any]) -> int:

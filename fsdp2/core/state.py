@@ -3,10 +3,10 @@
 - run_forward surrounds a call of the module
 - before_forward: casts inputs, unshards (unless that was done ahead), begins the next gather
 - after_forward: leaves hooks on the outputs for backward, reshards
-- FSDPParamGroup.before_backward: backward has reached the module, or reads a weight: unshards, begins the gather of
+- FSDPParamGroup.pre_backward: backward has reached the module, or reads a weight: unshards, begins the gather of
   what ran before
 - FSDPParamGroup.last_gradient: all gradients are complete (each bucket was reduced with its last): reshards
-- after_backward: the gradients of all inputs are computed: reduces and reshards what is left of this forward
+- post_backward: the gradients of all inputs are computed: reduces and reshards what is left of this forward
 - Root.end_backward: whatever none of these noticed
 """
 
@@ -55,7 +55,7 @@ class FSDPState:
     def __repr__(self) -> str:
         return self.groups[0].name
 
-    def settle(self, backward_follows: bool, failed: bool = False, module: nn.Module | None = None) -> None:
+    def post_forward(self, backward_follows: bool, failed: bool = False, module: nn.Module | None = None) -> None:
         """Reshards the groups, or keeps them for backward, when a forward has ended.
 
         `module`: whose forward it was, of a list that shares the groups, which may need them for the others.
@@ -63,8 +63,8 @@ class FSDPState:
         if self.running > 1 or (len(self.modules) > 1 and module is not None and self._waits(module, backward_follows)):
             return
         for group in self.groups:
-            group.settle(backward_follows, failed)
-        for notify in self.root.events.settled:
+            group.post_forward(backward_follows, failed)
+        for notify in self.root.events.forward_finished:
             notify(self, backward_follows, failed)
 
     def _waits(self, module: nn.Module, backward_follows: bool) -> bool:
@@ -203,7 +203,7 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
     if root.depth == 1:
         root.notify(root.events.pass_failed)
     if not in_backward:
-        state.settle(backward_follows=False, failed=True, module=module)
+        state.post_forward(backward_follows=False, failed=True, module=module)
 
 
 def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
@@ -220,7 +220,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
             args, kwargs, inputs = cast_floating(args, dtype), kwargs and cast_floating(kwargs, dtype), None
     counting_is_enough = True
     for group in state.groups:
-        group.use_in_forward(in_backward)
+        group.pre_forward(in_backward)
         if not in_backward:
             for notify in root.events.forward_began:
                 notify(group)
@@ -230,7 +230,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
     if not counting_is_enough and torch.is_grad_enabled() and state.running == 1:
         inputs = root.tensors_in(args, kwargs) if inputs is None else inputs
-        _call_after_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
+        _call_post_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
     return args, kwargs
 
 
@@ -266,7 +266,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     if differentiable or (root.forward.has_grad and not is_grad_enabled):
         for group in state.groups:
             root.prefetcher.ran.append(group)
-    state.settle(differentiable, module=module)
+    state.post_forward(differentiable, module=module)
     return output
 
 
@@ -293,7 +293,7 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     def before_node(_: Any) -> None:
         for group in groups:
             if group.settings.unshard_in_backward or not are_noticed:
-                group.before_backward()
+                group.pre_backward()
 
     # On nodes, not on tensors: a tensor may be the next module's input, whose hooks on it are to run first, in whatever
     # order they came.
@@ -302,28 +302,28 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     return True
 
 
-def _call_after_backward(state: FSDPState, inputs: list[Tensor], in_backward: bool) -> None:
-    """Calls `after_backward` when all `inputs` have their gradient; if one never gets it, Root.end_backward serves.
+def _call_post_backward(state: FSDPState, inputs: list[Tensor], in_backward: bool) -> None:
+    """Calls `post_backward` when all `inputs` have their gradient; if one never gets it, Root.end_backward serves.
 
     Leaves are left out: users may pass the same ones again and again, and hooks would pile up on them. Only reentrant
     checkpointing makes leaves of its own, in backward.
     """
     inner = [tensor for tensor in inputs if tensor.grad_fn is not None]
     if inner:
-        after_tensors(inner, partial(after_backward, state))
+        after_tensors(inner, partial(post_backward, state))
     elif inputs and in_backward:
-        after_leaf(inputs[0], partial(after_backward, state))
+        after_leaf(inputs[0], partial(post_backward, state))
 
 
-def after_backward(state: FSDPState) -> None:
+def post_backward(state: FSDPState) -> None:
     """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
     if state.root.backward is None:
         return
     if (num_dispatch_modes() or num_function_modes()) and are_in_force():
         with hidden():
-            return after_backward(state)
+            return post_backward(state)
     for group in state.groups:
-        group.after_backward()
+        group.post_backward()
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

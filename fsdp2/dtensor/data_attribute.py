@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.compat import local_if_any, local_of, storage_id, untraced
 from ..core.events import Observer
-from ..core.group import LENT, FSDPParamGroup
+from ..core.group import COPIED, FSDPParamGroup
 from ..core.parameter import FSDPParam
 from ..ext.compat import share_versions
 from ..ext.owners import sharded_in, sharded_owner
@@ -60,14 +60,14 @@ class AssignedData(Observer):
 
 def _note_assigned(group: FSDPParamGroup, param: FSDPParam) -> None:
     """The sharded parameter of `param` has other memory now. Frees the group's own once none of its shards is there."""
-    if group.phase is LENT:
+    if group.phase is COPIED:
         return
     assigned = _assigned.setdefault(group, WeakSet())
     assigned.add(param)
     has_memory = group.parameters.buffers is not None and not group.settings.keep_storage
     if has_memory and len(assigned) == len(group.params):
         group.reshard()
-        group.parameters.give_up_memory()
+        group.parameters.drop_memory()
 
 
 def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -179,7 +179,7 @@ class Consensus(Observer):
                 group.unshard_again()
             else:
                 group.unshard(registers=False)
-                group.give_up()
+                group.reshard_anyway()
         finally:
             self._is_joining = False
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.api import attach, sharded_class
 from ..core.events import strategies
-from ..core.group import LENT, FSDPParamGroup
+from ..core.group import COPIED, FSDPParamGroup
 from ..core.parameter import NOT_BUILT, FSDPParam
 from ..core.policy import GroupSettings
 from ..core.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
@@ -119,7 +119,7 @@ def _describe(module: nn.Module) -> Description:
     if described is None:
         _refuse_while_used(state)
         for group in groups_of(module):
-            group.release()
+            group.reshard_if_idle()
             group.adopt_replacements()
         described = Description(state)
         _being_copied[state] = weakref.ref(described)
@@ -127,7 +127,7 @@ def _describe(module: nn.Module) -> Description:
 
 
 def _refuse_while_used(state: FSDPState) -> None:
-    is_lent = any(group.phase is LENT for group in state.groups)
+    is_lent = any(group.phase is COPIED for group in state.groups)
     if state.running or is_lent or state.root.is_in_backward():
         raise RuntimeError(
             f"{state}: a sharded module can't be copied or pickled while a forward or backward runs, nor inside "

@@ -163,7 +163,7 @@ class GradientsOnStreams(LargeGradients):
 
         return arrive
 
-    def lend(self, shards: Shards) -> None:
+    def before_delivery(self, shards: Shards) -> None:
         """Notes that the user is about to get these."""
         for flat, _ in shards.values():
             self.streams.lend(flat)
@@ -201,12 +201,12 @@ class GroupOnStreams(FSDPParamGroup):
 
     def use_in_backward(self) -> None:
         if self.ready_in is None:
-            self.before_backward()
+            self.pre_backward()
         else:
             self.streams.use()
 
-    def before_backward(self, recomputes: bool = False) -> None:
-        super().before_backward(recomputes)
+    def pre_backward(self, recomputes: bool = False) -> None:
+        super().pre_backward(recomputes)
         self.streams.use()
 
     def _holds_memory(self) -> bool:

@@ -66,10 +66,10 @@ class LargeSubmodules(Observer):
 
     An outer module may read the parameters of a submodule without calling it (a head's weight, for a fused loss). It
     gets the unsharded ones then, which stay for backward, as its own do. `read`: the groups of which parameters were
-    read so in the pass that runs. The observer follows `settled` while there are any.
+    read so in the pass that runs. The observer follows `forward_finished` while there are any.
     """
 
-    ignored = frozenset({"settled"})
+    ignored = frozenset({"forward_finished"})
 
     def __init__(self) -> None:
         self.read: set[FSDPParamGroup] = set()
@@ -85,12 +85,12 @@ class LargeSubmodules(Observer):
                         for group in part.groups:
                             group.set(unshard_in_backward=False)
 
-    def settled(self, state: Any, backward_follows: bool, failed: bool) -> None:
+    def forward_finished(self, state: Any, backward_follows: bool, failed: bool) -> None:
         for group in [group for part in state.parts for group in part.groups if group in self.read]:
             self.read.discard(group)
-            group.settle(backward_follows, failed, keeps=True)
+            group.post_forward(backward_follows, failed, keeps=True)
         if not self.read:
-            state.root.events.ignore(self, "settled")
+            state.root.events.ignore(self, "forward_finished")
 
     def pass_failed(self, root: Any) -> None:
         self.read.clear()
@@ -98,7 +98,7 @@ class LargeSubmodules(Observer):
     def note_read(self, group: FSDPParamGroup) -> None:
         """Notes that an outer module has read parameters of `group` without calling its module."""
         self.read.add(group)
-        group.root.events.follow(self, "settled")
+        group.root.events.follow(self, "forward_finished")
 
 
 def is_read_outside(group: FSDPParamGroup) -> bool:
@@ -115,7 +115,7 @@ def _read_parameters(state: Any) -> None:
     is_used = in_backward or any(state in other.parts for other in root.running)
     for group in state.groups:
         if group.phase is not UNSHARDED and is_used:
-            group.use_in_forward(in_backward)
+            group.pre_forward(in_backward)
             if not in_backward:
                 root.events.of(LargeSubmodules).note_read(group)
 

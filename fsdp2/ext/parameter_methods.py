@@ -103,7 +103,7 @@ def _register_again(groups: list[FSDPParamGroup]) -> None:
 @hides_modes
 def _before_load(module: nn.Module, *_: Any) -> None:
     for group in groups_of(module):
-        group.release()
+        group.reshard_if_idle()
 
 
 @hides_modes

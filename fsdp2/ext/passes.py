@@ -22,15 +22,15 @@ def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = N
     with _all_or_nothing(root):
         root.queue.finish_partial()
         chosen = list(reversed(root.groups) if groups is None else groups)
-        if any(group.gradients.owes for group in chosen):
+        if any(group.gradients.left_gradients for group in chosen):
             root.notify(root.events.backward_began)
         for group in chosen:
-            if group.gradients.owes:
+            if group.gradients.left_gradients:
                 # As one more backward that computes nothing. Gradients that a user has assigned are included.
                 group.gradients.begin_backward(object())
                 group.gradients.flush()
                 group.gradients.end_backward()
-            group.release_after_backward()
+            group.reshard_after_backward()
         root.resume_reductions(chosen)
         if root.settings.is_last_backward:
             root.prefetcher.ran.clear()
@@ -69,7 +69,7 @@ def reset(root: Any) -> None:
     root.depth = 0
     root.saved_tensors.deactivate()
     for group in root.groups:
-        group.release()
+        group.reshard_if_idle()
 
 
 def share_reductions(root: Any, other: Any) -> None:
@@ -99,7 +99,7 @@ class OutOfStep(Observer):
         root.prefetcher.forget_order()
         for group in root.groups:
             with suppress(RuntimeError):  # gathers that never were
-                group.release()
+                group.reshard_if_idle()
 
 
 class OptimizerEvent(Observer):

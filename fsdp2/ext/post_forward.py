@@ -67,7 +67,7 @@ class ShrinkingBuffers(GroupBuffers):
         self._secondary = SecondaryShards(self._secondary_layout, post_forward, self.unsharded)
 
     def _storage_nbytes(self) -> int:
-        return max(super()._storage_nbytes(), self._secondary_layout.full_nbytes)
+        return max(super()._storage_nbytes(), self._secondary_layout.unsharded_nbytes)
 
     def start_gather(
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
@@ -107,9 +107,10 @@ class SecondaryShards:
 
     def _plan_fill(self, layout: GatherLayout, rank: int, unsharded: Tensor) -> Copies:
         copies = []
-        for spec, offset, full_offset in zip(layout.specs, layout.shard_offsets, layout.full_offsets, strict=True):
+        rows = zip(layout.specs, layout.shard_offsets, layout.unsharded_offsets, strict=True)
+        for spec, offset, start in rows:
             shape, (first, last) = spec.local_shape(rank), spec.rows(rank)
-            whole = view_bytes(unsharded, full_offset, spec.numel, spec.compute_dtype).view(spec.shape)
+            whole = view_bytes(unsharded, start, spec.numel, spec.compute_dtype).view(spec.shape)
             own = whole.narrow(spec.dim, first, last - first)
             copies.append((view_bytes(self._shards, offset, own.numel(), spec.compute_dtype).view(shape), own))
         return copies
@@ -136,7 +137,7 @@ def _secondary_layout(layout: GatherLayout, comm: Comm) -> GatherLayout:
     """
     specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=comm.size) for spec in layout.specs)
     own = gather_layout(specs, comm.size, comm.direct_min_bytes)
-    return replace(own, full_offsets=layout.full_offsets, packed_start=layout.packed_start)
+    return replace(own, unsharded_offsets=layout.unsharded_offsets, packed_start=layout.packed_start)
 
 
 # Process group -> size -> the group of so many neighbours of this rank.

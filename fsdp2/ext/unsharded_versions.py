@@ -159,7 +159,7 @@ class UnshardedVersions(Observer):
         root.events.ignore(self, "backward_ended", "pass_began")
         for group in root.groups:
             if group.hold < Hold.NEXT_PASS:
-                group.release()
+                group.reshard_if_idle()
 
 
 def refuse_written(names: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from ..checks.reads import NO_NUMBERS, read_all
 from ..checks.unsharded_content import UnshardedContent
 from ..core.compat import graph_task, untraced
 from ..core.events import strategies
-from ..core.group import LENT, FSDPParamGroup, Hold
+from ..core.group import COPIED, FSDPParamGroup, Hold
 from ..core.parameter import FSDPParam
 from ..core.state import FSDPState
 from ..core.user_code import hidden
@@ -157,14 +157,14 @@ def _in_use(given: GivenParams) -> Iterator[Any]:
             for group in groups:
                 was_kept = group.hold in (Hold.BACKWARD, Hold.NEXT_PASS)
                 if not in_backward and group.root not in inside:
-                    group.forget_stale()
+                    group.reshard_stale()
                 if group.state not in used:
                     group.root.enter(group.state)
                     used[group.state] = _Use(group.state)
                 used[group.state].add(group, was_kept)
                 group.start_unshard(for_backward=in_backward)
             for group in groups:
-                group.use_in_forward(in_backward)
+                group.pre_forward(in_backward)
                 if not in_backward and group.root in inside:
                     for ahead in group.root.prefetcher.in_forward(group):
                         ahead.start_unshard()
@@ -203,10 +203,10 @@ class _Use:
             return
         left = [group for group in self._groups if not is_read_outside(group)]
         if len(left) == len(state.groups):
-            state.settle(backward_follows, failed)
+            state.post_forward(backward_follows, failed)
         else:
             for group in left:
-                group.settle(backward_follows, failed)
+                group.post_forward(backward_follows, failed)
 
 
 # For each group, how many blocks have used it outside of forwards.
@@ -284,8 +284,8 @@ def _lent(
     try:
         with hidden():
             for group, copies in zip(wanted, lent, strict=True):
-                group.forget_stale()
-                group.release()
+                group.reshard_stale()
+                group.reshard_if_idle()
                 device = torch.device("cpu") if offload_to_cpu else group.mesh.device
                 copies_of.update(copies.lend(dtype, device, has_data=is_first(group.mesh) or not rank0_only))
         yield given.show(copies_of.__getitem__)
@@ -305,7 +305,7 @@ def _lent(
 def _check_lendable(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
     if graph_task() != -1 or group.root.is_in_backward():
         raise RuntimeError(f"{group}: full_params can't copy parameters during a backward pass")
-    if group.state.running or is_read_outside(group) or group.phase is LENT:
+    if group.state.running or is_read_outside(group) or group.phase is COPIED:
         raise RuntimeError(
             f"{group}: full_params can't copy parameters while a forward, or another full_params, uses the same group. "
             "Without options it can be used there."

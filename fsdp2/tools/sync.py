@@ -17,7 +17,7 @@ from ..checks.compare_ranks import bounds_over, widest_mesh
 from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
 from ..core.compat import inner_tensors, no_torch_function
-from ..core.group import LENT, FSDPParamGroup
+from ..core.group import COPIED, FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam, fqn
 from ..core.state import modules_below, states_among
@@ -122,14 +122,14 @@ def _groups_of(below: Iterable[nn.Module]) -> list[FSDPParamGroup]:
 def _settle(groups: Sequence[FSDPParamGroup]) -> Exception | None:
     """Reshards the groups. Returns what forbids that, if anything."""
     for group in groups:
-        if group.state.running or group.root.backward is not None or group.phase is LENT:
+        if group.state.running or group.root.backward is not None or group.phase is COPIED:
             return RuntimeError(
                 f"sync_module_states: a forward or backward of {group} runs, or full_params has put copies in place of "
                 "its parameters. Call it between steps."
             )
     try:
         for group in groups:
-            group.release()
+            group.reshard_if_idle()
             group.adopt_replacements()
     except (ValueError, RuntimeError, NotImplementedError) as error:
         return error

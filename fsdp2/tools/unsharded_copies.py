@@ -59,7 +59,7 @@ class UnshardedCopies:
         self._group.adopt_replacements(may_be_meta=False)
         self._versions = self._group.shard_versions()
         gathered = copy_unsharded(self._group, self._params, dtype)
-        self._group.lend()
+        self._group.begin_copies()
         with torch.inference_mode(False), torch.no_grad():
             for param, memory in zip(self._params, gathered, strict=True):
                 own = memory.to(device, copy=True) if has_data else memory.to("meta")
@@ -70,7 +70,7 @@ class UnshardedCopies:
         """Registers the sharded parameters again. What a user has put in place of a copy is kept as its value."""
         for copy in self._copies:
             copy.take_back()
-        self._group.take_back()
+        self._group.end_copies()
 
     def written(self) -> list[str]:
         """Returns the names of the parameters whose copies were modified or replaced."""

@@ -227,7 +227,7 @@ def memory_comes_and_goes() -> None:
     ]
     assert held == [0, 0], "the gathered bytes, and the cast made of them"
     model.mids[0].unshard()  # type: ignore[operator]
-    assert group.nbytes == 2 * WIDTH * WIDTH + group.parameters.buffers.layout.full_nbytes  # type: ignore[union-attr]
+    assert group.nbytes == 2 * WIDTH * WIDTH + group.parameters.buffers.layout.unsharded_nbytes  # type: ignore[union-attr]
     assert_same(model.mids[0].weight, value_of_group(group), 0, 0, "the unsharded parameter")
     model.mids[0].reshard()  # type: ignore[operator]
 

@@ -647,7 +647,7 @@ def wrong_moments() -> None:
         copied(model.blocks[1])
     with refused(RuntimeError, "while a forward, or another full_params, uses", model, writeback=True):
         copied(model)
-    with refused(RuntimeError, "root: its parameters are copies that full_params has lent", model, writeback=True):
+    with refused(RuntimeError, "root: its parameters are copies that full_params has made", model, writeback=True):
         model(x)
     for options in ({}, {"writeback": True}):
         with full_params(model, **options), pytest.raises(RuntimeError, match="can't be copied or pickled"):

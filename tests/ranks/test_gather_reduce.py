@@ -113,7 +113,7 @@ def check_gather_once(case: Case, rank: int, world_size: int) -> None:
     specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
     layout = gather_layout(specs, world_size, case.direct_min_bytes)
     shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
-    full = shards if layout.aliased else torch.full((layout.full_nbytes,), 255, dtype=torch.uint8)
+    full = shards if layout.aliased else torch.full((layout.unsharded_nbytes,), 255, dtype=torch.uint8)
     plan = GatherPlan(layout, rank, shards, full)
     for seed in (1, 2):
         for i, spec in enumerate(specs):
@@ -127,7 +127,7 @@ def check_gather_once(case: Case, rank: int, world_size: int) -> None:
         assert torch.equal(shards, at_rest), "the shards at rest must not change"
         for i, spec in enumerate(specs):
             expected = case.whole(i, spec.storage_dtype, seed).to(spec.compute_dtype)
-            got = view_bytes(full, layout.full_offsets[i], expected.numel(), spec.compute_dtype).view(spec.shape)
+            got = view_bytes(full, layout.unsharded_offsets[i], expected.numel(), spec.compute_dtype).view(spec.shape)
             assert torch.equal(got, expected), f"parameter {i}: {spec}"
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.policy import LENT, SHARDED, TRANSITIONS, Phase
+from fsdp2.core.policy import COPIED, SHARDED, TRANSITIONS, Phase
 from fsdp2.core.state import groups_below
 from helpers import fake_world
 from stand_in import apart
@@ -260,25 +260,25 @@ class Failing:
         raise RuntimeError("a peer is gone")
 
 
-def lends() -> Any:
-    """What full_params does to groups, from each phase that it can find them in."""
+def copies_are_out() -> Any:
+    """Makes and ends copies, as full_params does, from each phase in which it can find a group."""
     model = build()
     step(model)
     first, second, *_ = groups_below(model[0]) + groups_below(model[1])
-    first.lend()
-    first.take_back()
+    first.begin_copies()
+    first.end_copies()
     model[0].unshard()
-    first.lend()
-    first.lend()
-    first.reshard()  # what is lent stays so
-    assert first.phase is LENT
-    with pytest.raises(RuntimeError, match="lent"):
+    first.begin_copies()
+    first.begin_copies()
+    first.reshard()  # copies stay
+    assert first.phase is COPIED
+    with pytest.raises(RuntimeError, match="full_params has made"):
         model[0](torch.randn(4, SIZE))
-    first.take_back()
-    first.take_back()
+    first.end_copies()
+    first.end_copies()
     second.start_unshard()
-    second.lend()
-    second.take_back()
+    second.begin_copies()
+    second.end_copies()
     step(model)
     return model
 
@@ -322,7 +322,7 @@ PROGRAMS = (
     fails_in_forward,
     fails_in_backward,
     gather_fails,
-    lends,
+    copies_are_out,
     gathers_again,
     resets,
 )

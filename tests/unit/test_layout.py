@@ -100,11 +100,11 @@ def test_gather_regions_do_not_overlap() -> None:
     for specs, world_size, direct_min_bytes in random_groups():
         layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         stored = [(o, spec.storage_nbytes) for o, spec in zip(layout.shard_offsets, specs, strict=True)]
-        full = [(o, spec.compute_nbytes * world_size) for o, spec in zip(layout.full_offsets, specs, strict=True)]
+        full = [(o, spec.compute_nbytes * world_size) for o, spec in zip(layout.unsharded_offsets, specs, strict=True)]
         segments = (layout.packed_start, layout.packed_nbytes * world_size)
         tails = (sum(segments), layout.tail_nbytes * world_size)
         assert_disjoint(stored, layout.shard_nbytes)
-        assert_disjoint([*full, segments, tails], layout.full_nbytes)
+        assert_disjoint([*full, segments, tails], layout.unsharded_nbytes)
         assert sum(specs[i].compute_nbytes for i in layout.packed) + layout.tail_nbytes == layout.packed_nbytes
         assert_disjoint(packed_regions(layout), layout.packed_nbytes)
 
@@ -115,7 +115,7 @@ def test_gather_regions_are_aligned() -> None:
         layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
         for i, spec in enumerate(specs):
             assert layout.shard_offsets[i] % spec.storage_dtype.itemsize == 0
-            assert layout.full_offsets[i] % PARAM_ALIGNMENT == 0
+            assert layout.unsharded_offsets[i] % PARAM_ALIGNMENT == 0
             if i in layout.packed:
                 assert layout.packed_offsets[i] % spec.compute_dtype.itemsize == 0
         assert layout.packed_nbytes % RANK_ALIGNMENT == 0
@@ -191,8 +191,8 @@ def test_aliased_means_shards_are_the_full_storage() -> None:
         no_cast = all(spec.storage_dtype == spec.compute_dtype for spec in specs)
         assert layout.aliased == (world_size == 1 and no_cast)
         if layout.aliased:
-            assert layout.shard_offsets == layout.full_offsets
-            assert layout.shard_nbytes == layout.full_nbytes
+            assert layout.shard_offsets == layout.unsharded_offsets
+            assert layout.shard_nbytes == layout.unsharded_nbytes
 
 
 def simulate_gather(layout: GatherLayout) -> dict[int, bytes]:
@@ -202,10 +202,10 @@ def simulate_gather(layout: GatherLayout) -> dict[int, bytes]:
     def shard(i: int, rank: int) -> bytes:
         return bytes((i * 37 + rank * 11 + k) % 251 for k in range(specs[i].compute_nbytes))
 
-    full = bytearray(layout.full_nbytes)
+    full = bytearray(layout.unsharded_nbytes)
     for rank in range(world_size):
         for i in layout.direct:
-            start = layout.full_offsets[i] + rank * specs[i].compute_nbytes
+            start = layout.unsharded_offsets[i] + rank * specs[i].compute_nbytes
             full[start : start + specs[i].compute_nbytes] = shard(i, rank)
         for i in layout.packed:
             start = layout.packed_start + rank * layout.packed_nbytes + layout.packed_offsets[i]
@@ -213,7 +213,7 @@ def simulate_gather(layout: GatherLayout) -> dict[int, bytes]:
     for i in layout.packed:
         for rank in range(world_size):
             source = layout.packed_start + rank * layout.packed_nbytes + layout.packed_offsets[i]
-            target = layout.full_offsets[i] + rank * specs[i].compute_nbytes
+            target = layout.unsharded_offsets[i] + rank * specs[i].compute_nbytes
             full[target : target + specs[i].compute_nbytes] = full[source : source + specs[i].compute_nbytes]
     return {i: bytes(chain.from_iterable(shard(i, rank) for rank in range(world_size))) for i in range(len(specs))} | {
         -1: bytes(full)
@@ -229,7 +229,7 @@ def test_gathered_shards_are_the_parameter_in_rank_order() -> None:
         expected = simulate_gather(layout)
         full = expected.pop(-1)
         for i, whole in expected.items():
-            assert full[layout.full_offsets[i] :][: len(whole)] == whole
+            assert full[layout.unsharded_offsets[i] :][: len(whole)] == whole
 
 
 # ---- reduce
@@ -285,8 +285,8 @@ def test_layouts_by_pencil_and_paper() -> None:
     assert layout.packed_offsets == {2: 0, 1: 8}
     assert (layout.packed_nbytes, layout.tail_nbytes, layout.shard_nbytes) == (16, 6, 80)
     assert layout.shard_offsets == (0, 72, 64)
-    assert layout.full_offsets == (0, 128, 256)
-    assert (layout.packed_start, layout.full_nbytes) == (384, 432)
+    assert layout.unsharded_offsets == (0, 128, 256)
+    assert (layout.packed_start, layout.unsharded_nbytes) == (384, 432)
 
     bucket = bucket_layout(specs, [2, 0], F32, direct_min_bytes=64)
     assert (bucket.direct, bucket.packed, bucket.offsets) == ((0,), (2,), {0: 0, 2: 16})

@@ -175,7 +175,7 @@ def test_another_dim_saves_a_quarter_of_the_bytes(name: str) -> None:
 def test_full_parameters_along_another_dim_need_no_room_for_padding() -> None:
     specs = [ParamSpec((3, 5, 64), F32, F32, 4, dim=1), ParamSpec((3, 64), F32, F32, 4)]
     layout = gather_layout(tuple(specs), 4, 1 << 30)
-    assert layout.full_offsets == (0, 3 * 5 * 64 * 4)
+    assert layout.unsharded_offsets == (0, 3 * 5 * 64 * 4)
     assert layout.packed_start == 3 * 5 * 64 * 4 + 4 * 64 * 4
 
 

@@ -340,7 +340,7 @@ def test_segments_are_used_again_when_they_have_been_read() -> None:
     for segments, value in ((first, 1.0), (second, 2.0)):
         plan.pack({0: torch.full((3, 5), value)}, segments)
     assert [segments.of_ranks[:3, :5].unique().item() for segments in (first, second)] == [1, 2]
-    plan.give_back(first)
+    plan.return_segments(first)
     assert first.flat.untyped_storage().nbytes() == 0
     assert plan.take_segments(CPU) is first
     plan.pack({0: torch.full((3, 5), 3.0)}, first)
