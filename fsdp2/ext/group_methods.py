@@ -15,7 +15,7 @@ from . import collectives
 
 
 class GroupMethods:
-    """The methods of FSDPModule that choose how groups communicate."""
+    """Has the methods of FSDPModule that choose how groups communicate."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Chooses whether backward gathers the parameters as soon as it reaches the module.

@@ -1,4 +1,4 @@
-"""The class of a sharded module: what it overrides, so that each call of the module, or of its `forward`, gathers."""
+"""Makes the attributes of a sharded module's class: each call of the module, or of its `forward`, gathers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _roots: dict[int, weakref.ref[Any]] = {}
 
 
 class Owned(NamedTuple):
-    """A parameter, and the group that manages it."""
+    """Names a parameter, and the group that manages it."""
 
     group: FSDPParamGroup
     param: FSDPParam

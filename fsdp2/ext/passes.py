@@ -11,7 +11,7 @@ from ..core.group import FSDPParamGroup, Hold
 
 
 def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = None) -> None:
-    """Between backward passes: begins to reduce unsynchronized gradients, of all groups or of some, and frees what a
+    """Begins to reduce unsynchronized gradients between backward passes, of all groups or of some, and frees what a
     backward pass would have freed at its end. `finalize` delivers. Every rank must call it.
 
     Raises:
@@ -37,7 +37,7 @@ def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = N
 
 
 def finalize(root: Any) -> None:
-    """Between backward passes: finishes the reductions in flight, and writes `.grad`."""
+    """Finishes the reductions in flight between backward passes, and writes `.grad`."""
     with _all_or_nothing(root):
         root.deliver()
 

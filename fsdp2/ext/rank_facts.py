@@ -101,7 +101,7 @@ def is_first(mesh: DataMesh) -> bool:
 
 def ranks_of(mesh: DataMesh) -> frozenset[int]:
     """Returns the ranks that shard or replicate the parameters, this one included."""
-    place: list[Any] = list(mesh.mesh.get_coordinate() or ())
+    index: list[Any] = list(mesh.mesh.get_coordinate() or ())
     for axis in mesh.shard_axes + mesh.replicate_axes:
-        place[axis] = slice(None)
-    return frozenset(mesh.mesh.mesh[tuple(place)].flatten().tolist())
+        index[axis] = slice(None)
+    return frozenset(mesh.mesh.mesh[tuple(index)].flatten().tolist())

@@ -16,7 +16,7 @@ from .passes import finalize, reduce_unsynchronized, reset, wait_for
 
 
 class RootMethods:
-    """The methods of FSDPModule that act on a whole model. Call them on every rank alike, between steps."""
+    """Has the methods of FSDPModule that act on a whole model. Call them on every rank alike, between steps."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Chooses whether a backward ends the forwards that have run, or further backward passes go through them.

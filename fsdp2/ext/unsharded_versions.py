@@ -19,7 +19,7 @@ from .compat import set_versions
 
 
 class _Versions:
-    """The counters of the unsharded parameters of one group.
+    """Holds the counters of the unsharded parameters of one group.
 
     `guards`: autograd refuses weights that it saved and that were freed since, until they are gathered again. It needs
     no hooks: the counters are moved on while the memory is freed, and back if the sharded parameters have not changed.
