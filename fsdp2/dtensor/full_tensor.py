@@ -23,6 +23,9 @@ from .differing_numbers import refuse_differing_numbers
 from .graph import leaf_nodes
 from .sharded_dtensor import as_sharded, replace_attribute
 
+# The key under which the metadata of a graph's node says that the node has a hook of this file.
+_HAS_HOOK = "fsdp2_distributes_gradients"
+
 
 def average_in_full_tensor() -> None:
     """Has gradients through `full_tensor` of a ShardedDTensor averaged over the ranks that share the parameter, whether
@@ -64,23 +67,29 @@ def owner_of(tensor: DTensor) -> Owned | None:
 
 
 def _distribute_gradients_of(tensor: DTensor) -> None:
+    """Gives each leaf of the graph behind `tensor` a hook that distributes its gradients, unless it has one: the node
+    of a leaf lives as long as any graph that ends there, through which other full tensors may have come.
+    """
     for node in leaf_nodes([tensor.grad_fn]):
-        node.register_prehook(_DistributedLike(node.variable))
+        if not node.metadata.get(_HAS_HOOK):
+            node.metadata[_HAS_HOOK] = True
+            node.register_prehook(_DistributedLike(node.variable))
 
 
 class _DistributedLike:
     """Hook on the end of a graph: gives gradients the placements of the sharded parameter `leaf`, and memory.
 
-    An operation may leave them Partial, say; or as one number in all places, of which torch 2.11 makes a replicated
-    copy. A gradient is None where no element has one.
+    An operation may leave them Partial, for example; or as one value for all elements, of which torch 2.11 makes a
+    replicated copy. A gradient is None where no element has one.
     """
 
     def __init__(self, leaf: Any) -> None:
-        self._placements = leaf.placements
+        self._leaf = leaf
 
     def __call__(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        placements = self._leaf.placements
         return tuple(
-            each if each is None else as_sharded(each).redistribute(placements=self._placements).contiguous()
+            each if each is None else as_sharded(each).redistribute(placements=placements).contiguous()
             for each in gradients
         )
 
