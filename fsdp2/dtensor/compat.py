@@ -238,9 +238,15 @@ def refuse_plain_target(op: Any, target: Any) -> None:
     """
     if not isinstance(target, DTensor):
         name = name_of(op)
-        resizing = " To resize a parameter (an embedding, for new tokens), do so before fully_shard."
+        advice = "Call full_tensor() on the DTensor, on every rank (`total += p.grad.norm().full_tensor()`)."
+        if name == "copy_":  # load_state_dict copies each tensor, and shows this once for each
+            advice = (
+                "Call full_tensor() on the DTensor, on every rank. To load the state dict of a sharded model into a "
+                "plain one, get it by torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)) on every rank. To resize a parameter (an embedding, "
+                "for new tokens), do so before fully_shard."
+            )
         raise RuntimeError(
-            f"{name} of a plain tensor of shape {tuple(target.shape)} with a DTensor: "
-            "this rank may hold a part of the latter only. Write full_tensor() behind that, on every rank (`total += "
-            f"p.grad.norm().full_tensor()`).{resizing if name == 'copy_' else ''}"
+            f"{name} of a plain tensor of shape {tuple(target.shape)} with a DTensor: this rank may hold only a shard "
+            f"of the latter. {advice}"
         )

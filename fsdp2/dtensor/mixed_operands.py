@@ -108,20 +108,29 @@ def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _explain_mixed(error: Exception, name: str, operands: Iterable[Any]) -> None:
     text = str(error)
-    if "mixed torch.Tensor and DTensor" in text and "Torch says" not in text:
+    if "mixed torch.Tensor and DTensor" not in text or "Torch says" in text:
+        return
+    if name == "copy_":  # load_state_dict copies each tensor, and shows this once for each
         error.args = (
-            f"{describe(operands)}: each rank holds a part of it, which {name} can't mix with a plain tensor. On every "
-            "rank, read the whole by full_tensor(), or compute inside `with fsdp2.full_params(module):`; or make the "
-            "plain tensor a DTensor, too, by distribute_tensor(plain, p.device_mesh, p.placements). Torch says: "
-            f"{error}",
+            f"{describe(operands)}: a plain tensor can't be copied into it, of which each rank holds a shard. To load "
+            "a full state dict, call torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+            "options=StateDictOptions(full_state_dict=True)) on every rank. To write to one parameter, copy "
+            "distribute_tensor(plain, p.device_mesh, p.placements).",
         )
+        return
+    error.args = (
+        f"{describe(operands)}: each rank holds a shard of it, and {name} can't combine that with a plain tensor. On "
+        "every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`; or make the plain "
+        "tensor a DTensor, too, by distribute_tensor(plain, p.device_mesh, p.placements). Torch says: "
+        f"{error}",
+    )
 
 
 def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name, operand = name_of(op), describe(tensors_in(args, kwargs))
     error.args = (
-        f"{operand}: DTensor can't do {name} on it, of which each rank holds a part. On every rank, read the whole by "
-        "full_tensor(), or compute inside `with fsdp2.full_params(module):`. Torch says: "
+        f"{operand}: DTensor can't do {name} on it, of which each rank holds a shard. On every rank, call "
+        "full_tensor() on it, or compute inside `with fsdp2.full_params(module):`. Torch says: "
         f"{error}",
     )
 

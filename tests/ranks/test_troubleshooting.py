@@ -101,6 +101,11 @@ def functional() -> None:
     nn.functional.linear(torch.ones(2, 8), shard(build()).head.weight)
 
 
+@says("a plain tensor can't be copied into it")
+def full_state_dict() -> None:
+    shard(build()).load_state_dict(build().state_dict())
+
+
 @says("of a plain tensor of shape")
 def plain_number() -> None:
     model, total = shard(build()), torch.zeros(())
