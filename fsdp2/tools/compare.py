@@ -231,7 +231,7 @@ def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints:
     sides, got = found.sides, found.sides.ours.gradients[held.name]
     whole, group = sides.whole.gradients.get(name), _group_of(found.sides, held)
     if isinstance(got, UnsynchronizedGrad):
-        return found.add("gradients", group, held.name, _NOTHING, ["unsynced"])
+        return found.add("gradients", group, held.name, _NOTHING, ["unsynchronized"])
     if got is None or whole is None:
         return None if got is whole else found.add("gradients", group, held.name, _NOTHING, [*hints, "missing"])
     own = _local(got)
@@ -239,7 +239,7 @@ def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints:
     distance, scale = measure(own, expected, magnitude(whole)), magnitude(whole)
     if distance.relative and not abs(distance.got - distance.expected) <= sides.rtol * scale + slack:
         hints += explain_scale(own, expected, sides.num_ranks, sides.rtol)
-        others = {"unsynced": sides.own_rows, "cast input": sides.rounded}
+        others = {"unsynchronized": sides.own_rows, "cast input": sides.rounded}
         parts = {hint: run.gradients[name] if run else None for hint, run in others.items()}
         candidates = {hint: None if part is None else _part(held, part) for hint, part in parts.items()}
         found.add("gradients", group, held.name, distance, hints + explain(own, expected, candidates, sides.rtol))

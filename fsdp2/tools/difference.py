@@ -18,7 +18,7 @@ HINTS = {
     "mean": "It is divided by the number of ranks once too often: a loss that sums over rows (gradients are the mean "
     "over ranks), or one that is divided already.",
     "scale": "It is a constant times what is expected: a divisor, a loss scale, a number of accumulation steps.",
-    "unsynced": "It is the gradient of this rank's rows alone, or unsynchronized: "
+    "unsynchronized": "It is the gradient of this rank's rows alone, or unsynchronized: "
     "set_requires_gradient_sync(False) was left on, or no fully_shard call manages the parameter.",
     "cast input": "The reference does the same when inputs are rounded to param_dtype: "
     "MixedPrecisionPolicy(cast_forward_inputs=False), or cast where it is harmless.",
