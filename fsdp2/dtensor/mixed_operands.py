@@ -1,8 +1,9 @@
-"""Operations that DTensor refuses: with plain tensors (`torch.gather(p, 0, rows)`), and those that it has no rule for.
+"""Explains errors of operations that DTensor refuses: those with plain tensors (`torch.gather(p, 0, rows)`), and those
+that it has no rule for.
 
-Torch says neither which parameter it is nor what to do. It refuses plain tensors in C++, before any Python of its own
-runs. So handlers of operations say it; and the operators of Python do for the arithmetic that tensor parallelism runs
-many times in each step, which a handler would slow down.
+Torch's errors say neither which parameter is meant nor what to do. It refuses plain tensors in C++, before any of its
+Python runs. So handlers of operations explain the error. For arithmetic, which tensor parallelism runs many times in
+each step, Python's operators do, because a handler would slow it down.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _OPERATIONS = (
 )
 
 _UNKNOWN = "a DTensor"
-# What torch says of an operation for which DTensor has no rule, or none that fits.
+# Texts in torch's errors about an operation for which DTensor has no rule, or none that fits.
 _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
 
 def explain_mixed_operands() -> None:
-    """Has the errors of these begin with the parameter's name, if an operand is a parameter or its gradient, and say
-    what to do. The same holds for operations that DTensor has no rule for.
+    """Makes the errors of operations with plain tensors, and of those that DTensor has no rule for, say what to do.
+    They begin with the parameter's name if an operand is a parameter or its gradient.
     """
     for each in _OPERATORS:
         name, reflected = f"__{each}__", f"__r{each}__"
@@ -58,8 +59,8 @@ def explain_mixed_operands() -> None:
 
 
 def _reflected(name: str, reflected: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a reflected operator that also calls what Python would call next, of the plain tensor at the left. Its
-    error is explained, too, unless the DTensor is a user's own.
+    """Returns a reflected operator that also calls the operator of the plain tensor at the left, as Python would next.
+    The error of that is explained, too, unless the DTensor is a user's own.
     """
     of_left, explained = getattr(Tensor, name), _explained_operator(name, reflected)
 

@@ -264,7 +264,7 @@ def _broadcast(found: Sequence[_Copies], device: torch.device) -> None:
 
 
 def _broadcast_over(groups: Sequence[dist.ProcessGroup], parts: Sequence[Tensor], device: torch.device) -> None:
-    notices.tell()
+    notices.notify()
     is_first = all(group.rank() == 0 for group in groups)
     size = min(BUCKET_NBYTES, sum(_aligned(part.nbytes) for part in parts))
     bucket = torch.empty(size, dtype=torch.uint8, device=device)

@@ -169,7 +169,7 @@ class _Copy:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copies this rank's rows into its shard."""
-        notices.tell()
+        notices.notify()
         self.param.local.copy_(self.param.own_rows(self._value()))
 
 

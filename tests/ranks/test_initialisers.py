@@ -92,10 +92,10 @@ def test_places_that_differ_between_ranks_are_refused_on_all() -> None:
     def body(rank: int, _: int) -> None:
         model = fully_shard(Weighted((4, 3)))
         for dim in range(2):
-            with torch.no_grad(), pytest.raises(RuntimeError, match=r"expected the same places.*manual_seed"):
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"expected the same indices.*manual_seed"):
                 model.weight[(slice(None),) * dim + (torch.tensor([rank, 2]),)] = 0.0
         torch.manual_seed(rank)
-        with pytest.raises(RuntimeError, match="expected the same places"):
+        with pytest.raises(RuntimeError, match="expected the same indices"):
             INIT.sparse_(model.weight, 0.5)
 
     run_ranks(2, body)

@@ -172,11 +172,11 @@ def test_who_writes_to_shards_waits_for_their_copies(way: str) -> None:
             for _ in range(3):
                 model(x)
                 stand_in.log.clear()
-                is_told = notices.are_told
+                is_seen = notices.are_seen
                 WRITES[way](model)
-                assert stand_in.log.count("host waits") == is_told
-            assert notices.are_told == (way != "the local tensor")
-            notices.are_told = True
+                assert stand_in.log.count("host waits") == is_seen
+            assert notices.are_seen == (way != "the local tensor")
+            notices.are_seen = True
             model(x)
             model.head.weight._local_tensor.mul_(0.5)
             with pytest.raises(RuntimeError, match=r"^head: a shard was written to by its private local tensor"):
