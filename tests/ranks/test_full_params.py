@@ -400,8 +400,8 @@ def what_can_not_be_written() -> None:
         replace("matrix", torch.ones(3, 7)): "matrix: expected torch.float32 of shape",
         replace("matrix", torch.ones(5, 7).half()): "matrix: expected torch.float32 of shape .* got torch.float16",
         lambda: model._parameters.pop("scale"): "scale: it is gone",
-        untie: r"first.weight: it is gone, or was replaced under some",
-        give_two: "first.weight: second.weight is the same parameter, but was given other values. Give both",
+        untie: r"first.weight: it was removed, or was replaced under some",
+        give_two: "first.weight: second.weight is the same parameter, but has other values. Give both",
         lose_one: "first.weight: it is gone",
         step: "the sharded parameters were changed inside the block, by an optimizer, for example. Step before",
     }.items():

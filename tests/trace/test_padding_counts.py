@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, cheapest_placement, fully_shard, padding_report, replicate
-from fsdp2.tools.padding import Padded, _judged
+from fsdp2.tools.padding import Padded, _examined
 from helpers import fake_world
 
 POLICIES = {
@@ -160,7 +160,7 @@ class Wide(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet() -> None:
-    _judged.clear()
+    _examined.clear()
 
 
 def test_large_padding_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
