@@ -1,4 +1,4 @@
-"""One thread, one seed, and no process group that outlives its test."""
+"""Gives each test one thread and one seed, and ensures that no process group outlives its test."""
 
 import importlib
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""What the tests share: forked gloo ranks, a fake world, and comparisons that say what differs.
+"""Helpers of the tests: forked gloo ranks, a fake world, and comparisons that say what differs.
 
 `run_ranks` forks, so that a rank starts in milliseconds with torch already imported, and `fn` may be a closure over
-whatever the test has built. The parent must therefore never own a process group or a CUDA context at that moment.
+any objects of the test. The parent must therefore never own a process group or a CUDA context at that moment.
 """
 
 import contextlib

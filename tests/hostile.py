@@ -1,15 +1,16 @@
-"""A hostile scheduler: every collective completes as late as it may, and memory that nobody may read holds NaN.
+"""Simulates a hostile scheduler: every collective completes as late as it may, and memory that must not be read is NaN.
 
-What a collective is to fill is poisoned when it is issued, and filled in `wait`; what it reads and fills must be alive
-and untouched until then. Freed storages are poisoned before, new memory after it is allocated. All with random pauses.
-A process group would be allowed to do each of these; the ranks still issue their collectives in the same order.
+The output of a collective is filled with NaN when it is issued, and with its values in `wait`; its inputs and outputs
+must not be freed or changed until then. Storages are filled with NaN before they are freed and after they are
+allocated. All of it happens with random pauses. A process group would be allowed to do each of these; the ranks still
+issue their collectives in the same order.
 
-All that runs on forked ranks can run so, but for two files: tests of the collectives themselves, some of which drop
-their memory at once, and counts of compiled graphs, among which these functions would be.
+All tests on forked ranks can run so, except for two files: tests of the collectives themselves, some of which drop
+their memory at once, and counts of compiled graphs, which would include these functions.
 
     FSDP2_HOSTILE=1 python -m pytest tests/ranks --ignore tests/ranks/test_comm.py --ignore tests/ranks/test_compile.py
 
-Events, for who wants to interfere: "issue all_gather", "wait all_gather", ..., "allocate", "free".
+Events, for tests that interfere: "issue all_gather", "wait all_gather", ..., "allocate", "free".
 """
 
 import contextlib

@@ -1,7 +1,8 @@
-"""Tiny odd models, each named after what it exercises.
+"""Defines tiny unusual models, each named after what it exercises.
 
-Every model takes one tensor whose dim 0 is the batch and returns one tensor with the same dim 0, in which no row looks
-at another row: so any equal split of a batch over ranks computes the same function. `example` makes such a batch.
+Every model takes one tensor whose dim 0 is the batch and returns one tensor with the same dim 0, in which no row
+depends on another row: so any equal split of a batch over ranks computes the same function. `example` makes such a
+batch.
 """
 
 import torch

@@ -1,11 +1,11 @@
-"""Trains on one of eight simulated ranks, and on one real rank, beside a plain model: `benchmarks.gpu_session` runs it
-first, for one GPU is enough.
+"""Trains on one of eight simulated ranks, and on one real rank, beside a plain model.
 
     python tests/one_of_many.py cuda
 
-All ranks hold what this one holds. So what is gathered is this rank's part over and over, of which the plain model is
-made anew before each step, and the mean of all ranks' gradients is this rank's own. A line tells how each way ended, at
-once; the exit status, whether all are as the plain model. With `cpu` for `cuda`: a look at the program itself.
+`benchmarks.gpu_session` runs it first, because one GPU is enough. All ranks hold the same values as this one. So an
+all-gather returns this rank's shard many times, of which the plain model is built before each step, and the mean of all
+ranks' gradients is this rank's own. The program prints a line for each way as soon as it ends; the exit status says
+whether all are equal to the plain model. With `cpu` in place of `cuda` the program itself is tried.
 """
 
 import copy

@@ -1,8 +1,8 @@
-"""Runs a program on a plain model and on ranks of a sharded one, and says how the second ends beside the first.
+"""Runs a program on a plain model and on ranks of a sharded one, and classifies the outcome of the second.
 
 EXACT: every value that the program shows equals plain training's. LOUD: an error on every rank that names a parameter,
 a module or a setting, and says what to do. CRYPTIC: an error that doesn't. SILENT: no error, and other values. HANG: no
-end, or only that of the process group's patience.
+end, or only that of the process group's timeout.
 """
 
 import contextlib

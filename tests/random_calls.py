@@ -1,8 +1,8 @@
-"""Random sequences of what a training program may call, on a model of random_models.py and on the same one sharded.
+"""Makes random sequences of calls of a training program, for a model of random_models.py and the same model sharded.
 
-Each call runs on both sides (see sides.py) with the same draws, which are choices of a recipe: `{"call 3": "backward",
-"call 3 retains": True}`. What a call may refuse, though plain PyTorch does not, stands beside it, by what it says to
-do; a program ends there. Calls that change a model in other ways than training are in random_changes.py.
+Each call runs on both sides (see sides.py) with the same random choices of a recipe: `{"call 3": "backward", "call 3
+retains": True}`. Where a call may raise although plain PyTorch does not, the advice of its error is given with it; a
+program ends there. Calls that change a model in other ways than training are in random_changes.py.
 """
 
 import copy

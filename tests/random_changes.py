@@ -1,4 +1,4 @@
-"""What a program may do to a model beside training it: to parameters and settings, with copies, with checkpoints."""
+"""Changes a model in ways other than training: parameters and settings, copies, checkpoints."""
 
 import contextlib
 import copy

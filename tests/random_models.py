@@ -1,7 +1,7 @@
-"""Random models and ways to shard them, each a *recipe*: what differs from the plainest model, by name.
+"""Makes random models and ways to shard them, each a *recipe*: its differences from the plainest model, by name.
 
-A seed draws a recipe; without some of its choices it still is one. So a recipe that fails can be made minimal, printed,
-and pasted: `Recipe(17, {"tree kind": "branch", "freeze tree.parts.0": True})` (see recipes.py).
+A seed chooses a recipe. A recipe without some of its choices still is one. So a recipe that fails can be made minimal,
+printed, and pasted: `Recipe(17, {"tree kind": "branch", "freeze tree.parts.0": True})` (see recipes.py).
 
 The plainest model is a linear layer and one part, in one group, in fp64. A choice adds parts (in a tree, some of which
 run twice), shares modules and parameters, freezes some, makes groups, checkpoints, mixes dtypes, replicates shards.

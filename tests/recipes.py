@@ -1,4 +1,4 @@
-"""Recipes: what a seed draws, each choice by name, so that a failing one can be made minimal, printed and pasted."""
+"""Defines recipes: the choices of a seed by name, so that a failing one can be made minimal, printed and pasted."""
 
 import ast
 import os

@@ -1,8 +1,8 @@
-"""Counts the situations (situations.py) that end wrong without each fix for sharded parameters, and without all.
+"""Counts the situations (situations.py) with a wrong outcome without each fix for sharded parameters, and without all.
 
-    python tests/run_fixes.py          about half an hour: each program runs in a launch of its own
+    python tests/run_fixes.py          about half an hour: each program runs in its own launch
 
-It prints a Markdown table, and writes it to a dated report. The numbers stand in `python -m fsdp2 fixes`.
+It prints a Markdown table, and writes it to a dated report. The numbers are in `python -m fsdp2 fixes`.
 """
 
 import datetime

@@ -1,10 +1,10 @@
-"""Runs the tests on several releases of torch, each in an environment of its own, and prints a table.
+"""Runs the tests on several releases of torch, each in its own environment, and prints a table.
 
     python tests/run_matrix.py
     python tests/run_matrix.py --torch 2.11.0 2.15.0 -- tests/unit -x
 
-What follows `--` goes to pytest. Environments are kept, and used again by the next run. Releases of torch other than
-2.13.0 may bring several GB of CUDA packages, which the tests do not need.
+The arguments after `--` go to pytest. Environments are kept, and used again by the next run. Releases of torch other
+than 2.13.0 may bring several GB of CUDA packages, which the tests do not need.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A scenario runs on a plain model with the whole batch, and on forked ranks; all that it shows must be the same."""
+"""Runs a scenario on a plain model with the whole batch, and on forked ranks, and compares the values that it shows."""
 
 import itertools
 import traceback

@@ -1,4 +1,4 @@
-"""A model and what a program has beside it, once plain and once sharded; and whether the two are alike."""
+"""Holds a model and the other objects of a program, once plain and once sharded, and compares the two."""
 
 import dataclasses
 from collections.abc import Callable

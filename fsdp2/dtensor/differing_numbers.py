@@ -29,9 +29,9 @@ def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
     numbers = [each for each in saved if type(each) is Tensor and each.numel() == 1]
     if numbers and differ(numbers, owner):
         raise RuntimeError(
-            f"{owner.param.name}: a DTensor that is computed from it is combined with a plain number that differs "
-            "between ranks; torch would take the number of each rank for that of all. Call full_tensor() on the "
-            "DTensor, on every rank (`torch.mul(number, penalty.full_tensor())`)."
+            f"{owner.param.name}: a plain number that differs between ranks is combined with a DTensor that is "
+            "computed from this parameter; torch would use each rank's number as if it were that of all. Call "
+            "full_tensor() on the DTensor, on every rank (`torch.mul(number, penalty.full_tensor())`)."
         )
 
 

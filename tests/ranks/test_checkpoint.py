@@ -1,7 +1,7 @@
-"""Checkpoints: saved on any number of ranks, loaded on any other, and training goes on as if nothing had happened.
+"""Tests checkpoints: saved on any number of ranks and loaded on any other, they continue the same training.
 
-The uninterrupted run is a plain model on whole batches; a checkpoint that is loaded on as many ranks as saved it must
-continue bitwise like those.
+The uninterrupted run is a plain model on whole batches. A checkpoint that is loaded on as many ranks as saved it must
+continue bitwise like these.
 """
 
 import copy
@@ -441,7 +441,7 @@ def test_state_dicts(world_size: int) -> None:
     )
 
 
-def test_async_save_keeps_the_values_of_its_moment(tmp_path: Path) -> None:
+def test_async_save_writes_the_values_at_its_call(tmp_path: Path) -> None:
     """Training goes on while the file is written, in the very buffers that are being saved."""
 
     def save_and_go_on(case: Case, rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""`compare`: parity shows no difference; each planted fault is named, with its cause, on every rank alike."""
+"""Tests that `compare` finds no difference in equal models, and names each planted fault and its cause on all ranks."""
 
 import copy
 from collections.abc import Callable

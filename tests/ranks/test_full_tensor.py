@@ -1,4 +1,4 @@
-"""Losses that use `weight.full_tensor()` train like those of the whole batch, wherever the weight is sharded."""
+"""Tests that losses with `weight.full_tensor()` train like those of the whole batch, for any placement."""
 
 from collections.abc import Callable
 from typing import Any

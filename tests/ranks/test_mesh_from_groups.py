@@ -1,4 +1,4 @@
-"""Meshes made of process groups that exist already, and replicas that begin with different weights."""
+"""Tests meshes made of existing process groups, and replicas that begin with different weights."""
 
 import torch
 import torch.distributed as dist

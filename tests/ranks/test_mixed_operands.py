@@ -1,4 +1,4 @@
-"""Plain tensors beside sharded parameters: the error names the parameter, and what it says to do is exact."""
+"""Tests plain tensors in operations with sharded parameters: the error names the parameter, and its advice is exact."""
 
 from collections.abc import Callable
 from typing import Any

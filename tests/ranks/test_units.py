@@ -1,7 +1,7 @@
-"""Large modules that are left for the model's own call, an embedding and a head: units, each gathered when it runs.
+"""Tests large modules in the model's own group, an embedding and a head: they become units, gathered when they run.
 
-How the model uses them must not matter, nor that the gradient of a unit of one parameter is reduced piece by piece.
-Units and pieces are large; here the limits are lowered.
+The result must not depend on how the model uses them, nor on the parts in which the gradient of a unit of one parameter
+is reduced. Units and parts are large; here the limits are lowered.
 """
 
 import copy
@@ -184,7 +184,7 @@ def sharded(**options: Any) -> Language:
     return fully_shard(model, **options)
 
 
-def test_what_users_see() -> None:
+def test_units_as_users_see_them() -> None:
     """Names and classes are those of any model; a copied unit is one, unless it was copied alone: then it is plain."""
 
     def body(rank: int, world_size: int) -> None:
@@ -238,7 +238,7 @@ class Tied(Language):
         self.head.weight = self.embed.weight
 
 
-def test_pieces_of_low_precision_gradients() -> None:
+def test_chunks_of_low_precision_gradients() -> None:
     """Sent in one or in many, in the dtype they come in or cast: on two ranks the same to the last bit."""
 
     def gradients(policy: MixedPrecisionPolicy, min_bytes: int) -> list[Tensor]:
@@ -258,7 +258,7 @@ def test_pieces_of_low_precision_gradients() -> None:
     run_ranks(2, body)
 
 
-def test_what_is_no_unit() -> None:
+def test_modules_that_are_not_units() -> None:
     """Tied modules, those that are small (beside the groups inside, too), what is inside a single group, and modules
     that are not called as usual.
     """

@@ -1,4 +1,4 @@
-"""The API reference that README.md's command makes from the docstrings: complete, and made without a warning.
+"""Tests that the API reference that README.md's command makes from the docstrings is complete, and has no warnings.
 
 It is made where pdoc is installed (the extra `docs`), as in .ci/run.
 """
