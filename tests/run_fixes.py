@@ -23,7 +23,7 @@ from situations import SITUATIONS  # noqa: E402
 
 
 def find_wrong(situations: Sequence[Situation], names: Sequence[str]) -> list[tuple[Situation, str]]:
-    """Returns those that end otherwise than their lines say without the fixes of these names (none: all), and how."""
+    """Returns the situations with a wrong outcome without the fixes of these names (none: all), and the outcome."""
     fsdp2.dtensor_fixes(False, *names)
     try:
         found = []

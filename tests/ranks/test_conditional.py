@@ -469,7 +469,7 @@ def test_a_rank_that_dies_at_a_consensus() -> None:
 
 
 def test_copies_are_conditional_too() -> None:
-    """A deep copy has meetings of its own."""
+    """The ranks of a deep copy reach consensus separately."""
     expected = alone(lambda: {"": train_plain(Dropped, 2, False)})
 
     def body(rank: int, world_size: int) -> list[str]:

@@ -203,7 +203,7 @@ def phases(names: Names) -> None:
     assert_equal(names["reference"], reference, 0)
 
 
-@guide("Whole weights")
+@guide("Full weights")
 def whole_weights(names: Names) -> None:
     """What was written is in the shards; the loss that reads the head's weight gives it a gradient of the batch."""
     model, ranks = plain_model(names), dist.get_world_size()

@@ -605,9 +605,9 @@ def norm_of_all() -> None:
     "`fully_shard(model).set_requires_gradient_sync(False)` in a program that a type checker reads",
 )
 def typed() -> None:
-    model = fully_shard(build())
+    model = build()
+    fully_shard(model).set_requires_gradient_sync(False)
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(False)
     assert isinstance(model, Net)
 
 
