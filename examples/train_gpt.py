@@ -2,13 +2,13 @@
 
     export OMP_NUM_THREADS=1
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --save-every 40      # two CPU ranks, two minutes
-    torchrun --standalone --nproc-per-node 3 examples/train_gpt.py --resume checkpoints # from the last one there
+    torchrun --standalone --nproc-per-node 3 examples/train_gpt.py --resume checkpoints # from the last one in it
     python examples/train_gpt.py --impl none                                     # plain training, to compare with
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --device cuda --bf16
 
 Batches depend on the seed and the step alone, and each rank takes its slice of the global batch. So the losses are the
-same for every --impl and every number of ranks, also where a run goes on from a checkpoint of another number of ranks.
-At SIGTERM, to any of its processes, a run saves one and ends.
+same for every --impl and every number of ranks, also if a run continues from a checkpoint of another number of ranks.
+At SIGTERM, to any of its processes, a run saves a checkpoint and ends.
 """
 
 import argparse
@@ -278,7 +278,7 @@ class Reporter:
     def saved(self, checkpoint: Path) -> None:
         if not self.silent:
             nbytes = sum(path.stat().st_size for path in checkpoint.rglob("*"))
-            self.say(f"Saved {checkpoint} ({nbytes / 1e6:.0f} MB). To go on from it: --resume {checkpoint}")
+            self.say(f"Saved {checkpoint} ({nbytes / 1e6:.0f} MB). To continue from it: --resume {checkpoint}")
 
     def say(self, line: str) -> None:
         if not self.silent:
@@ -306,7 +306,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     report.say(f"{size / 1e6:.1f} M parameters, {dist.get_world_size()} rank(s), {args.impl} on {device.type}")
     report.say(f"This rank holds {held / 1e6:.1f} MB of parameters, and twice as much for AdamW.")
     if args.resume:
-        report.say(f"Resumed from {find_last(args.resume)}: training goes on with step {first_step + 1}.")
+        report.say(f"Resumed from {find_last(args.resume)}: training continues with step {first_step + 1}.")
     report.validation(first_step, validate(model, text, args.eval_batches))
 
     speed_seconds = 0.0
@@ -323,7 +323,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if stops:
             report.bar.close()
             how = f"--resume {name_of(Path(args.save), step)}" if args.save else "nothing was saved"
-            report.say(f"Stopped by SIGTERM after step {step}. To go on: {how}")
+            report.say(f"Stopped by SIGTERM after step {step}. To continue: {how}")
             return
         if step % args.eval_every == 0 or step == args.steps:
             report.validation(step, validate(model, text, args.eval_batches))

@@ -89,7 +89,7 @@ def fully_shard(
             (experts, for example): the parameters of each mesh then form a group, and settings and methods of the
             module reach all of them. On a mesh that only replicates it must return None, or such a result.
         mp_policy: dtypes of compute and reduction.
-        offload_policy: a CPUOffloadPolicy keeps sharded parameters and gradients, hence the optimizer, on the CPU, and
+        offload_policy: a CPUOffloadPolicy keeps sharded parameters, gradients and so the optimizer on the CPU, and
             copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already.
         ignored_params: parameters to leave as they are: not sharded, moved or reduced. Parameters outside of `module`
             may be among them: one set serves all calls.

@@ -23,7 +23,7 @@ from .write_notices import notices
 
 
 class Fixes(Observer):
-    """Puts the fixes in force once the first module is sharded, and notes on which meshes sharded parameters lie."""
+    """Puts the fixes in force once the first module is sharded, and notes the meshes of sharded parameters."""
 
     def attached(self, root: Any) -> None:
         correct_torch()

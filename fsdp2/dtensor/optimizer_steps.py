@@ -36,8 +36,8 @@ if it is a step in backward, on some of the parameters). They may raise, on all 
 """
 
 stepped_beside: list[Callable[[Optimizer, Groups, Mapping[int, Tensor]], None]] = []
-"""Functions, of checks, that are called once when an optimizer is about to step on plain parameters that have
-gradients, beside sharded ones: (optimizer, the groups of the sharded ones, number of a parameter -> plain parameter).
+"""Functions, of checks, that are called once when an optimizer is about to step on sharded parameters and on plain ones
+that have gradients: (optimizer, the groups of the sharded ones, number of a parameter -> plain parameter).
 """
 
 

@@ -94,7 +94,7 @@ def test_resumed_run_continues_as_if_uninterrupted(
     expected_losses = {step: loss for step, loss in losses.items() if step > SAVED_STEP}
     expected_validations = {step: bits for step, bits in validations.items() if step >= SAVED_STEP}
     checkpoint = folder / f"step-{SAVED_STEP:06}"
-    says = f"Resumed from {checkpoint}: training goes on with step {SAVED_STEP + 1}."
+    says = f"Resumed from {checkpoint}: training continues with step {SAVED_STEP + 1}."
     resumed = train(tmp_path, IMPL, ranks, "--resume", str(checkpoint), says=says)
     assert_same(resumed, (expected_losses, expected_validations))
 
