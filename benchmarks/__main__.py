@@ -72,7 +72,7 @@ def plan_jobs(arguments: argparse.Namespace, pictures: str | None) -> Iterator[J
 
 
 def measure(planned: Sequence[Job]) -> tuple[list[Row], list[str], list[str]]:
-    """All rows, the jobs that failed (one failure must not throw away minutes of measurements), and those left out."""
+    """Returns all rows, the failed jobs (one failure must not discard minutes of measurements), and those left out."""
     rows, failed, left_out = [], [], []
     with tqdm(planned, unit="job") as bar:
         for job in bar:
@@ -91,7 +91,9 @@ def measure(planned: Sequence[Job]) -> tuple[list[Row], list[str], list[str]]:
 def format_report(
     rows: Sequence[Row], facts: Sequence[str], libraries: Mapping[str, Sequence[str]], pictures: Sequence[Path]
 ) -> str:
-    """`libraries`: of each suite, in order. `pictures`: their names contain that of a suite."""
+    """Formats the report. `libraries`: those of each suite, in order. `pictures`: their names contain that of
+    a suite.
+    """
     compared = " beside ".join(next(iter(libraries.values()))[:2])
     lines = [f"# {compared}, {datetime.date.today().isoformat()}", ""]
     lines += [f"- {fact}" for fact in facts]

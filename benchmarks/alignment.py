@@ -1,5 +1,7 @@
-"""What the payloads of common models are beside their parameters: do they start and end on 16 bytes (NCCL copies
-element by element where they do not), and how much of them is padding?"""
+"""Computes the payloads of common models: if they start and end on 16 bytes, and how much of them is padding.
+
+NCCL copies element by element where they do not.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,7 +47,9 @@ def measure_alignment(job: Job, libraries: Sequence[Library]) -> list[Row]:
 
 
 def _alignment_row(job: Job, libraries: Sequence[Library]) -> Row:
-    """Share of (block, world size) pairs whose all-gather has a payload that is not a multiple of 16 bytes."""
+    """Returns the share of (block, world size) pairs whose all-gather has a payload that is not a multiple of
+    16 bytes.
+    """
     misaligned = {library.name: 0 for library in libraries}
     for world_size in job.worlds:
         start_fake_group(world_size)
@@ -59,7 +63,9 @@ def _alignment_row(job: Job, libraries: Sequence[Library]) -> Row:
 
 
 def _padding_rows(libraries: Sequence[Library]) -> Iterator[Row]:
-    """Bytes that a gather brings over those of the parameters, and for experts the same with `cheapest_placement`."""
+    """Returns the bytes of a gather divided by those of the parameters, and for experts with
+    `cheapest_placement`, too.
+    """
     what = "bytes gathered, over the parameters'"
     for world_size in PADDING_WORLDS:
         start_fake_group(world_size)
@@ -79,7 +85,7 @@ class _Block(nn.Module):
         self.params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
     def forward(self) -> list[Tensor]:
-        """Reads all parameters, so all are gathered."""
+        """Reads all parameters, so that all are gathered."""
         return [param.sum() for param in self.params]
 
 

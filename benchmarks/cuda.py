@@ -1,10 +1,10 @@
-"""What one GPU can show: launches, memory and time of a step beside ranks that do not exist; what a wire exposes.
+"""Measures what one GPU can show: launches, memory and time of a step with simulated peers, and exposed communication.
 
 `python -m benchmarks.cuda PART FILE` measures one part and appends rows to a file as it goes.
 
-At its steps number 1, 2, 4, 8, 16, ... fsdp2's checks are due (fsdp2/checks/check_times.py), and the host waits then.
-What is counted, and memory, is that of steps between; of nine timed steps at most one is such a step, which medians
-leave out.
+At steps number 1, 2, 4, 8, 16, ... fsdp2's checks read the device (fsdp2/checks/check_times.py), and the host waits.
+Counts and memory are those of steps between; of nine timed steps at most one is such a step, which medians leave
+out.
 """
 
 import gc
@@ -46,12 +46,12 @@ CALLS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured on what. Small values make it run on a CPU, in seconds, with nothing to count.
+    """Describes one measurement. Small values make it run on a CPU, in seconds, with nothing to count.
 
     Args:
-        names: of libraries; the last one is what others are compared with.
-        rounds: of each timing.
-        gb_per_second: of the wire, each way.
+        names: names of libraries; the others are compared with the last one.
+        rounds: the number of rounds of each timing.
+        gb_per_second: the bandwidth of the wire, each way.
     """
 
     names: tuple[str, ...] = ("fsdp2", "torch")
@@ -72,7 +72,9 @@ class Setup:
 
 
 class Stage:
-    """One shape: its plain model (in bf16) and, wrapped, those of the libraries, on 64 ranks and one wire. Close it."""
+    """Holds the plain model of one shape (in bf16) and the wrapped ones of the libraries, on 64 ranks and one wire.
+    Close it.
+    """
 
     def __init__(self, setup: Setup, shape: LlamaShape) -> None:
         self.setup, self.shape = setup, shape
@@ -81,7 +83,7 @@ class Stage:
         self.ids = make_ids(shape.vocab, 1, shape.tokens, setup.device)
 
     def build(self, name: str) -> Call:
-        """A step of a new model."""
+        """Returns a step of a new model."""
         with torch.device("meta"):
             model: nn.Module = Llama(self.shape)
         model = model.to(torch.bfloat16) if name == "plain" else wrap(name, model, self.mesh)
@@ -112,7 +114,7 @@ def each_stage(setup: Setup) -> Iterator[tuple[str, Stage]]:
 
 
 def count_calls(step: Call, setup: Setup) -> Counter[str]:
-    """Calls of CUDA that one step makes, by kind."""
+    """Counts the calls of CUDA that one step makes, by kind."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setup.is_cuda else [])]
     setup.synchronise()
     with profile(activities=activities) as profiled:
@@ -136,7 +138,9 @@ def kind_of_call(name: str) -> str | None:
 
 
 def measure_calls(setup: Setup) -> Iterator[Row]:
-    """Those of the library alone, per group: the plain model's are taken off. Waits: in the whole step."""
+    """Counts the calls of the library alone, per group: those of the plain model are subtracted. Waits: of the whole
+    step.
+    """
     for setting, stage in each_stage(setup):
         counts: dict[str, Counter[str]] = {}
         for name in ("plain", *setup.names):
@@ -157,7 +161,7 @@ def measure_calls(setup: Setup) -> Iterator[Row]:
 
 
 def measure_memory(setup: Setup) -> Iterator[Row]:
-    """Of steps in steady state, each library with the GPU to itself."""
+    """Measures the memory of steps in steady state, each library with the GPU to itself."""
     for setting, stage in each_stage(setup):
         found = {name: _measure_memory(stage.build(name), setup) for name in setup.names}
         for what in found[setup.names[0]]:
@@ -193,7 +197,9 @@ def _measure_memory(step: Call, setup: Setup) -> dict[str, float]:
 
 @dataclass
 class Timer:
-    """Milliseconds of steps: on the device's clock, if it has one, and until the host has issued everything."""
+    """Measures steps in milliseconds: on the device's clock, if it has one, and until the host has issued
+    everything.
+    """
 
     setup: Setup
     host: dict[Any, list[float]] = field(default_factory=dict)
@@ -214,7 +220,7 @@ class Timer:
 
 
 def fill_cache(setup: Setup) -> None:
-    """Have the memory that gathers pretend to fill hold ordinary numbers, in place of what was there before."""
+    """Fills the memory that simulated gathers return with ordinary numbers."""
     if setup.is_cuda:
         free, _ = torch.cuda.mem_get_info()
         numbers = torch.empty(int(free * 0.8) // 2, dtype=torch.bfloat16, device=setup.device)
@@ -222,7 +228,7 @@ def fill_cache(setup: Setup) -> None:
 
 
 def measure_time(setup: Setup) -> Iterator[Row]:
-    """On a wire that takes no time: what the library's own kernels and its host time cost."""
+    """Measures steps on a wire that takes no time: the time of the library's own kernels and its host time."""
     for setting, stage in each_stage(setup):
         fill_cache(setup)
         steps, timer = stage.build_all(), Timer(setup)
@@ -235,7 +241,7 @@ def measure_time(setup: Setup) -> Iterator[Row]:
 
 
 def measure_exposed(setup: Setup) -> Iterator[Row]:
-    """What a step takes longer on a wire of some speed than on one that takes no time."""
+    """Measures how much longer a step takes on a wire of some speed than on one that takes no time."""
     for setting, stage in each_stage(setup):
         fill_cache(setup)
         models = stage.build_all()
@@ -258,7 +264,7 @@ def measure_exposed(setup: Setup) -> Iterator[Row]:
 
 
 class _OnWire:
-    """A step on a wire of so many bytes a second (0: it takes no time)."""
+    """Is a step on a wire of some bandwidth in bytes a second (0: it takes no time)."""
 
     def __init__(self, step: Call, wire: Wire, bandwidth: float) -> None:
         self._step, self._wire, self._bandwidth = step, wire, bandwidth or None
@@ -276,7 +282,9 @@ class _OnWire:
 
 
 def unhidden_bytes(shape: LlamaShape) -> float:
-    """What no order hides: the embedding, whose lookup takes no time, and the first block; in the end its gradient."""
+    """Returns the bytes that no order can hide: the embedding, which is looked up in no time, the first block, its
+    gradient.
+    """
     embedding = shape.vocab * shape.dim
     return embedding * 2 + shape.block_numel * 2 + embedding * 4
 

@@ -1,4 +1,6 @@
-"""The largest batch of GPT-2 that trains in 24 GiB, on rank 0 of two, by each library, with and without offload."""
+"""Finds the largest batch of GPT-2 that trains in 24 GiB, on rank 0 of two, by each library, with and without
+offload.
+"""
 
 import gc
 import sys
@@ -27,7 +29,9 @@ KINDS = {
 
 
 def batch_rows(gpts: GPTs, device: torch.device, largest_tried: int = 256) -> Iterator[Row]:
-    """Sequences of full length per rank, with AdamW, whose state is on the CPU under offload (and not made here)."""
+    """Returns rows: sequences of full length per rank, with AdamW. Under offload its state is on the CPU, and not made
+    here.
+    """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, CAP_GIB * 2**30 / total))
@@ -49,7 +53,7 @@ def batch_rows(gpts: GPTs, device: torch.device, largest_tried: int = 256) -> It
 
 
 def find_largest(fits: Callable[[int], bool], largest_tried: int) -> int:
-    """The largest number that `fits`, up to a bound; 0 if none does. What fits, fits with less, too."""
+    """Returns the largest number up to a bound that `fits`, or 0 if none does. All smaller numbers fit, too."""
     low, high = 0, 1
     while high <= largest_tried and fits(high):
         low, high = high, 2 * high
@@ -61,7 +65,9 @@ def find_largest(fits: Callable[[int], bool], largest_tried: int) -> int:
 
 
 class Trial:
-    """One library's model, built again whenever it ran out of memory: what a failed step leaves is not defined."""
+    """Holds one library's model, and builds it again after it ran out of memory: a failed step leaves an undefined
+    state.
+    """
 
     def __init__(self, name: str, shape: GPTShape, recipe: Recipe, device: torch.device) -> None:
         self._build = partial(_build, name, shape, recipe, device)
@@ -69,7 +75,7 @@ class Trial:
         self._model: nn.Module | None = None
 
     def fits(self, rows: int) -> bool:
-        """Whether two steps run; the optimizer makes its state in the first."""
+        """Returns True if two steps run. The optimizer makes its state in the first."""
         try:
             if self._model is None:
                 self._model, self._optimizer = self._build()

@@ -1,9 +1,9 @@
-"""A process group of any size on one GPU, whose collectives take their time on a stream, as NCCL's do.
+"""Simulates a process group of any size on one GPU, whose collectives take their time on a stream, as NCCL's do.
 
-Collectives spin on the wire for `bytes / bandwidth` seconds, one by one: on a stream of the wire's own, behind what the
-caller's stream was given, if they are asynchronous; else on the caller's, as NCCL does since torch 2.7. `wait` makes
-the caller's stream wait. A spin takes one thread of one multiprocessor, and no bandwidth of the memory: kernels beside
-it are as fast as without. Nothing is moved, unless it is asked for. On CPU collectives take no time.
+Collectives spin on the wire for `bytes / bandwidth` seconds, one by one. Asynchronous ones run on a stream of the wire,
+after all work that the caller's stream has so far; others on the caller's, as NCCL does since torch 2.7. `wait` makes
+the caller's stream wait. A spin takes one thread of one multiprocessor, and no memory bandwidth: other kernels are as
+fast as without it. Nothing is moved, unless that is requested. On CPU collectives take no time.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 
 class Wire:
-    """What all groups share.
+    """Holds the facts that all groups share.
 
     `bandwidth`: bytes a second each way; None: collectives take no time.
-    `moves`: fill outputs as if all ranks held what this one does, and gradients' sum were this rank's.
-    `sent_bytes`: in all, per rank.
+    `moves`: if True, outputs are filled as if all ranks held this one's values, and gradients' sum were this rank's.
+    `sent_bytes`: the bytes that each rank has sent in all.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Wire:
         return WireWork(self._last)
 
     def settle(self) -> None:
-        """Between steps: wait until nothing is on the wire. A graph that is captured next must not depend on it."""
+        """Waits, between steps, until nothing is on the wire. A graph that is captured next must not depend on it."""
         if self._has_streams:
             torch.cuda.synchronize()
             self._last = None
@@ -74,7 +74,9 @@ class WireWork(dist.Work):
 
 
 def measure_clock(cycles: int = 100_000_000) -> float:
-    """Cycles a second of the spin kernel. The GPU's clock changes with its load: a spin is exact to some percent."""
+    """Returns the cycles a second of the spin kernel. The GPU's clock changes with its load: a spin is exact to some
+    percent.
+    """
     torch.cuda._sleep(cycles)  # wakes the GPU up
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -85,7 +87,7 @@ def measure_clock(cycles: int = 100_000_000) -> float:
 
 
 class WireGroup(dist.ProcessGroup):
-    """All-gathers, reduce-scatters and all-reduces go over the wire."""
+    """Sends all-gathers, reduce-scatters and all-reduces over the wire."""
 
     wire: Wire
 
@@ -136,7 +138,7 @@ def _create(wire: Wire, device: torch.device, common: Any, _options: Any) -> Wir
 
 
 def start_wire_group(world_size: int, device: torch.device) -> Wire:
-    """Initialise the default process group; it and all its subgroups share the wire that is returned."""
+    """Initialises the default process group. It and all its subgroups share the wire that is returned."""
     wire = Wire(device)
     dist.Backend.register_backend("wire", partial(_create, wire, device), extended_api=True, devices=[device.type])
     dist.init_process_group("wire", store=dist.HashStore(), rank=0, world_size=world_size)

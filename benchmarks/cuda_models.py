@@ -1,4 +1,4 @@
-"""Models of real sizes for the suite cuda: like Llama (without rotary embeddings), and GPT-2."""
+"""Defines models of real sizes for the suite cuda: one like Llama (without rotary embeddings), and GPT-2."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a model; `tokens` of its one sequence."""
+    """Holds the sizes of a model; `tokens` is the length of its one sequence."""
 
     blocks: int
     dim: int
@@ -106,7 +106,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Without dropout. Embedding and head are one parameter."""
+    """Is GPT-2 without dropout. Embedding and head are one parameter."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def make_ids(vocab: int, rows: int, tokens: int, device: torch.device) -> Tensor
 
 
 def run_lm_step(model: nn.Module, ids: Tensor) -> None:
-    """Forward, cross entropy in fp32, backward; gradients are dropped."""
+    """Runs forward, cross entropy in fp32, and backward; it drops the gradients."""
     logits = model(ids)
     F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
     model.zero_grad(set_to_none=True)

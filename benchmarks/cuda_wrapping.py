@@ -1,4 +1,4 @@
-"""How each library wraps a model for the suite cuda: the standard recipe, bf16 compute, gradients reduced in fp32."""
+"""Wraps a model by each library for the suite cuda: the standard recipe, bf16 compute, gradients reduced in fp32."""
 
 import importlib
 from collections.abc import Callable
@@ -19,11 +19,11 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is asked of a library.
+    """Holds the options of a library.
 
     Args:
-        reshard_after_forward: free the full parameters between forward and backward, if there is a choice.
-        offload: parameters, gradients and the optimizer's state rest on the CPU.
+        reshard_after_forward: if True, the unsharded parameters are freed between forward and backward, where possible.
+        offload: if True, parameters, gradients and the optimizer's state are on the CPU.
     """
 
     reshard_after_forward: bool | None = None
@@ -60,7 +60,7 @@ def wrap_by_fsdp1(_: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe) ->
 
 
 class _Autocast(nn.Module):
-    """DDP casts nothing: weights are cast where they are used."""
+    """Casts weights where they are used, because DDP casts nothing."""
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def wrap_by_ddp(_: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe) -> n
 
 
 def _finish_at_once(devices: list[torch.device], bucket: dist.GradBucket) -> Future[Tensor]:
-    """In place of an all-reduce: the Work of a fake process group has no result, which DDP asks for."""
+    """Replaces an all-reduce: the Work of a fake process group has no result, which DDP needs."""
     finished: Future[Tensor] = Future(devices=devices)
     finished.set_result(bucket.buffer())
     return finished
@@ -102,7 +102,7 @@ def wrap(name: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe | None = 
 
 
 def materialise(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model that was built on meta, sharded or not, small random weights on `device`."""
+    """Gives a model that was built on meta, sharded or not, small random weights on `device`."""
     model.to_empty(device=device)
     with torch.no_grad():
         for param in model.parameters():

@@ -1,4 +1,4 @@
-"""Two real ranks on gloo: gradients against each other, step time, wire bytes."""
+"""Measures two real ranks on gloo: differences of gradients, step time, bytes on the wire."""
 
 import os
 import statistics
@@ -33,7 +33,7 @@ TOLERANCE = {"fp32": 1e-6, "bf16/fp32": 1e-2}
 
 
 def measure_gloo(job: Job, libraries: Sequence[Library]) -> list[Row]:
-    """All ranks call this; every rank returns the same rows."""
+    """Returns the same rows on every rank. All ranks must call it."""
     dist.init_process_group("gloo", store=dist.FileStore(job.store, 2), rank=job.rank, world_size=2)
     rows = []
     for workload, shape in WORKLOADS.items():
@@ -67,7 +67,9 @@ def _measure_workload(
 
 
 def _build(shape: Shape, precision: str, library: Library, batch: Tensor) -> tuple[nn.Module, dict[int, int]]:
-    """A model that has taken a step, on a process group of its own; and how gloo's threads are scheduled since."""
+    """Returns a model that has taken a step, on its own process group, and the scheduling policy of gloo's threads
+    after it.
+    """
     mesh = dist.DeviceMesh.from_group(dist.new_group(), "cpu")
     set_policies(dict.fromkeys(read_policies(), DEFAULT))
     model = build_sharded(shape, precision, library, mesh)
@@ -76,12 +78,14 @@ def _build(shape: Shape, precision: str, library: Library, batch: Tensor) -> tup
 
 
 def _wire_limit(shape: Shape) -> float:
-    """Gradients in the dtype in which autograd yields them are enough for ranks to sum them in any other."""
+    """Returns the least bytes on the wire: gradients in the dtype of autograd are sufficient to sum them in
+    any other.
+    """
     return (1 + shape.gathered_twice + 1) / 2
 
 
 def _compare_gradients(models: Mapping[str, nn.Module], batch: Tensor, precision: str) -> dict[str, float]:
-    """Largest difference of each model's gradients to the first one's, over the largest gradient."""
+    """Returns the largest difference of each model's gradients to the first one's, over the largest gradient."""
     for model in models.values():
         compute_loss(model, batch).backward()
     gradients = {name: full_gradients(model) for name, model in models.items()}
@@ -104,7 +108,9 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], toler
 
 
 def _count_wire(model: nn.Module, batch: Tensor) -> float:
-    """Bytes that leave this rank in a step. gloo's reduce-scatter is an all-reduce inside: it sends twice its due."""
+    """Counts the bytes that leave this rank in a step. gloo's reduce-scatter is an all-reduce, which sends twice the
+    bytes.
+    """
     run_step(model, batch)
     with WireMeter() as wire:
         run_step(model, batch)
@@ -112,7 +118,7 @@ def _count_wire(model: nn.Module, batch: Tensor) -> float:
 
 
 def _count_interface(model: nn.Module, batch: Tensor) -> float:
-    """Bytes that leave this rank's interface in a step, whoever sends them; less than a hundredth are headers."""
+    """Counts the bytes that leave this rank's interface in a step; less than a hundredth are headers."""
     run_step(model, batch)
     before = _sent_by_all()
     repeat(3, partial(run_step, model, batch))
@@ -120,14 +126,14 @@ def _count_interface(model: nn.Module, batch: Tensor) -> float:
 
 
 def _sent_by_all() -> int:
-    """Behind a barrier: what a rank has not sent, its peer can't have received. Every rank must call this."""
+    """Returns the bytes after a barrier, before which all data has been received. Every rank must call it."""
     dist.barrier()
     return sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A step of one library, which finds gloo's threads as that library alone would have them."""
+    """Is a step of one library, with the scheduling of gloo's threads that the library alone would have."""
 
     step: Call
     policies: Mapping[int, int]
@@ -137,7 +143,7 @@ class _Turn:
 
 
 def _time_step(turn: _Turn) -> float:
-    """Milliseconds of wall time of the slower rank. Every rank must call this."""
+    """Returns the milliseconds of wall time of the slower rank. Every rank must call it."""
     set_policies(turn.policies)
     dist.barrier()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How Linux schedules the threads in which gloo sends and receives. fsdp2 changes that; others must not gain by it."""
+"""Reads how Linux schedules the threads in which gloo sends and receives. fsdp2 changes it; others must not profit."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ DEFAULT = getattr(os, "SCHED_OTHER", 0)
 
 
 def read_policies() -> dict[int, int]:
-    """The policy of each of gloo's threads of this process, by its id. None where threads have no names."""
+    """Returns the policy of each of gloo's threads of this process, by its id, or None where threads have no names."""
     policies = {}
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # ended meanwhile

@@ -2,11 +2,11 @@
 
     python -m benchmarks.gpu_session --out FOLDER
 
-Correctness comes first, then launches, memory and times. Each part runs in a process of its own, and what it has found
-is in FOLDER at once: a log of each (`correctness.log` has a line for each way of training, as it ends), `rows.jsonl`
-(one row a line), and `report.md`, written anew after each part. A part that fails or has no time left costs no other's
-numbers.
-Needs torch built for CUDA and, for the tests, pytest 9; without a GPU it says so, and ends.
+Correctness comes first, then launches, memory and times. Each part runs in its own process, and its results are in
+FOLDER at once: a log of each (`correctness.log` has a line for each way of training, as it ends), `rows.jsonl` (one row
+a line), and `report.md`, which is written again after each part. If a part fails or has no time left, the numbers of
+the others remain.
+It needs torch built for CUDA and, for the tests, pytest 9. Without a GPU it says so, and ends.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_part(part: str, out: Path, deadline: float) -> str:
-    """What came of it, in words."""
+    """Runs a part, and returns its outcome in words."""
     checks = {"correctness": CORRECTNESS, "tests": TESTS}
     measures = ("-m", "benchmarks.cuda", part, str((out / "rows.jsonl").resolve()))
     command = [sys.executable, *checks.get(part, measures)]
@@ -97,7 +97,7 @@ def format_session(outcomes: dict[str, str], rows: Sequence[Row]) -> str:
 
 
 def _tables(rows: Sequence[Row]) -> list[list[Row]]:
-    """Those of batches have more libraries."""
+    """Returns the tables. Those of batches have more libraries."""
     batches = [row for row in rows if "ddp" in row.values or "fsdp1" in row.values]
     return [table for table in ([row for row in rows if row not in batches], batches) if table]
 

@@ -1,11 +1,12 @@
-"""fsdp2 without what watches its users, or with ranks that reach a consensus: to measure what that costs. A step's
-numbers stay the same.
+"""Defines fsdp2 without some of its checks, or with ranks that reach a consensus, to measure what these cost.
+
+The numbers of a step stay the same.
 
     python -m benchmarks host --libraries fsdp2 unguarded
-    python -m benchmarks gloo --libraries fsdp2 no-headers interrupted meeting
+    python -m benchmarks gloo --libraries fsdp2 no-headers interrupted consensus
     python -m benchmarks.instructions --libraries fsdp2 unguarded no-checks no-written no-replaced no-saved no-calls
 
-`fsdp2.set_checks` acts on all models of a process; these act on one.
+`fsdp2.set_checks` acts on all models of a process; the functions here act on one.
 """
 
 from collections.abc import Callable
@@ -23,31 +24,31 @@ def drop_checks(model: nn.Module) -> None:
 
 
 def drop_written(model: nn.Module) -> None:
-    """After a forward: was an unsharded parameter written to?"""
+    """Drops the check, after a forward, of writes to unsharded parameters."""
     _drop_observers(model, lambda each: type(each).__name__ in ("WrittenParameters", "UnseenWrites"))
 
 
 def drop_replaced(model: nn.Module) -> None:
-    """Before a gather: was a parameter or its local tensor replaced, frozen or unfrozen?"""
+    """Drops the check, before a gather, of parameters or local tensors that were replaced, frozen or unfrozen."""
     for group in _groups(model):
         group._notice_changes = _nothing
 
 
 def drop_saved(model: nn.Module) -> None:
-    """When backward uses a saved tensor: was it, or the parameter that it is a view of, changed since?"""
+    """Drops the check, when backward uses a saved tensor, of changes to it or to the parameter that it is a view of."""
     saved_tensors = _root(model).saved_tensors
     saved_tensors._pack = _Unchecked(saved_tensors).pack
     saved_tensors._unpack = _Unchecked(saved_tensors).unpack
 
 
 def drop_versions(model: nn.Module) -> None:
-    """What `drop_replaced` and `drop_saved` compare: how often has each parameter been written to?"""
+    """Drops the counts of writes to each parameter that `drop_replaced` and `drop_saved` compare."""
     for group in _groups(model):
         group.registration.versions = tuple
 
 
 def drop_calls(model: nn.Module) -> None:
-    """When a module inside is called: are its parameters gathered?"""
+    """Drops the check, when an inner module is called, that its parameters are unsharded."""
     _drop_observers(model, lambda each: type(each).__name__ == "EntryPoints")
     for group in _groups(model):
         for entries, key, _ in group.registration.while_sharded:
@@ -56,7 +57,7 @@ def drop_calls(model: nn.Module) -> None:
 
 
 def drop_headers(model: nn.Module) -> None:
-    """On gloo, with each message: is it what this rank expects?"""
+    """Drops the check, on gloo, that each message is the one that this rank expects."""
     from fsdp2.core.param_group import Comms
     from fsdp2.ext.gloo import PairwiseComm
 
@@ -69,12 +70,12 @@ def drop_headers(model: nn.Module) -> None:
 
 
 def interrupt_senders(model: nn.Module) -> None:
-    """On gloo: its threads take the core of whoever sends, as they do by default."""
+    """Lets gloo's threads take the core of a sending thread, as they do by default."""
     set_policies(dict.fromkeys(read_policies(), DEFAULT))
 
 
-def add_meetings(model: nn.Module) -> None:
-    """The last block may be left out: before each gather and reduction of any group, ranks reach a consensus."""
+def add_consensus(model: nn.Module) -> None:
+    """Makes the last block conditional: ranks reach a consensus before each gather and reduction of any group."""
     from fsdp2.core.root import Root
     from fsdp2.core.state import groups_of, names_below
 
@@ -93,12 +94,12 @@ GUARDS: dict[str, tuple[Callable[[nn.Module], None], ...]] = {
     "no-calls": (drop_calls,),
     "no-headers": (drop_headers,),
     "interrupted": (interrupt_senders,),
-    "meeting": (add_meetings,),
+    "consensus": (add_consensus,),
 }
 
 
 class _Unchecked:
-    """`SavedTensors._pack` and `_unpack`, but for the comparison: weights are noticed, and gathered again."""
+    """Has `SavedTensors._pack` and `_unpack` without the comparison: weights are noted, and gathered again."""
 
     def __init__(self, saved_tensors: Any) -> None:
         from fsdp2.core.compat import storage_id

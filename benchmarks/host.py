@@ -1,4 +1,4 @@
-"""Host time of a step on a group of any size that exists only in name, and the Python calls that it takes."""
+"""Measures the host time of a step on a simulated group of any size, and counts its Python calls."""
 
 import gc
 import statistics
@@ -37,7 +37,9 @@ def measure_host(job: Job, libraries: Sequence[Library]) -> list[Row]:
 
 
 def _time_row(label: str, shape: Shape, precision: str, hooked: bool, libraries: Sequence[Library], rounds: int) -> Row:
-    """Process time of a step above the plain model's, per group. Libraries, plain model and floor take turns."""
+    """Returns the process time of a step beyond the plain model's, per group. Libraries, plain model and floor take
+    turns.
+    """
     libraries = _choose(libraries, precision, hooked)
     calls = build_steps(shape, precision, libraries, hooked)
     times = interleave(calls, rounds=rounds, warmup=2, measure=process_seconds)
@@ -48,18 +50,18 @@ def _time_row(label: str, shape: Shape, precision: str, hooked: bool, libraries:
 
 
 def _choose(libraries: Sequence[Library], precision: str, hooked: bool) -> list[Library]:
-    """Those that can; without saved-tensor hooks the one that has them, beside torch's FSDP2."""
+    """Returns the libraries that can run; without saved-tensor hooks the one that has them, and torch's FSDP2."""
     return [each for each in able(libraries, precision) if hooked or each.has_more or each.name == "torch"]
 
 
 def build_steps(shape: Shape, precision: str, libraries: Sequence[Library], hooked: bool = True) -> dict[str, Call]:
-    """A step of each library, of the "plain" model, and the "floor"."""
+    """Returns a step of each library, of the "plain" model, and the "floor"."""
     steps = {library.name: build_step(library, shape, precision, hooked) for library in libraries}
     return {**steps, "plain": build_step(None, shape, precision), "floor": _build_floor(shape, precision)}
 
 
 def build_step(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> Call:
-    """On all ranks. Without a library, the plain model's. `hooked`: with saved-tensor hooks, if the library has any."""
+    """Returns a step of a library, or of the plain model. `hooked`: with saved-tensor hooks, if the library has any."""
     if library is None:
         model = build_plain(shape, precision)
     else:
@@ -70,7 +72,7 @@ def build_step(library: Library | None, shape: Shape, precision: str, hooked: bo
 
 
 def _build_floor(shape: Shape, precision: str) -> Call:
-    """The least that a step can cost: per group two casts, two gathers and a reduction; no hooks, no parameters."""
+    """Returns the least that a step can cost: per group two casts, two gathers and a reduction, without hooks."""
     compute, reduce = PRECISIONS[precision]
     world_size = dist.get_world_size()
     shard_numel = shape.block_numel // world_size + 1
@@ -106,19 +108,19 @@ def _setting(label: str, precision: str, hooked: bool) -> str:
 
 
 def count_step_calls(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> int:
-    """Python functions that one step in steady state calls; without a library, the plain model's."""
+    """Counts the Python functions that one step in steady state calls; without a library, the plain model's."""
     return count_calls(build_steady_step(library, shape, precision, hooked))
 
 
 def build_steady_step(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> Call:
-    """A step that has run four times: in the 1st, 2nd, 4th, 8th, ... checks are due."""
+    """Returns a step that has run four times: in the 1st, 2nd, 4th, 8th, ... more checks run."""
     step = build_step(library, shape, precision, hooked)
     repeat(4, step)
     return step
 
 
 def count_calls(call: Callable[[], Any]) -> int:
-    """Python functions that are called meanwhile, in this thread: `call` is one, what is written in C none."""
+    """Counts the Python functions that this thread calls meanwhile, including `call`, without functions in C."""
     count = 0
 
     def on_event(_frame: Any, event: str, _argument: Any) -> None:

@@ -1,12 +1,12 @@
-"""Counts the machine instructions of one training step, and of the start: what times on a shared machine can't tell
-apart.
+"""Counts the machine instructions of one training step, and of the start.
 
     python -m benchmarks.instructions              needs valgrind; about 5 minutes on two cores
 
-Steps run under valgrind's callgrind, with ATen's generic kernels (valgrind knows no AVX-512). What is counted, above
-the plain model, repeats to about 1 %, however busy the machine is. Instructions are not time: waiting for memory does
-not count. `bare` is the plain model, `limit` that of the host suite. The start is `fully_shard` on 16 blocks of 16
-parameters and on the root, and the first forward; per parameter, N=8: torch's grows with N.
+Times on a shared machine can't show small differences. Steps run under valgrind's callgrind, with ATen's generic
+kernels (valgrind does not support AVX-512). The counts, without the plain model's, repeat to about 1 %, whatever the
+load of the machine. Instructions are not time: waits for memory do not count. `bare` is the plain model, `limit` that
+of the host suite. The start is `fully_shard` on 16 blocks of 16 parameters and on the root, and the first forward; per
+parameter, N=8: torch's grows with N.
 """
 
 import argparse
@@ -44,7 +44,7 @@ WATCHED = "PyNumber_InPlaceMatrixMultiply"
 
 
 class Watched:
-    """`watched @= call`: calls it."""
+    """Calls a function by `watched @= call`."""
 
     def __imatmul__(self, call: Callable[[], object]) -> "Watched":
         call()
@@ -52,7 +52,7 @@ class Watched:
 
 
 def train(precision: str, worlds: Sequence[int], names: Sequence[str]) -> None:
-    """What valgrind watches. Prints a label for each count, in order."""
+    """Is the program that valgrind runs. It prints a label for each count, in order."""
     torch.set_num_threads(1)
     gc.disable()
     libraries = able([load_library(name) for name in names], precision)
@@ -70,7 +70,7 @@ def train(precision: str, worlds: Sequence[int], names: Sequence[str]) -> None:
 
 
 def watch(call: Callable[[], object], setting: str, name: str, per: int) -> None:
-    """Count `call`, which `name` does in `setting`, `per` so many times."""
+    """Counts the instructions of `call`, which `name` runs in `setting`, and divides them by `per`."""
     watched = Watched()
     gc.collect()
     watched @= call
@@ -86,7 +86,9 @@ def watch_starts(libraries: Sequence[Library]) -> None:
 
 
 def build_starts(libraries: Sequence[Library]) -> dict[str, Callable[[], Callable[[], object]]]:
-    """For each library, and the "plain" model: () -> what shards a new model and runs it for the first time."""
+    """Returns, for each library and the "plain" model, a function that shards a new model and runs it for the first
+    time.
+    """
     mesh, batch = dist.init_device_mesh("cpu", (dist.get_world_size(),)), make_vectors(START_DIM)
 
     def start(shard: Callable[..., nn.Module] | None) -> Callable[[], object]:
@@ -127,7 +129,7 @@ def read_counts(labels: Sequence[str], folder: Path) -> dict[str, dict[str, floa
 
 
 def total(dump: Path) -> int:
-    """Instructions in one of callgrind's files."""
+    """Returns the number of instructions in one of callgrind's files."""
     (line,) = (line for line in dump.read_text().splitlines() if line.startswith("totals:"))
     return int(line.split()[1])
 

@@ -1,4 +1,4 @@
-"""What one measuring process is to do, and how such processes are started and awaited."""
+"""Defines the jobs of measuring processes, starts these and waits for them."""
 
 import json
 import os
@@ -18,15 +18,15 @@ TIMEOUT_SECONDS = 900  # several times what a job takes on a quiet machine
 
 @dataclass(frozen=True)
 class Job:
-    """One suite in fresh processes, one for each rank; rank 0 reports.
+    """Describes one suite in fresh processes, one for each rank; rank 0 reports.
 
     Args:
         suite: its name in `suites.SUITES`.
         worlds: sizes of process groups.
         libraries: names in `libraries.MODULES`.
-        pictures: what the names of picture files begin with. None: draw none.
-        megabits: a second, of the link between ranks. 0: it is as fast as this machine.
-        store: path of the file through which ranks meet.
+        pictures: the prefix of the names of picture files. None: no pictures.
+        megabits: the bandwidth of the link between ranks, in megabits a second. 0: as fast as this machine.
+        store: path of the file by which ranks find each other.
     """
 
     suite: str
@@ -44,10 +44,10 @@ class Job:
 
 
 def run(job: Job, places: Sequence[Place], folder: Path) -> list[Row]:
-    """Start the job's processes, one in each place, wait for all, and read what rank 0 measured.
+    """Starts the job's processes, one in each place, waits for all, and reads the results of rank 0.
 
     Raises:
-        RuntimeError: one failed, or was late; with what they printed.
+        RuntimeError: a process failed, or was late. The message has its output.
     """
     logs = [folder / f"{rank}.log" for rank in range(len(places))]
     jobs = [replace(job, rank=rank, store=str(folder / "store")) for rank in range(len(places))]
@@ -72,7 +72,7 @@ def _start(job: Job, place: Place, rows: Path, log: Path) -> subprocess.Popen[by
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """A failed or late rank takes the others with it, which would wait for it forever."""
+    """Waits for all ranks. If one fails or is late, it ends the others, which would wait for it forever."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     try:
         while any(process.poll() is None for process in processes):

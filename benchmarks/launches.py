@@ -1,7 +1,7 @@
-"""What a group costs a GPU in launches: kernels and copies for one gather and for one reduction, collectives and the
-operations in them, bytes written. Counted on one of N simulated ranks with real sizes; nothing that large is computed.
+"""Counts what a group costs a GPU: launches for one gather and for one reduction, collectives, operations, bytes.
 
-What is one launch on CUDA is a rule for each operation, after aten/src/ATen/native/cuda of torch 2.13.
+It counts on one of N simulated ranks with real sizes; nothing that large is computed. A rule for each operation says
+how many launches it needs on CUDA, after aten/src/ATen/native/cuda of torch 2.13.
 """
 
 import math
@@ -55,8 +55,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _of_foreach(*lists: Sequence[Tensor]) -> int:
-    """One for as many chunks as fit into it, if all tensors are alike (ForeachBinaryOpList.cu, ForeachUtils.h): in each
-    list of one dtype, in each place of the same sizes and strides, and dense. Else one for each.
+    """Returns the launches of a foreach operation: one for as many chunks as fit into it, if all tensors are alike
+    (ForeachBinaryOpList.cu, ForeachUtils.h): the tensors of each list have one dtype, those of one index equal sizes
+    and strides, and all are dense. Else one for each.
     """
     alike = all(len({tensor.dtype for tensor in tensors}) == 1 for tensors in lists)
     for places in zip(*lists, strict=True):
@@ -77,13 +78,15 @@ def _of_foreach(*lists: Sequence[Tensor]) -> int:
 
 
 def _of_split(rows: Tensor, targets: Sequence[Tensor]) -> int:
-    """The kernel and the copy of its addresses, if all are dense and of one dtype (TensorShape.cu); else one each."""
+    """Returns the kernel and the copy of its addresses, if all are dense and of one dtype (TensorShape.cu); else one
+    each.
+    """
     alike = all(_is_dense(each) and each.dtype == rows.dtype for each in [rows, *targets])
     return 2 if alike else len(targets)
 
 
 def _of_chunk_cat(tensors: Sequence[Tensor], out: Tensor) -> int:
-    """The kernel and the copy of its addresses, if all are contiguous and of one dtype, or bf16 to fp32
+    """Returns the kernel and the copy of its addresses, if all are contiguous and of one dtype, or bf16 to fp32
     (TensorShape.cu); else each is padded, by a fill and a copy, before they are joined.
     """
     kinds = {(tensor.dtype, out.dtype) for tensor in tensors}
@@ -118,7 +121,7 @@ _RULES: dict[str, Callable[[Sequence[Any], dict[str, Any]], int]] = {
 
 
 class LaunchMeter(TorchDispatchMode):
-    """Counts launches as CUDA would make them. What takes much memory is not computed, so that it stays unused."""
+    """Counts launches as CUDA would make them. Large results are not computed, so that their memory stays unused."""
 
     sees_fsdp2 = True
 
@@ -154,14 +157,14 @@ class LaunchMeter(TorchDispatchMode):
 
 
 def _computes_nothing(func: OpOverload) -> bool:
-    """A view, memory that nobody has written to, or nothing that a device sees."""
+    """Returns True for a view, for uninitialised memory, and for operations that do not reach a device."""
     returns = func._schema.returns
     views = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
     return views or func.namespace == "prim" or op_name(func).startswith(_UNWRITTEN)
 
 
 def _numel_of_new(args: Sequence[Any]) -> int:
-    """Of what is made by its sizes."""
+    """Returns the number of elements of a tensor that is made by its sizes."""
     sizes = next(
         (each for each in args if isinstance(each, (list, tuple)) and all(isinstance(n, int) for n in each)), ()
     )
@@ -169,7 +172,7 @@ def _numel_of_new(args: Sequence[Any]) -> int:
 
 
 def _uncomputed(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """What `func` returns, with zeros for values if they are few."""
+    """Returns a tensor like the result of `func`, filled with zeros if it is small."""
     args, kwargs = tree_map_only(
         Tensor,
         lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta"),
@@ -184,7 +187,7 @@ def _uncomputed(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 class _Use(torch.autograd.Function):
-    """Identity that needs a parameter in both directions, and gives it a gradient."""
+    """Is an identity that needs a parameter in both directions, and gives it a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
@@ -220,8 +223,8 @@ class _Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one group: launches that are no collective, collective calls, operations in all of these and in the largest
-    of the kind that is counted, bytes that launches write.
+    """Holds the counts of one group: launches except collectives, collective calls, operations in all of these and in
+    the largest of the counted kind, bytes that launches write.
     """
 
     launches: int
@@ -241,7 +244,7 @@ class Counts:
 
 
 def count_group(name: str, precision: str, library: Library, world_size: int) -> tuple[Counts, Counts]:
-    """Of one gather, and of one reduction, of a block of `MODELS` in steady state, among `world_size` ranks."""
+    """Counts one gather, and one reduction, of a block of `MODELS` in steady state, among `world_size` ranks."""
     link = Link(SimulatedClock())
     start_timed_group(world_size, link)
     mesh = dist.init_device_mesh("cpu", (world_size,))
@@ -258,8 +261,8 @@ def count_group(name: str, precision: str, library: Library, world_size: int) ->
 def _count_steps(
     model: nn.Module, precision: str, library: Library, mesh: DeviceMesh, link: Link
 ) -> tuple[Counts, Counts]:
-    """Of one forward without gradients, in which each block is gathered, and of one training step. They are the sixth
-    and fifth forward: at the first, second, fourth and eighth, checks are due.
+    """Counts one forward without gradients, in which each block is gathered, and one training step. They are the sixth
+    and fifth forward: at the first, second, fourth and eighth, fsdp2's checks read values.
     """
     x = torch.zeros(1, requires_grad=True)
     with LaunchMeter():
@@ -277,7 +280,7 @@ def _train(model: nn.Module, x: Tensor) -> None:
 
 
 def _count(call: Callable[[], object], link: Link, kind: str) -> Counts:
-    """`kind`: of the collectives whose largest call counts."""
+    """Counts a step. `kind`: that of the collectives whose largest call counts."""
     link.operations.clear()
     link.transfers.clear()
     with LaunchMeter() as meter:

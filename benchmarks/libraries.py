@@ -1,4 +1,4 @@
-"""The libraries that are compared, by name: how each shards a model, and nothing else about them."""
+"""Lists the libraries that are compared: how each shards a model, and nothing else about them."""
 
 import importlib
 import sys
@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 @dataclass(frozen=True)
 class Library:
-    """One way to train a model on all ranks of a mesh.
+    """Is one way to train a model on all ranks of a mesh.
 
     Args:
         shard: takes a model that has `blocks`, a mesh of one axis, and the dtypes in which to compute and to reduce (or
-            none, for no casts); returns the model to call. By the standard recipe, if the library knows groups: one per
-            block, the rest in the root.
-        can_cast: whether it takes dtypes.
-        has_more: whether it has what torch's FSDP2 has not: a dtype in which gradients travel (`wire_dtype=`) and a
-            planner against padding (`planned=True`), which `shard` then takes, too.
+            none, for no casts); returns the model to call. It follows the standard recipe, if the library has groups:
+            one per block, the rest in the root.
+        can_cast: True if it takes dtypes.
+        has_more: True if it has two options that torch's FSDP2 lacks, which `shard` then takes, too: a dtype in which
+            gradients are sent (`wire_dtype=`) and a planner against padding (`planned=True`).
     """
 
     name: str
@@ -54,7 +54,7 @@ NAMES = (*MODULES, *GUARDS, *PEERS)
 
 
 def load_library(name: str) -> Library:
-    """Import one library; exits with a sentence that says what to do when it cannot be imported."""
+    """Imports one library, or exits with a sentence that says what to do if it cannot be imported."""
     if name in PEERS:
         return PEERS[name]
     if name in GUARDS:

@@ -1,4 +1,4 @@
-"""Peaks and leftovers of one step, on torch's fake process group. Exact: every allocation of the CPU allocator."""
+"""Measures peaks and leftovers of one step, on torch's fake process group: every allocation of the CPU allocator."""
 
 import gc
 from collections.abc import Sequence
@@ -39,7 +39,9 @@ def measure_memory(job: Job, libraries: Sequence[Library]) -> list[Row]:
 
 
 def _memory_curve(precision: str, library: Library, mesh: DeviceMesh) -> list[tuple[float, float]]:
-    """(share of the step's time, unsharded blocks above resting); meters slow down one library more than the other."""
+    """Returns pairs: share of the step's time, unsharded blocks above resting. Meters slow down some libraries more
+    than others.
+    """
     curve = record_step(BYTES_SHAPE, precision, library, mesh).curve("step")
     group_bytes = BYTES_SHAPE.block_numel * PRECISIONS[precision][0].itemsize
     return [(when / curve[-1][0], above / group_bytes) for when, above in curve]
@@ -59,8 +61,8 @@ def _peak_rows(precision: str, world_size: int, libraries: Sequence[Library], me
 
 
 def _measure_peaks(shape: Shape, precision: str, library: Library | None, mesh: DeviceMesh) -> dict[str, float]:
-    """Peaks above resting in unsharded blocks; resting bytes (no gradients) in fp32 parameter shards. No library: those
-    of the plain model.
+    """Returns peaks above resting in unsharded blocks, and resting bytes (no gradients) in fp32 parameter shards.
+    Without a library they are those of the plain model.
     """
     meter = record_step(shape, precision, library, mesh)
     group_bytes = shape.block_numel * PRECISIONS[precision][0].itemsize
@@ -76,8 +78,8 @@ def _measure_peaks(shape: Shape, precision: str, library: Library | None, mesh: 
 
 
 def record_step(shape: Shape, precision: str, library: Library | None, mesh: DeviceMesh) -> AllocationMeter:
-    """Regions "first step", and of a step in steady state, "step" and, in it, "forward"; without a library, of the
-    plain model.
+    """Records the regions "first step", and of a step in steady state, "step" and, in it, "forward". Without a library
+    it records the plain model.
     """
     with AllocationMeter() as meter:
         model = build_sharded(shape, precision, library, mesh) if library else build_plain(shape, precision)
@@ -97,10 +99,10 @@ def record_step(shape: Shape, precision: str, library: Library | None, mesh: Dev
 
 
 def _peak_limits(precision: str, world_size: int) -> dict[str, float]:
-    """Two full groups; in backward also gradients on their way, and what is reduced already.
+    """Returns the limits: two unsharded groups; in backward also gradients in flight, and reduced ones.
 
-    A quarter of a group's gradients that are sent from where they lie, and another quarter behind it; of those that are
-    cast a quarter, beside three eighths that are copied.
+    Gradients in flight are a quarter of a group that is sent without a copy, and the quarter after it; of gradients
+    that are cast a quarter, and three eighths that are copied.
     """
     compute, reduce = (dtype.itemsize for dtype in PRECISIONS[precision])
     in_flight = 2 / 4 if compute == reduce else (compute / 4 + reduce * 3 / 8) / compute

@@ -1,4 +1,4 @@
-"""Exact counters for one process: bytes copied, bytes sent, bytes allocated. None of them measures time."""
+"""Defines exact counters for one process: bytes copied, bytes sent, bytes allocated. None of them measures time."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ def num_bytes(value: Any) -> int:
 
 
 def op_name(func: OpOverload) -> str:
-    """`aten.copy_.default` -> `aten.copy`: the in-place and functional forms of an op count alike."""
+    """Returns the name of an op, `aten.copy` for `aten.copy_.default`: its in-place and functional forms are equal."""
     return str(func.overloadpacket).rstrip("_")
 
 
@@ -55,7 +55,7 @@ class _StepMeter(TorchDispatchMode):
 
 
 class CopyMeter(_StepMeter):
-    """Bytes read plus bytes written by copies, and apart from them by arithmetic."""
+    """Counts the bytes that copies read and write, and separately those of arithmetic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,9 @@ def _bytes_moved(func: OpOverload, args: Any, kwargs: Any, out: Any, reads_outpu
 
 @dataclass(frozen=True)
 class Collective:
-    """One payload (a coalesced call has several): `payload_bytes` go to each peer, `sent_bytes` leave this rank."""
+    """Holds one payload (a coalesced call has several): `payload_bytes` go to each peer, `sent_bytes` leave
+    this rank.
+    """
 
     kind: str
     payload_bytes: int
@@ -148,9 +150,9 @@ SEND_NOTHING |= {"_c10d_functional._wrap_tensor_autograd", "c10d.recv_any_source
 
 
 class WireMeter(_StepMeter):
-    """What this rank sends, from every collective that is issued through torch.distributed or functional collectives.
+    """Counts what this rank sends, in every collective of torch.distributed and every functional collective.
 
-    An op that it does not know is an error: bytes must not leave unseen.
+    An unknown op is an error, so that no bytes are missed.
     """
 
     def __init__(self) -> None:
@@ -204,7 +206,7 @@ def _find_group(name: str, args: Sequence[Any]) -> dist.ProcessGroup:
 
 @dataclass
 class AllocationMeter:
-    """Every allocation and release of the CPU allocator between `with` and its end, storage resizes included.
+    """Records every allocation and release of the CPU allocator between `with` and its end, with storage resizes.
 
     Marks name regions in time. Memory that was allocated before the meter started is unknown to it, unless an earlier
     meter saw it: then its release counts, so garbage is collected first. oneDNN is off meanwhile: on CPUs without bf16
@@ -239,7 +241,9 @@ class AllocationMeter:
         return max([self.allocated_before(region), *inside])
 
     def curve(self, region: str) -> list[tuple[float, int]]:
-        """(milliseconds since the region began, bytes above what was allocated before it), after each event."""
+        """Returns pairs after each event: milliseconds since the region began, bytes above those allocated
+        before it.
+        """
         (start, end), before = self._regions[region], self.allocated_before(region)
         return [((when - start) / 1e6, total - before) for when, total in self._timeline if start <= when <= end]
 

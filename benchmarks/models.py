@@ -1,4 +1,4 @@
-"""One transformer-like model, the same for every library, plain or sharded."""
+"""Defines one transformer-like model, the same for every library, plain or sharded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ PRECISIONS = {"fp32": (torch.float32, torch.float32), "bf16/fp32": (torch.bfloat
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model and of its batch.
+    """Holds the sizes of a model and of its batch.
 
     `vocab=0`: no embedding and no head, so all groups but the root are equal. `hidden=0`: a block is one matrix.
     """
@@ -41,7 +41,9 @@ class Shape:
 
     @property
     def gathered_twice(self) -> float:
-        """Share of the parameters that backward must gather: the root and the last two blocks can stay from forward."""
+        """Returns the share of the parameters that backward must gather: the root and the last two blocks can stay from
+        forward.
+        """
         return (self.blocks - 2) * self.block_numel / self.numel
 
     @property
@@ -56,7 +58,7 @@ HEAVY_ROOT_SHAPE = Shape(blocks=6, dim=512, hidden=1536, tokens=1, vocab=15872)
 
 
 class Block(nn.Module):
-    """Attention with one head, then a gated MLP: nine parameters, two of them one-dimensional."""
+    """Is attention with one head, then a gated MLP: nine parameters, two of them one-dimensional."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class Block(nn.Module):
 
 
 class OneMatrix(nn.Module):
-    """The least block: one parameter."""
+    """Is the smallest block: one parameter."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ class Stack(nn.Module):
 
 
 def build_plain(shape: Shape, precision: str) -> nn.Module:
-    """The model without any library, in the compute dtype: what its own forward and backward cost."""
+    """Builds the model without any library, in the compute dtype, to measure its own forward and backward."""
     torch.manual_seed(0)
     return Stack(shape).to(PRECISIONS[precision][0])
 
@@ -127,12 +129,14 @@ def is_mixed(precision: str) -> bool:
 
 
 def able(libraries: Sequence[Library], precision: str) -> list[Library]:
-    """Those that can compute in this precision."""
+    """Returns the libraries that can compute in this precision."""
     return [library for library in libraries if library.can_cast or not is_mixed(precision)]
 
 
 def make_batch(shape: Shape, precision: str, seed: int = 1) -> Tensor:
-    """Token ids, or activations that require a gradient (as behind an embedding), so that every block's input does."""
+    """Returns token ids, or activations that require a gradient (as after an embedding), so that every block's input
+    does.
+    """
     generator = torch.Generator().manual_seed(seed)
     if shape.vocab:
         return torch.randint(shape.vocab, (1, shape.tokens), generator=generator)
@@ -141,7 +145,7 @@ def make_batch(shape: Shape, precision: str, seed: int = 1) -> Tensor:
 
 
 def make_vectors(dim: int) -> Tensor:
-    """One vector of activations, which requires a gradient (as behind an embedding)."""
+    """Returns one vector of activations, which requires a gradient (as after an embedding)."""
     return torch.ones(1, dim, requires_grad=True)
 
 
@@ -150,7 +154,7 @@ def compute_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def run_step(model: nn.Module, batch: Tensor) -> None:
-    """Forward, backward and zero_grad; no optimizer, whose cost is not the library's."""
+    """Runs forward, backward and zero_grad, without an optimizer, whose cost is not the library's."""
     compute_loss(model, batch).backward()
     model.zero_grad(set_to_none=True)
     batch.grad = None

@@ -1,5 +1,5 @@
 """Counts what a process pays for fsdp2 where it does not use it: the machine instructions of code on plain tensors, and
-on DTensors of other meshes, before and behind the first `fully_shard`.
+on DTensors of other meshes, before and after the first `fully_shard`.
 
     python -m benchmarks.neighbours                needs valgrind; about 3 minutes
 """
@@ -32,7 +32,7 @@ DIM, LAYERS = 16, 72  # 144 parameters
 
 
 def build_programs() -> dict[str, Callable[[], object]]:
-    """Each on tensors of its own."""
+    """Returns the programs, each of which has its own tensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(LAYERS)))
     batch = torch.ones(4, DIM)
@@ -69,7 +69,7 @@ def build_programs() -> dict[str, Callable[[], object]]:
 
 
 def train() -> None:
-    """What valgrind watches. Prints a label for each count, in order."""
+    """Is the program that valgrind runs. It prints a label for each count, in order."""
     torch.set_num_threads(1)
     gc.disable()
     start_quiet_group(4)

@@ -1,6 +1,6 @@
-"""Communication that compute does not hide, on a link of known speed, with compute of known length.
+"""Measures communication that compute does not hide, on a link of known speed, with compute of known length.
 
-Blocks take their time asleep, and so do collectives; both are long beside what the machine and its other users add.
+Blocks and collectives sleep. Their times are long compared with the disturbances by the machine and its other users.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ COMMUNICATION_PER_COMPUTE = (1.0, 0.3)
 
 @dataclass
 class Compute:
-    """What blocks do: "forward" or "backward", begin and end of each; and how long that was in all."""
+    """Records the compute of blocks: "forward" or "backward", begin and end of each, and the total time."""
 
     clock: Clock
     spans: list[tuple[str, float, float]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Compute:
 
 
 class _Busy(torch.autograd.Function):
-    """Identity that takes `seconds` in forward, and twice as long in backward."""
+    """Is an identity that takes `seconds` in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, compute: Compute) -> Tensor:
@@ -59,7 +59,7 @@ class _Busy(torch.autograd.Function):
 
 
 class _Block(nn.Module):
-    """Linear layers, each of which is as slow as if its matrix were many times larger."""
+    """Holds linear layers, each of which is as slow as if its matrix were many times larger."""
 
     def __init__(self, compute: Compute, layers: int = LAYERS) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Block(nn.Module):
 
 
 class SlowStack(nn.Module):
-    """Equal blocks, and nothing in the root."""
+    """Holds equal blocks, and no parameters in the root."""
 
     def __init__(self, compute: Compute, layers: int = LAYERS) -> None:
         super().__init__()
@@ -86,10 +86,10 @@ class SlowStack(nn.Module):
 
 
 def floor_seconds(transfer: float, forward: float, backward: float, blocks: int) -> float:
-    """Of communication that no order hides, with one collective per block and pass, each of `transfer` seconds.
+    """Returns the seconds of communication that no order hides, if each collective takes `transfer` seconds.
 
-    The first gather and the last reduction have nothing to hide behind; in between, a transfer is exposed as far as it
-    takes longer than the block that computes meanwhile. The last two blocks are kept for backward.
+    Nothing can hide the first gather and the last reduction; all other transfers are exposed as far as they take longer
+    than the block that computes meanwhile. The last two blocks stay unsharded for backward.
     """
     in_forward = (blocks - 1) * max(0.0, transfer - forward)
     # Beside the last block there is none, beside the first a reduction, beside the others a gather and a reduction.
@@ -98,9 +98,10 @@ def floor_seconds(transfer: float, forward: float, backward: float, blocks: int)
 
 
 class Stage:
-    """One process group with a link, models that run on it, and a clock for both. Close it.
+    """Holds one process group with a link, models that run on it, and a clock for both. Close it.
 
-    `layers`: of each block. `mixed`: gathers in bf16, and reductions, which take twice as long, in fp32.
+    `layers`: the number of layers of each block. `mixed`: gathers are in bf16, and reductions, which take twice as
+    long, in fp32.
     """
 
     def __init__(
@@ -119,18 +120,18 @@ class Stage:
         }
 
     def set_transfer(self, seconds: float) -> None:
-        """So long a gather of a whole block is to take."""
+        """Sets the time of a gather of a whole block."""
         nbytes = self._block_nbytes * (self._world_size - 1) / self._world_size
         self._link.bandwidth = nbytes / (seconds - LATENCY_SECONDS)
 
     def seconds_outside_compute(self, step: Call) -> float:
-        """Of one step. A busy machine sleeps longer than it was asked to, which does not count."""
+        """Returns the seconds of one step. A busy machine sleeps longer than requested, which does not count."""
         before, start = self._compute.seconds, self._clock.now()
         step()
         return self._clock.now() - start - (self._compute.seconds - before)
 
     def record(self, step: Call) -> Lanes:
-        """What link and compute did in one step, in milliseconds from its beginning."""
+        """Returns the events of link and compute in one step, in milliseconds from its beginning."""
         self._link.transfers.clear()
         self._compute.spans.clear()
         start = self._clock.now()
@@ -171,7 +172,7 @@ def _simulated_row(world_size: int, ratio: float, libraries: Sequence[Library]) 
 
 
 def exposed_by_order(library: Library, world_size: int, transfer: float, **options: Any) -> float:
-    """Seconds per step in steady state, if all but compute and link were infinitely fast. Exact."""
+    """Returns the exact seconds per step in steady state, if all but compute and link were infinitely fast."""
     stage = Stage(world_size, SimulatedClock(), [library], **options)
     stage.set_transfer(transfer)
     step = stage.steps[library.name]

@@ -1,4 +1,4 @@
-"""torch's other ways to train on several ranks, FSDP1 and DDP, and where the gradients of any library are found."""
+"""Defines torch's other ways to train on several ranks, FSDP1 and DDP, and reads the gradients of any library."""
 
 from contextlib import nullcontext
 
@@ -28,7 +28,7 @@ def shard_by_fsdp1(model: nn.Module, mesh: DeviceMesh, mixed: Dtypes | None = No
 
 
 def shard_by_ddp(model: nn.Module, mesh: DeviceMesh, mixed: Dtypes | None = None) -> nn.Module:
-    """Shards nothing, so it has neither groups nor gathers. All ranks hold the same parameters: none are sent."""
+    """Wraps in DDP, which shards nothing, and so has neither groups nor gathers. All ranks hold the same parameters."""
     if mixed is not None:
         raise NotImplementedError("DDP's mixed precision needs streams and events, which the CPU has not.")
     parallel = DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
@@ -38,7 +38,7 @@ def shard_by_ddp(model: nn.Module, mesh: DeviceMesh, mixed: Dtypes | None = None
 
 
 def _sum_of_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """What DDP does by itself, for process groups that are simulated: their works have no future that holds a sum."""
+    """Sums as DDP does by itself, for simulated process groups, whose works have no future that holds a sum."""
     summed = bucket.buffer().div_(group.size())
     dist.all_reduce(summed, group=group)
     future: Future[Tensor] = Future()
@@ -47,7 +47,7 @@ def _sum_of_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """By the names of the plain model, whichever library shards it. Every rank must call this."""
+    """Returns gradients by the names of the plain model, for any library. Every rank must call it."""
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True) if is_fsdp1 else nullcontext():
         return {_plain_name(name): _full_gradient(name, param) for name, param in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Pictures of one step, drawn where matplotlib is installed. Nothing here measures."""
+"""Draws pictures of one step, where matplotlib is installed. Nothing here measures."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ COLOURS = {"gather": "tab:blue", "reduce": "tab:red", "sum": "tab:orange", "forw
 
 @dataclass
 class Lanes:
-    """One step: its length, and (kind, begin, end) of what link and compute did, in milliseconds."""
+    """Holds one step: its length, and (kind, begin, end) of the events of link and compute, in milliseconds."""
 
     length: float
     link: list[tuple[str, float, float]]
@@ -22,7 +22,7 @@ def can_draw() -> bool:
 
 
 def draw_lanes(path: str, steps: dict[str, Lanes], title: str) -> None:
-    """One above the other, on one scale of time."""
+    """Draws steps one above the other, on one scale of time."""
     from matplotlib.patches import Patch
 
     figure, axes = _figure(len(steps))

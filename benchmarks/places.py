@@ -1,4 +1,4 @@
-"""Where a rank runs: on this machine as it is, or in a network namespace behind a link of limited bandwidth."""
+"""Defines where a rank runs: on this machine as it is, or in a network namespace with a link of limited bandwidth."""
 
 import os
 import shutil
@@ -11,22 +11,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Place:
-    """What the command of a rank begins with, and the interface through which it reaches the others."""
+    """Holds the prefix of a rank's command, and the interface by which it reaches the others."""
 
     prefix: tuple[str, ...] = ()
     interface: str = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
 
 
 class UnavailableError(Exception):
-    """This machine lacks what a suite needs."""
+    """Says what this machine lacks for a suite."""
 
 
 @contextmanager
 def open_throttled_link(megabits: int) -> Iterator[list[Place]]:
-    """Two places, joined by a link of so many megabits a second, each way, whose names are this process's own.
+    """Yields two places, joined by a link of so many megabits a second, each way, whose names are this process's own.
 
     Raises:
-        UnavailableError: not root, or no `ip`, or no `tc`, or a kernel that cannot; with the reason.
+        UnavailableError: this process is not root, or the machine lacks `ip`, `tc` or support in its kernel.
     """
     spaces = [f"fsdp2-{os.getpid()}-{rank}" for rank in range(2)]
     try:
@@ -59,7 +59,7 @@ def _call(command: str) -> None:
 
 
 def sent_bytes(interface: str) -> int:
-    """All that has left this machine, or network namespace, through an interface, headers included."""
+    """Returns all bytes that have left this machine, or network namespace, through an interface, with headers."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     (counts,) = (line.split(":")[1].split() for line in lines if line.strip().startswith(f"{interface}:"))
     return int(counts[8])

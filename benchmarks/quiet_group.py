@@ -1,9 +1,9 @@
-"""Process groups of any size inside one process, for two purposes.
+"""Starts process groups of any size inside one process, for two purposes.
 
 `start_fake_group` is torch's own fake group: every collective passes through the dispatcher, where meters see it.
 Since 2.13 its collectives write their outputs rank by rank (an all-gather costs 0.6 us times the world size), which
-would drown the host time of the libraries. `start_quiet_group` issues one c10d call that writes nothing instead: the
-cost of issuing a collective stays, about 5 us, as with a real backend, and does not grow with the world.
+would hide the host time of the libraries. `start_quiet_group` issues one c10d call that writes nothing instead: the
+cost of issuing a collective stays, about 5 us, as with a real backend, and does not grow with the world size.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 
 class QuietGroup(dist.ProcessGroup):
-    """Answers every collective at once and writes no output. Reports itself as backend "fake"."""
+    """Completes every collective at once and writes no output. It reports itself as backend "fake"."""
 
     def _issue_single(self, output: Tensor, *_: Any, **__: Any) -> dist.Work:
         return self.broadcast(output, 0)

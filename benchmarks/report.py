@@ -1,4 +1,4 @@
-"""Rows of measurements, and the Markdown that shows them. Nothing here measures."""
+"""Defines rows of measurements, and formats them as Markdown. Nothing here measures."""
 
 import os
 import platform
@@ -13,11 +13,11 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """One measured quantity in one setting, for each library; `rounds` only where time was measured.
+    """Holds one measured quantity in one setting, for each library; `rounds` only where time was measured.
 
     Args:
-        bare: of the model without any library.
-        limit: the least that is possible.
+        bare: the value of the model without any library.
+        limit: the least possible value.
     """
 
     suite: str
@@ -37,7 +37,7 @@ def timed_row(
     bare: float | None = None,
     limit: float | None = None,
 ) -> Row:
-    """A row of medians over rounds, which also keeps the rounds: a ratio is taken inside each."""
+    """Returns a row of medians over rounds, which also keeps the rounds: a ratio is taken inside each."""
     medians = {name: statistics.median(times) for name, times in rounds.items()}
     return Row(suite, quantity, setting, medians, rounds, bare, limit)
 
@@ -61,16 +61,16 @@ def _format_ratio(row: Row, ours: str, theirs: str) -> str:
 
 
 def _format_distance(value: float | None, limit: float | None) -> str:
-    """Measured over limit: 1 is perfect."""
+    """Formats the measured value divided by the limit: 1 is perfect."""
     if value is None or limit is None or (limit == 0 and value != 0):
         return "-"
     return "1.00" if value == limit else f"{value / limit:.2f}"
 
 
 def format_table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """One Markdown table, padded so that it also reads well in a terminal: the first library beside each other one.
+    """Formats one Markdown table, padded for terminals, of the first library and each other one.
 
-    Columns of which no row has a number are left out.
+    Columns without a number are left out.
     """
     ours, *others = names
     ratios, distances = [f"{ours} / {name}" for name in others], [f"{name} / limit" for name in names]

@@ -1,6 +1,6 @@
-"""The least that shards: DTensors alone, in the manner of SimpleFSDP, eagerly. A reference, not a library.
+"""Shards by DTensors alone, in the manner of SimpleFSDP, without compilation. It is a reference, not a library.
 
-Every parameter is a DTensor, cut along dim 0; reading one gathers it. Autograd keeps what was gathered until backward,
+Every parameter is a DTensor, cut along dim 0; a read gathers it. Autograd keeps the gathered parameters until backward,
 so nothing is gathered again, nothing is freed after forward, and each parameter communicates by itself.
 """
 
@@ -16,7 +16,7 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 def shard_by_dtensors(model: nn.Module, mesh: DeviceMesh, mixed: Dtypes | None = None) -> nn.Module:
-    """`model`, in place. Communicates nothing: all ranks hold the same parameters."""
+    """Shards `model` in place. It does not communicate: all ranks hold the same parameters."""
     for module in list(model.modules()):
         own = dict(module.named_parameters(recurse=False))
         for name, param in own.items():
@@ -35,7 +35,7 @@ def _shard(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def _read(module: nn.Module, *, name: str, mixed: Dtypes | None) -> Tensor:
-    """The full parameter, whose gradient is reduced on its way back."""
+    """Returns the unsharded parameter, whose gradient is reduced in backward."""
     sharded = module._parameters[name]
     compute, reduce = mixed or (None, None)
     full = sharded.redistribute(placements=[Replicate()], forward_dtype=compute, backward_dtype=reduce)

@@ -1,4 +1,4 @@
-"""The table of suites: what each measures, on which sizes of process groups, and what its limits are."""
+"""Lists the suites: what each measures, on which sizes of process groups, and what its limits are."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,19 +24,19 @@ from .wrapping import measure_init
 
 @dataclass(frozen=True)
 class Suite:
-    """One of the things that can be measured.
+    """Describes one suite of measurements.
 
     Args:
-        measure: called in fresh processes, one job's.
-        notes: what the numbers are, and what `limit` is.
+        measure: the function that is called in the fresh processes of a job.
+        notes: the meaning of the numbers, and of `limit`.
         worlds: sizes of process groups.
-        quick_worlds: the same for a rougher look.
-        fixed: whether `--worlds` leaves these as they are.
-        together: whether one job measures all sizes, rather than one each.
-        num_ranks: processes of a job.
-        megabits: a second, of the link between ranks. 0: it is as fast as this machine.
-        peers: further libraries that it can measure, and does unless told otherwise.
-        needs_gpu: it runs on one.
+        quick_worlds: the sizes for a quick run.
+        fixed: True if `--worlds` does not change these.
+        together: True if one job measures all sizes, instead of one each.
+        num_ranks: the number of processes of a job.
+        megabits: the bandwidth of the link between ranks, in megabits a second. 0: as fast as this machine.
+        peers: further libraries that it can measure, and does by default.
+        needs_gpu: True if it runs on a GPU.
     """
 
     measure: Callable[[Job, Sequence[Library]], list[Row]]
@@ -51,19 +51,19 @@ class Suite:
     needs_gpu: bool = False
 
     def choose_worlds(self, quick: bool, asked: Sequence[int] | None) -> list[tuple[int, ...]]:
-        """The sizes of each job."""
+        """Returns the sizes of each job."""
         worlds = self.quick_worlds if quick else self.worlds
         if asked and not self.fixed:
             worlds = tuple(sorted(asked))
         return [worlds] if self.together else [(world,) for world in worlds]
 
     def choose_libraries(self, asked: Sequence[str] | None) -> tuple[str, ...]:
-        """The first is compared with each other one."""
+        """Returns the libraries. The first is compared with each other one."""
         names = asked or ("fsdp2", "torch", *self.peers)
         return tuple(name for name in names if name not in PEERS or name in self.peers)
 
     def open_places(self) -> AbstractContextManager[Sequence[Place]]:
-        """One for each rank of a job.
+        """Yields a place for each rank of a job.
 
         Raises:
             UnavailableError: now or on entry, if this machine lacks what they need.

@@ -1,7 +1,7 @@
-"""A process group of any size inside one process, whose collectives take time: they pass one link, one by one.
+"""Simulates a process group of any size inside one process, whose collectives take time on one link, one by one.
 
 Nothing is moved. A collective occupies the link for `latency + bytes / bandwidth` seconds from when it is issued, or
-from when the one before it is through; its Work sleeps until then. So a step on it waits exactly where the order of
+from when the one before it has ended; its Work sleeps until then. So a step on it waits exactly where the order of
 collectives and compute makes it wait. No rank is late, and no thread of a backend takes a core.
 """
 
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 
 class Clock:
-    """The machine's: seconds since some moment."""
+    """Is the machine's clock: seconds since some moment."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -30,7 +30,7 @@ class Clock:
 
 
 class SimulatedClock(Clock):
-    """Passes only while somebody sleeps, in no time at all: everything but sleep is infinitely fast."""
+    """Advances only while a thread sleeps, and takes no real time: everything but sleep is infinitely fast."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -44,7 +44,7 @@ class SimulatedClock(Clock):
 
 @dataclass
 class Link:
-    """Sends and receives at once, `bandwidth` bytes a second each way."""
+    """Sends and receives at the same time, `bandwidth` bytes a second each way."""
 
     clock: Clock
     latency: float = 0.0
@@ -76,7 +76,7 @@ class TimedWork(dist.Work):
 
 
 class TimedGroup(dist.ProcessGroup):
-    """All-gathers, reduce-scatters and all-reduces take their time; anything else returns at once."""
+    """Makes all-gathers, reduce-scatters and all-reduces take their time. Any other collective returns at once."""
 
     link: Link
 
@@ -121,6 +121,6 @@ def _create(link: Link, common: Any, _options: Any) -> TimedGroup:
 
 
 def start_timed_group(world_size: int, link: Link) -> None:
-    """Initialise the default process group; it and all its subgroups share `link`."""
+    """Initialises the default process group. It and all its subgroups share `link`."""
     dist.Backend.register_backend("timed", partial(_create, link), extended_api=True, devices=["cpu"])
     dist.init_process_group("timed", store=dist.HashStore(), rank=0, world_size=world_size)

@@ -1,4 +1,4 @@
-"""Take turns: the only fair way to time several things on a machine that others use too."""
+"""Takes turns: the only fair way to time several things on a machine that others use, too."""
 
 import gc
 import random
@@ -13,10 +13,10 @@ Call = Callable[[], object]
 def interleave(
     calls: Mapping[str, Call], *, rounds: int, warmup: int, measure: Callable[[Any], float]
 ) -> dict[str, list[float]]:
-    """`measure` of each call, once a round, in an order drawn anew: what a call finds in the caches is what the one
-    before it has left. No garbage is collected while a call runs.
+    """Returns `measure` of each call, once a round, in a new random order in each: a call finds the caches as the call
+    before it has left them. No garbage is collected while a call runs.
 
-    `warmup`: so many measurements of each go before, and are forgotten.
+    `warmup`: the number of measurements of each call that go before, and are dropped.
     """
     draw = random.Random(0)
     for call in calls.values():
@@ -40,12 +40,12 @@ def repeat(count: int, call: Call) -> None:
 
 
 def subtract(times: list[float], base: list[float], scale: float = 1.0) -> list[float]:
-    """Round by round, so that a disturbance of one round stays in it."""
+    """Subtracts round by round, so that a disturbance of one round stays in it."""
     return [(mine - theirs) * scale for mine, theirs in zip(times, base, strict=True)]
 
 
 def process_seconds(call: Call) -> float:
-    """CPU time of all threads of this process."""
+    """Returns the CPU time of all threads of this process."""
     start = time.process_time()
     call()
     return time.process_time() - start

@@ -1,4 +1,4 @@
-"""Copies and wire bytes of one step in steady state, on torch's fake process group. Exact counts."""
+"""Counts copies and bytes on the wire of one step in steady state, on torch's fake process group."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,7 +33,7 @@ def _traffic_rows(
     mesh: DeviceMesh,
     wire_dtype: torch.dtype | None = None,
 ) -> list[Row]:
-    """`wire_dtype`: gradients travel in it, as they come out of autograd."""
+    """Returns rows. `wire_dtype`: the dtype in which gradients are sent, that of autograd."""
     counts: dict[str, dict[str, float]] = {}
     wire = {"wire_dtype": wire_dtype} if wire_dtype else {}
     plain_copies, _ = count_step(build_plain(BYTES_SHAPE, precision), BYTES_SHAPE, precision)
@@ -64,7 +64,7 @@ def _traffic_rows(
 
 
 def count_step(model: nn.Module, shape: Shape, precision: str) -> tuple[CopyMeter, WireMeter]:
-    """Of one step in steady state."""
+    """Counts one step in steady state."""
     batch = make_batch(shape, precision)
     repeat(2, partial(run_step, model, batch))
     with CopyMeter() as copies, WireMeter() as wire:
@@ -73,11 +73,13 @@ def count_step(model: nn.Module, shape: Shape, precision: str) -> tuple[CopyMete
 
 
 def copy_limit(compute: int, sent: int, world_size: int) -> float:
-    """Gathers and reductions straight into and out of the parameters; a cast where the bytes of an element change."""
+    """Returns the limit: collectives directly on the memory of parameters, and a cast where the element size
+    changes.
+    """
     there = (4 + compute) / world_size if compute != 4 else 0.0
     return there + (compute + sent if compute != sent else 0)
 
 
 def _wire_limit(compute: int, sent: int, world_size: int) -> float:
-    """Two all-gathers (one of what stays) and a reduce-scatter, in the dtypes that were asked for."""
+    """Returns the limit: two all-gathers (one for groups that stay) and a reduce-scatter, in the requested dtypes."""
     return (compute * (1 + BYTES_SHAPE.gathered_twice) + sent) * (world_size - 1) / world_size

@@ -1,4 +1,4 @@
-"""One measuring process, as jobs.py starts it: reads a job from its command line, writes rows to a file.
+"""Is one measuring process, as jobs.py starts it: reads a job from its command line, writes rows to a file.
 
 python -m benchmarks.worker '{"suite": "host", "worlds": [8], "libraries": ["fsdp2", "torch"], "quick": true}' rows.json
 """

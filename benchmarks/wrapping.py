@@ -1,4 +1,4 @@
-"""What it costs to shard a model and run it for the first time."""
+"""Measures the cost of sharding a model and running it for the first time."""
 
 import gc
 import time
@@ -32,7 +32,9 @@ class Chain(nn.Module):
 
 
 def measure_init(job: Job, libraries: Sequence[Library]) -> list[Row]:
-    """CPU time of `fully_shard` on every block and the root, and of the first forward; the model is there before."""
+    """Measures the CPU time of `fully_shard` on every block and the root, and of the first forward, without building
+    the model.
+    """
     rows = []
     for label, dim in list(DIMS.items())[: 1 if job.quick else None]:
         of_width = [_measure_world(world, label, dim, libraries, _rounds(world, job.quick)) for world in job.worlds]
@@ -45,7 +47,7 @@ def measure_init(job: Job, libraries: Sequence[Library]) -> list[Row]:
 
 
 def _rounds(world_size: int, quick: bool) -> int:
-    """Torch takes ten seconds a round among thousands of ranks."""
+    """Returns the number of rounds. Torch takes ten seconds a round among thousands of ranks."""
     return 2 if quick else 11 if world_size <= 64 else 3
 
 

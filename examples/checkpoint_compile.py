@@ -1,4 +1,4 @@
-"""Less memory and fewer kernels: each block is recomputed in backward, and compiled.
+"""Saves memory and kernels: each block is recomputed in backward, and compiled.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/checkpoint_compile.py
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/checkpoint_compile.py --backend inductor

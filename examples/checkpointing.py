@@ -1,8 +1,9 @@
-"""What examples share that may be stopped at any moment: checkpoints that are complete or not there, and SIGTERM.
+"""Saves and loads checkpoints of examples that may be stopped at any time, and handles SIGTERM.
 
-A checkpoint is written under another name, and renamed when all ranks have written: whatever has the name of one can be
-loaded, on any number of ranks. Schedulers send SIGTERM some time before they kill, to one process or to all (torchrun
-passes it on, and kills after 30 seconds): ranks then agree to stop behind the same step, save, and exit with 0.
+A checkpoint is written under another name, and renamed when all ranks have written: a folder that has the name of a
+checkpoint is complete, and can be loaded on any number of ranks. Schedulers send SIGTERM some time before they kill, to
+one process or to all (torchrun passes it on, and kills after 30 seconds): ranks then agree to stop after the same step,
+save, and exit with 0.
 """
 
 import os
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 
 class StopSignal:
-    """Notes SIGTERM from now on, in place of dying of it."""
+    """Notes SIGTERM from now on, instead of ending the process."""
 
     def __init__(self) -> None:
         self.came = False
@@ -29,7 +30,7 @@ class StopSignal:
         self.came = True  # wherever the step is: nothing else is safe there
 
     def agreed(self, device: torch.device) -> bool:
-        """Whether it has come to any rank. Every rank must call it, between steps."""
+        """Returns True if any rank has got the signal. Every rank must call it, between steps."""
         came = torch.tensor(int(self.came), device=device)
         dist.all_reduce(came, dist.ReduceOp.MAX)
         return bool(came)
@@ -40,14 +41,14 @@ def name_of(folder: Path, step: int) -> Path:
 
 
 def find_last(folder: Path) -> Path | None:
-    """The last checkpoint in `folder`; `folder` itself, if it is one; None, if there is none."""
+    """Returns the last checkpoint in `folder`, `folder` itself if it is one, or None if there is none."""
     if (folder / ".metadata").is_file():
         return folder
     return max(folder.glob("step-*"), default=None)
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Each rank writes its own shards. Every rank must call it."""
+    """Saves a checkpoint: each rank writes its own shards. Every rank must call it."""
     partial = folder / "partial"
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)  # what an interrupted run has left
@@ -71,7 +72,7 @@ def _replace(complete: Path, new: Path) -> None:
 
 
 def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load what `save` wrote, from however many ranks, and return its step. Every rank must call it."""
+    """Loads what `save` wrote on any number of ranks, and returns its step. Every rank must call it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
     dcp.load(state, checkpoint_id=checkpoint)

@@ -1,9 +1,9 @@
-"""Weights, gradients and optimizer state rest on the CPU; the GPU holds what it computes with.
+"""Keeps weights, gradients and optimizer state on the CPU; the GPU holds only the parameters that it computes with.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/cpu_offload.py
 
 With one GPU per rank, the device's memory holds two blocks at a time besides the activations. Without GPUs the program
-runs all the same, and everything is on the CPU.
+runs, too, and everything is on the CPU.
 """
 
 import torch
@@ -16,7 +16,7 @@ from fsdp2 import CPUOffloadPolicy, fully_shard
 
 
 def describe(what: str, tensors: list[Tensor]) -> None:
-    """Say where the tensors of this rank are, and how much memory they take."""
+    """Prints where the tensors of this rank are, and how much memory they take."""
     devices = " and ".join(sorted({str(tensor.device) for tensor in tensors}))
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     say(f"{what}: {size:,} bytes on {devices}")

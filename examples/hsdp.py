@@ -1,9 +1,9 @@
-"""Hybrid sharding: two replicas of the model, each sharded over two ranks, with gradient accumulation.
+"""Trains by hybrid sharding: two replicas of the model, each sharded over two ranks, with gradient accumulation.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/hsdp.py
 
 On machines of many GPUs, a replica per machine keeps the gathers on its fast links; only gradients cross the network,
-and with accumulation only once per step: until the last part of a batch, each replica sums its own.
+and with accumulation only once per step: until the last micro-batch, each replica sums its own.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Fine-tuning by adapters: a model that knows English documentation learns Python code, its own weights frozen.
+"""Fine-tunes by adapters: a model that knows English documentation learns Python code, with its own weights frozen.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/lora.py
 
-Frozen and trainable weights are sharded in the same groups. Only the adapters have gradients, reductions, optimizer
-state, and a place in the file that is saved at the end: it is all that one must keep beside the base model.
+Frozen and trainable weights are sharded in the same groups. Only the adapters have gradients, reductions and optimizer
+state, and only they are saved at the end: besides the base model, nothing else is needed.
 """
 
 import argparse  # its source is the text to learn
@@ -24,7 +24,7 @@ TUNING_STEPS = 30
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, plus the product of two thin matrices that starts as zero."""
+    """Is a frozen linear layer, plus the product of two thin matrices that starts as zero."""
 
     def __init__(self, base: nn.Linear, rank: int = 8) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def add_adapters(model: GPT) -> None:
 
 
 def pretrain(device: torch.device) -> GPT:
-    """In place of a download. Each rank does it all by itself, with the same result."""
+    """Trains the base model, in place of a download. Each rank does all of it by itself, with the same result."""
     model = make_gpt(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     text = Text(DOCUMENTATION, device)

@@ -1,10 +1,10 @@
-"""A pipeline of two stages, each sharded over half of the ranks, with micro-batches by torch's own schedules.
+"""Trains a pipeline of two stages, each sharded over half of the ranks, with micro-batches by torch's own schedules.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/pipeline.py
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/pipeline.py --schedule InterleavedZeroBubble
 
-torch.distributed.pipelining asks whether a stage is sharded by torch's FSDP2: `patch_torch` has it ask for ours, and is
-called before it is imported. Each stage then accumulates the gradients of its micro-batches, and reduces them once.
+torch.distributed.pipelining checks if a stage is sharded by torch's FSDP2: `patch_torch` makes it check for fsdp2, and
+is called before its import. Each stage then accumulates the gradients of its micro-batches, and reduces them once.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PIPELINE, MICRO_BATCHES = 2, 4
 
 
 class Part(nn.Module):
-    """Some layers of the GPT under their own names, so that the stages' checkpoints make up the whole model's."""
+    """Holds some layers of the GPT under their own names, so that the stages' checkpoints are the whole model's."""
 
     def __init__(self, gpt: nn.Module, index: int, count: int) -> None:
         super().__init__()

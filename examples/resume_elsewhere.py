@@ -1,10 +1,10 @@
-"""Training that may be stopped at any moment and goes on from its last checkpoint, on any number of ranks.
+"""Trains with stops at any time, and resumes from the last checkpoint on any number of ranks.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/resume_elsewhere.py --steps 20
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 3 examples/resume_elsewhere.py --steps 30
 
-The second run starts with step 21, and its losses are those of a run that was never stopped, by whatever: kill -9 in
-the midst of a save leaves the checkpoint before it; SIGTERM saves one. How, is in checkpointing.py.
+The second run starts with step 21, and its losses are those of a run that was never stopped. After kill -9 during a
+save, the checkpoint before it remains; at SIGTERM a run saves one. checkpointing.py has the code.
 """
 
 import argparse

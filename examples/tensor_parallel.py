@@ -1,9 +1,9 @@
-"""Two dimensions: pairs of ranks split every layer's computation, and its weights are sharded across the pairs.
+"""Trains in two dimensions: pairs of ranks split every layer's computation, and weights are sharded across the pairs.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/tensor_parallel.py
 
-torch's `parallelize_module` cuts attention into heads and the MLP into features; `fully_shard` then cuts what each rank
-has of a weight along the other axis of the mesh. Parameters stay DTensors, now over both axes.
+torch's `parallelize_module` cuts attention into heads and the MLP into features; `fully_shard` then cuts each rank's
+part of a weight along the other axis of the mesh. Parameters stay DTensors, now over both axes.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""What the short examples share: a text cut into batches, a small GPT over bytes, and joining the other ranks.
+"""Provides the short examples with a text cut into batches, a small GPT over bytes, and functions to join other ranks.
 
 A batch depends on its step alone, and the ranks divide it. So all examples that train this model on the documentation
-print the same losses, whatever they do to it and on however many ranks, up to rounding.
+print the same losses up to rounding, on any number of ranks.
 """
 
 import os
@@ -21,7 +21,7 @@ DOCUMENTATION = "\n".join(topics[name] for name in sorted(topics))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the stream: the unit that is sharded and gathered at once."""
+    """Is attention and an MLP, each with a norm before it and added to the stream: one group of `fully_shard`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Called with bytes and the bytes that follow them, it returns the mean loss."""
+    """Returns the mean loss when it is called with bytes and the bytes that follow them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,19 +63,19 @@ class GPT(nn.Module):
 
 
 def make_gpt(device: torch.device) -> GPT:
-    """The same weights on every rank."""
+    """Returns a GPT with the same weights on every rank."""
     torch.manual_seed(0)
     return GPT().to(device)
 
 
 class Text:
-    """Batches of random windows of a text."""
+    """Makes batches of random windows of a text."""
 
     def __init__(self, text: str, device: torch.device) -> None:
         self.data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device, torch.long)
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
-        """Part `part` of `parts` of the batch of this step: bytes, and the bytes that follow them."""
+        """Returns part `part` of `parts` of the batch of this step: bytes, and the bytes that follow them."""
         generator = torch.Generator().manual_seed(step)
         starts = torch.randint(len(self.data) - CONTEXT, (ROWS,), generator=generator).chunk(parts)[part]
         windows = self.data[(starts[:, None] + torch.arange(CONTEXT + 1)).to(self.data.device)]
@@ -83,7 +83,7 @@ class Text:
 
 
 def join_ranks(multiple_of: int = 1) -> torch.device:
-    """Meets the other processes that torchrun has started; without torchrun, this process is the only rank.
+    """Joins the other processes that torchrun has started; without torchrun, this process is the only rank.
 
     Returns this rank's GPU if there is one for each rank of the machine, else the CPU. Ends the program if the number
     of ranks is no multiple of `multiple_of`.
@@ -112,7 +112,7 @@ def say(line: str) -> None:
 
 
 def report(step: int, loss: Tensor) -> None:
-    """Print the loss of the whole batch, of which each rank has an equal part. Every rank must call it."""
+    """Prints the loss of the whole batch, of which each rank has an equal part. Every rank must call it."""
     mean = loss.detach() / dist.get_world_size()
     dist.all_reduce(mean)
     say(f"step {step:2}: loss {mean.item():.5f}")

@@ -2,13 +2,13 @@
 
     export OMP_NUM_THREADS=1
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --save-every 40      # two CPU ranks, two minutes
-    torchrun --standalone --nproc-per-node 3 examples/train_gpt.py --resume checkpoints # from the last one there
+    torchrun --standalone --nproc-per-node 3 examples/train_gpt.py --resume checkpoints # from the last one in it
     python examples/train_gpt.py --impl none                                     # plain training, to compare with
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --device cuda --bf16
 
 Batches depend on the seed and the step alone, and each rank takes its slice of the global batch. So the losses are the
-same for every --impl and every number of ranks, also where a run goes on from a checkpoint of another number of ranks.
-At SIGTERM, to any of its processes, a run saves one and ends.
+same for every --impl and every number of ranks, also if a run continues from a checkpoint of another number of ranks.
+At SIGTERM, to any of its processes, a run saves a checkpoint and ends.
 """
 
 import argparse
@@ -41,7 +41,7 @@ TINY = dict(width=64, layers=2, heads=2, context=32, steps=12, warmup=4, eval_ev
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Arguments of this run. What is wrong with them is told here, on all ranks alike, before any rank communicates."""
+    """Parses the arguments. It ends the program if they are wrong, on all ranks alike, before any rank communicates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--impl", choices=("fsdp2", "torch", "ddp", "none"), default="fsdp2", help="who shards (default: fsdp2)")
@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def find_problem(args: argparse.Namespace, world_size: int) -> str | None:
-    """Why this run cannot start, if so."""
+    """Returns why this run cannot start, or None."""
     for name in ("width", "layers", "heads", "context", "batch", "steps", "eval_every", "eval_batches"):
         if getattr(args, name) < 1:
             return f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1"
@@ -105,7 +105,7 @@ def find_problem(args: argparse.Namespace, world_size: int) -> str | None:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the stream: the unit that is sharded and gathered at once."""
+    """Is attention and an MLP, each with a norm before it and added to the stream: one group of `fully_shard`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class GPT(nn.Module):
 
 
 def shard(model: GPT, args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Hand `model` to the chosen implementation. All ranks hold the same weights at this point."""
+    """Shards `model` by the chosen implementation. All ranks hold the same weights at this point."""
     if args.impl == "none":
         return model
     if args.impl == "ddp":
@@ -172,7 +172,7 @@ def shard(model: GPT, args: argparse.Namespace, device: torch.device) -> nn.Modu
 
 
 class Text:
-    """The text as bytes, its last tenth held out, and batches of which each rank takes its slice."""
+    """Holds the text as bytes, its last tenth for validation, and makes batches of which each rank takes its slice."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         text = "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -181,13 +181,17 @@ class Text:
         self.seed, self.batch, self.context, self.device = args.seed, args.batch, args.context, device
 
     def train_batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank: random windows, chosen by seed and step and not by the number of ranks."""
+        """Returns inputs and targets of this rank: random windows, chosen by seed and step and not by the number of
+        ranks.
+        """
         generator = torch.Generator().manual_seed(self.seed * 1_000_000 + step)
         starts = torch.randint(len(self.train) - self.context, (self.batch,), generator=generator)
         return self.windows(self.train, starts)
 
     def held_out_batch(self, index: int, count: int) -> tuple[Tensor, Tensor]:
-        """Batch `index` of `count`: windows spread evenly over the held-out text, the same in each validation."""
+        """Returns batch `index` of `count`: windows spread evenly over the held-out text, the same in each
+        validation.
+        """
         starts = torch.arange(index, count * self.batch, count) * (len(self.held_out) - self.context)
         return self.windows(self.held_out, starts // (count * self.batch))
 
@@ -205,14 +209,14 @@ def compute_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """The loss of the global batch, since all slices have the same size. Every rank must call it."""
+    """Returns the loss of the global batch, whose slices all have the same size. Every rank must call it."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warmup, then half a cosine down to a tenth. A function of the step, so a resumed run needs no state."""
+    """Returns a linear warmup, then half a cosine down to a tenth. It needs no state, so a resumed run needs none."""
     if step <= args.warmup:
         return args.lr * step / args.warmup
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -232,14 +236,14 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, r
 
 @torch.no_grad()
 def validate(model: nn.Module, text: Text, batches: int) -> float:
-    """Bits per byte on held-out text."""
+    """Returns the bits per byte on held-out text."""
     losses = [compute_loss(model, *text.held_out_batch(index, batches)) for index in range(batches)]
     return mean_over_ranks(torch.stack(losses).mean()) / math.log(2)
 
 
 @torch.no_grad()
 def generate(model: nn.Module, args: argparse.Namespace, device: torch.device) -> str:
-    """Continue a prompt byte by byte. Every rank must call it: each forward gathers the weights from all of them."""
+    """Continues a prompt byte by byte. Every rank must call it: each forward gathers the weights from all of them."""
     tokens = torch.tensor([list(b"The ")], device=device)
     generator = torch.Generator(device).manual_seed(args.seed)
     for _ in range(args.sample_bytes):
@@ -250,7 +254,7 @@ def generate(model: nn.Module, args: argparse.Namespace, device: torch.device) -
 
 
 class Reporter:
-    """Progress bar, lines on the screen and the log file; silent on all ranks but the first."""
+    """Prints the progress bar and lines, and writes the log file, on the first rank only."""
 
     def __init__(self, args: argparse.Namespace, first_step: int) -> None:
         self.silent = dist.get_rank() != 0
@@ -274,7 +278,7 @@ class Reporter:
     def saved(self, checkpoint: Path) -> None:
         if not self.silent:
             nbytes = sum(path.stat().st_size for path in checkpoint.rglob("*"))
-            self.say(f"Saved {checkpoint} ({nbytes / 1e6:.0f} MB). To go on from it: --resume {checkpoint}")
+            self.say(f"Saved {checkpoint} ({nbytes / 1e6:.0f} MB). To continue from it: --resume {checkpoint}")
 
     def say(self, line: str) -> None:
         if not self.silent:
@@ -302,7 +306,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     report.say(f"{size / 1e6:.1f} M parameters, {dist.get_world_size()} rank(s), {args.impl} on {device.type}")
     report.say(f"This rank holds {held / 1e6:.1f} MB of parameters, and twice as much for AdamW.")
     if args.resume:
-        report.say(f"Resumed from {find_last(args.resume)}: training goes on with step {first_step + 1}.")
+        report.say(f"Resumed from {find_last(args.resume)}: training continues with step {first_step + 1}.")
     report.validation(first_step, validate(model, text, args.eval_batches))
 
     speed_seconds = 0.0
@@ -319,7 +323,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if stops:
             report.bar.close()
             how = f"--resume {name_of(Path(args.save), step)}" if args.save else "nothing was saved"
-            report.say(f"Stopped by SIGTERM after step {step}. To go on: {how}")
+            report.say(f"Stopped by SIGTERM after step {step}. To continue: {how}")
             return
         if step % args.eval_every == 0 or step == args.steps:
             report.validation(step, validate(model, text, args.eval_batches))

@@ -13,13 +13,13 @@ Prints the checks, what each finds and costs, and which are in force:
 
     python -m fsdp2 checks
 
-Otherwise what follows `-m fsdp2` is a command line of Python: this process becomes `python script.py ARGUMENTS`, with
-the folder `bridge/startup` first in PYTHONPATH. From there Python itself runs `sitecustomize.py` before any program. It
-has `patch_torch()` called as soon as torch.distributed.fsdp is imported.
+Otherwise the words after `-m fsdp2` are a command line of Python: this process becomes `python script.py ARGUMENTS`,
+with the folder `bridge/startup` first in PYTHONPATH. Python runs the `sitecustomize.py` of that folder before any
+program. It calls `patch_torch()` as soon as torch.distributed.fsdp is imported.
 
-The program starts in a fresh interpreter, so that it can set environment variables before it imports torch. It is the
-true `__main__`. Whatever it starts (multiprocessing, subprocess, torchrun) inherits the environment, and needs nothing
-else. The price is one more import of torch at the start of the first process.
+The program starts in a fresh interpreter, so that it can set environment variables before it imports torch, and it is
+the true `__main__`. Processes that it starts (multiprocessing, subprocess, torchrun) inherit the environment, and need
+nothing else. The cost is one more import of torch at the start of the first process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STARTUP = str(Path(__file__).resolve().parent / "bridge" / "startup")
 
 
 def python_options(command: list[str], arguments: list[str]) -> list[str]:
-    """Returns what stands before `-m fsdp2` in this process's command line, which ends with `arguments`.
+    """Returns the options of Python before `-m fsdp2` in this process's command line, which ends with `arguments`.
 
     Raises:
         SystemExit: the process was started in another way.
@@ -48,7 +48,7 @@ def python_options(command: list[str], arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Does what the command line says."""
+    """Prints a table, or replaces this process by the program on the command line."""
     arguments = sys.argv[1:]
     if not arguments:
         raise SystemExit(__doc__)

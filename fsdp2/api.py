@@ -1,4 +1,4 @@
-"""fully_shard() and replicate(), as users call them: with all checks, and conditional modules."""
+"""Defines fully_shard() and replicate() for users: those of the core, with all checks and conditional modules."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def fully_shard(
             backward gathers ahead of that (one group, unless a prefetch budget says otherwise): freed, it would be
             gathered again at once. An int k, a divisor of the number of ranks: each rank keeps 1/k of them, in compute
             dtypes, and backward gathers among k neighbouring ranks only, for example those of one machine. On one rank
-            nothing is gathered, whatever it is; an int is refused on a mesh that only replicates.
+            nothing is gathered, whatever the setting; an int is refused on a mesh that only replicates.
         shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
             need not divide evenly, but gathers and reductions bring padding then: `cheapest_placement` is such a
             function, which keeps padding small, and much padding is logged. Parameters sharded along other dims than 0
@@ -89,7 +89,7 @@ def fully_shard(
             (experts, for example): the parameters of each mesh then form a group, and settings and methods of the
             module reach all of them. On a mesh that only replicates it must return None, or such a result.
         mp_policy: dtypes of compute and reduction.
-        offload_policy: a CPUOffloadPolicy keeps sharded parameters and gradients, hence the optimizer, on the CPU, and
+        offload_policy: a CPUOffloadPolicy keeps sharded parameters, gradients and so the optimizer on the CPU, and
             copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already.
         ignored_params: parameters to leave as they are: not sharded, moved or reduced. Parameters outside of `module`
             may be among them: one set serves all calls.
@@ -105,7 +105,7 @@ def fully_shard(
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
         ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is
-            uninitialised, tied to one of another group, or over the same memory as another.
+            uninitialised, tied to one of another group, or in the same memory as another.
         NotImplementedError: a parameter that is complex, or a tensor subclass that does not say how it is gathered;
             embeddings with sparse gradients or `max_norm`.
 
@@ -164,5 +164,5 @@ def _apply(module: Any, find_mesh: Callable[[], DataMesh], given: tuple[Any, ...
     return apply(module, Arguments(find_mesh(), *checked)._replace(extras=extras))
 
 
-# torch's functions have it, too: the state that they left on a module, or None.
+# torch's functions have this attribute, too. It returns the state that they left on a module, or None.
 fully_shard.state = replicate.state = torch_state_of  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Puts everything outside of the core in force: strategies and observers, each named with the module that has it."""
+"""Adds the strategies and observers of all folders to the core. Each is named here with the module that defines it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def install() -> None:
 
 
 class _TorchFunc(Observer):
-    """Has saved-tensor hooks withdraw where torch.func forbids them."""
+    """Makes saved-tensor hooks withdraw where torch.func forbids them."""
 
     def attached(self, root: Any) -> None:
         transforms.withdraw_where_disabled()

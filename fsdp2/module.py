@@ -1,4 +1,4 @@
-"""FSDPModule: what a user may call on a sharded module; and share_comm_ctx."""
+"""Defines FSDPModule, the methods that a user may call on a sharded module, and share_comm_ctx."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ class FSDPModule(core.FSDPModule, GroupMethods, RootMethods):
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Lets several roots count as one where reductions in flight are bounded, for example the stages of a pipeline on a
-    rank.
+    """Bounds the reductions in flight of several roots together, for example of the stages of a pipeline on one rank.
 
-    Reductions that are under way in any of them go on. An empty list, or one root, changes nothing.
+    Reductions that are in flight in any of them go on. An empty list, or one root, changes nothing.
 
     Args:
         modules: sharded modules, each of another root.

@@ -1,4 +1,4 @@
-"""One thread, one seed, and no process group that outlives its test."""
+"""Gives each test one thread and one seed, and ensures that no process group outlives its test."""
 
 import importlib
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_leaked_process_group() -> Iterator[None]:
-    """A group left behind would break the fork of every later `run_ranks`; the guilty test is named, not its heirs."""
+    """Fails a test that leaves a process group behind, which would break the fork of every later `run_ranks`."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -34,7 +34,9 @@ def _no_leaked_process_group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
-    """The first DeviceMesh imports 300 modules, the first optimizer as many: here once, not in every forked rank."""
+    """Imports 300 modules by the first DeviceMesh, and as many by the first optimizer: once here, not in every forked
+    rank.
+    """
     from helpers import fake_world
 
     with fake_world(1):
@@ -54,5 +56,5 @@ def _warm() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that fork come first: see `helpers.alone` for why nothing may run a backward in this process before."""
+    """Runs tests that fork first: see `helpers.alone` for why nothing may run a backward in this process before."""
     items.sort(key=lambda item: not {"ranks", "clients", "fake_gpu"} & set(item.path.parts))

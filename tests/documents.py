@@ -10,7 +10,7 @@ PATHS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("examp
 
 
 class Code(NamedTuple):
-    """A fenced block. `line`: of the file, where the code begins, so that tracebacks lead there."""
+    """Is a fenced block. `line`: the line of the file where the code begins, so that tracebacks lead there."""
 
     heading: str
     language: str
@@ -23,7 +23,7 @@ class Code(NamedTuple):
 
 
 def _sections(path: Path) -> Iterator[tuple[str, int, str, bool]]:
-    """Each line: the heading above it, its number, itself, and whether it stands in a fenced block."""
+    """Yields each line with the heading above it, its number, and True if it is in a fenced block."""
     heading, fenced = "", False
     for number, line in enumerate(path.read_text().splitlines(), 1):
         is_fence = line.startswith("```")
@@ -47,7 +47,7 @@ def code_blocks(path: Path, language: str = "python") -> list[Code]:
 
 
 def table_rows(path: Path) -> dict[str, list[list[str]]]:
-    """Heading -> the rows of all tables under it, cell by cell, without their heads."""
+    """Returns heading -> the rows of all tables under it, cell by cell, without their heads."""
     rows: dict[str, list[list[str]]] = {}
     tables: dict[str, list[list[str]]] = {}
     for heading, _, line, fenced in _sections(path):
@@ -63,6 +63,6 @@ def table_rows(path: Path) -> dict[str, list[list[str]]]:
 
 
 def anchors(path: Path) -> set[str]:
-    """What links may point to, as GitHub names headings."""
+    """Returns the anchors to which links may point, as GitHub names headings."""
     headings = {heading for heading, *_ in _sections(path) if heading}
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,7 +1,7 @@
-"""What the tests share: forked gloo ranks, a fake world, and comparisons that say what differs.
+"""Helpers of the tests: forked gloo ranks, a fake world, and comparisons that say what differs.
 
 `run_ranks` forks, so that a rank starts in milliseconds with torch already imported, and `fn` may be a closure over
-whatever the test has built. The parent must therefore never own a process group or a CUDA context at that moment.
+any objects of the test. The parent must therefore never own a process group or a CUDA context at that moment.
 """
 
 import contextlib
@@ -47,17 +47,17 @@ WHERE_ARE_YOU = signal.SIGUSR1
 
 
 def world_sizes(*sizes: int, nightly: Sequence[int] = ()) -> list[int]:
-    """How many ranks a test runs on: `sizes`, and in the nightly run `nightly` too."""
+    """Returns the numbers of ranks that a test runs on: `sizes`, and in the nightly run `nightly`, too."""
     return sorted({*sizes, *nightly}) if NIGHTLY else list(sizes)
 
 
 class RankError(RuntimeError):
-    """One or more ranks failed, died or did not return; the message carries their tracebacks."""
+    """Is raised if ranks failed, died or did not return; the message carries their tracebacks."""
 
 
 @dataclasses.dataclass
 class _Rank:
-    """One forked process, seen from the parent."""
+    """Holds one forked process, seen from the parent."""
 
     rank: int
     pid: int
@@ -67,7 +67,7 @@ class _Rank:
     done: bool = False
 
     def outcome(self) -> tuple[bool, Any]:
-        """(True, the result), or (False, what went wrong)."""
+        """Returns (True, the result), or (False, what went wrong)."""
         if not self.done:
             return False, "did not return; it stood at"
         if not self.report:
@@ -75,7 +75,7 @@ class _Rank:
         return torch.load(io.BytesIO(self.report), weights_only=False)
 
     def problem(self) -> str:
-        """The section about this rank in an error message: its traceback, else where its threads stood."""
+        """Returns the section about this rank in an error message: its traceback, or where its threads were."""
         _, text = self.outcome()
         log = "" if self.done and self.report else _FRAMES_OF_PYTEST.sub("\n", self.log.read_text())
         return f"--- rank {self.rank} ---\n{text}\n{log}"
@@ -84,13 +84,13 @@ class _Rank:
 def run_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, device: str = "cpu"
 ) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` on `world_size` forked gloo ranks; return the results in rank order.
+    """Runs `fn(rank, world_size, *args)` on `world_size` forked gloo ranks; returns the results in rank order.
 
     `device`: "cpu", or `fake_gpu.KIND`, which the ranks then have; the test is skipped where that can't be compiled.
 
     `fn` may be a local function. A result must be picklable, its tensors plain (not DTensors); they come back detached.
     Every rank starts with the parent's random state. Raises RankError with the full traceback of each rank that
-    failed, or, after `timeout` seconds, with the names of the ranks that did not return and where they stood.
+    failed, or, after `timeout` seconds, with the names of the ranks that did not return and where they were.
     """
     if device != "cpu":
         fake_gpu.built()
@@ -117,10 +117,10 @@ def run_ranks(
 
 
 def alone(fn: Callable[[], Any]) -> Any:
-    """`fn()` in a forked process of its own.
+    """Returns `fn()`, run in its own forked process.
 
-    For plain training that ranks are compared with: once a backward has run in this process, autograd refuses to run
-    in processes forked from it (in builds of torch that know CUDA).
+    It is for plain training that ranks are compared with: once a backward has run in this process, autograd refuses to
+    run in processes forked from it (in builds of torch that support CUDA).
     """
     return run_ranks(1, lambda rank, world_size: fn())[0]
 
@@ -128,9 +128,9 @@ def alone(fn: Callable[[], Any]) -> Any:
 def run_checks(
     world_size: int, checks: Sequence[tuple[str, Callable[[], None]]], timeout: float = 60, device: str = "cpu"
 ) -> None:
-    """Run named checks one after the other on forked ranks, in one launch; fail with the name of each that raises.
+    """Runs named checks one after the other on forked ranks, in one launch; fails with the name of each that raises.
 
-    The ranks meet after each check, so that one that fails on some ranks only does not disturb the next.
+    The ranks wait for each other after each check, so that one that fails on some ranks only does not disturb the next.
     """
 
     def body(rank: int, _: int) -> list[str]:
@@ -175,7 +175,7 @@ def _fork(rank: int, body: Callable[[], Any], folder: Path, release: tuple[int, 
 
 
 def _arm_watchdogs(log: Path, timeout: float) -> None:
-    """In a rank: log where it stands at a crash or when the parent asks; die if the parent did without notice.
+    """Makes a rank log its tracebacks at a crash or when the parent asks, and die if the parent died.
 
     The parent asks by a signal: `faulthandler.dump_traceback_later` deadlocks in a fork of a process that armed it too.
     """
@@ -187,7 +187,7 @@ def _arm_watchdogs(log: Path, timeout: float) -> None:
 
 
 def _report(body: Callable[[], Any]) -> bytes:
-    """In a rank: run it; the pickled (True, result) or (False, traceback)."""
+    """Runs the body of a rank; returns the pickled (True, result) or (False, traceback)."""
     try:
         return _dumps((True, _portable(body())))
     except BaseException:  # pytest's skip and fail, and SystemExit, are failures of a rank like any other
@@ -225,7 +225,7 @@ def _dumps(report: tuple[bool, Any]) -> bytes:
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
-    """Read the reports until all are in, or the deadline has passed; a failure shortens it to GRACE_S from then."""
+    """Reads the reports until all are in, or the deadline has passed; a failure shortens it to GRACE_S from then."""
     with selectors.DefaultSelector() as selector:
         for r in ranks:
             selector.register(r.report_fd, selectors.EVENT_READ, r)
@@ -258,7 +258,7 @@ def _raise_problems(ranks: Sequence[_Rank], timeout: float) -> None:
 
 
 def _reap(ranks: Sequence[_Rank]) -> None:
-    """Wait a moment for the ranks to leave by themselves, then kill the rest. No process outlives the call."""
+    """Waits a moment for the ranks to end by themselves, then kills the rest. No process outlives the call."""
     deadline = time.monotonic() + (5.0 if all(r.done and r.outcome()[0] for r in ranks) else 0.0)
     for r in ranks:
         os.close(r.report_fd)
@@ -271,7 +271,7 @@ def _reap(ranks: Sequence[_Rank]) -> None:
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """A default process group of any size in this process: collectives return at once and move nothing."""
+    """Context: a default process group of any size in this process; collectives return at once and move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -281,7 +281,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def strategies_replaced(**changes: Any) -> Iterator[None]:
-    """Puts other strategies in force for what is sharded inside, and takes away afterwards what was added since."""
+    """Context: other strategies are in force for modules sharded inside. Added ones are removed afterwards."""
     before = events._Current.strategies
     events._Current.strategies = dataclasses.replace(before, **changes)
     try:
@@ -291,19 +291,21 @@ def strategies_replaced(**changes: Any) -> Iterator[None]:
 
 
 def public_methods() -> frozenset[str]:
-    """Returns the names of what a sharded module has besides what every module has."""
+    """Returns the names of the attributes that a sharded module has and a plain module lacks."""
     return frozenset(
         name for name in dir(sharded_class(nn.Module)) if not name.startswith("_") and not hasattr(nn.Module, name)
     )
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole value of a parameter or gradient, detached. Every rank must call it if `tensor` is a DTensor."""
+    """Returns the full value of a parameter or gradient, detached. Every rank must call it if `tensor` is a DTensor."""
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def shard_batch(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    """This rank's equal slice of the global batch in dim 0: the mean of the ranks' mean losses is the batch's mean."""
+    """Returns this rank's equal slice of a batch along dim 0: the mean of the ranks' mean losses is the
+    batch's mean.
+    """
     if batch.shape[0] % world_size:
         raise ValueError(f"a batch of {batch.shape[0]} does not split evenly over {world_size} ranks")
     return batch.chunk(world_size)[rank]
@@ -311,10 +313,10 @@ def shard_batch(batch: Tensor, rank: int, world_size: int) -> Tensor:
 
 @torch.no_grad()
 def assert_same(actual: Tensor | None, expected: Tensor | None, rtol: float, atol: float, name: str) -> None:
-    """Same None-ness, dtype, shape and values (NaN equals NaN); with rtol = atol = 0, every value equal.
+    """Asserts equal None-ness, dtype, shape and values (NaN equals NaN); with rtol = atol = 0, every value is equal.
 
-    Of a DTensor that is sharded and replicated, each rank compares what it holds with its part of a plain tensor, and
-    nothing is communicated.
+    For a DTensor that is sharded and replicated, each rank compares its local tensor with its shard of a plain tensor,
+    and nothing is communicated.
     """
     if actual is None or expected is None:
         if (actual is None) != (expected is None):
@@ -339,7 +341,7 @@ def assert_same(actual: Tensor | None, expected: Tensor | None, rtol: float, ato
 
 
 def assert_same_names(actual: Iterable[str], expected: Iterable[str]) -> None:
-    """Same parameter names in the same order: optimizers' state and checkpoints go by it."""
+    """Asserts the same parameter names in the same order, on which optimizers' state and checkpoints depend."""
     actual, expected = list(actual), list(expected)
     if actual != expected:
         raise AssertionError(f"parameter names: expected {expected}, got {actual}")
@@ -350,7 +352,7 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def is_plainly_cut(tensor: Tensor) -> bool:
-    """True of a DTensor on a mesh that has this rank, if its parts are no sums, and cut as `Tensor.chunk` cuts."""
+    """Returns True for a DTensor on a mesh with this rank, without partial sums, and cut as `Tensor.chunk` cuts."""
     return (
         isinstance(tensor, DTensor)
         and tensor.device_mesh.get_coordinate() is not None
@@ -359,7 +361,7 @@ def is_plainly_cut(tensor: Tensor) -> bool:
 
 
 def own_part(whole: Tensor, like: DTensor) -> Tensor:
-    """Returns what this rank holds of `whole` if it is sharded as `like` is."""
+    """Returns this rank's shard of `whole` if it is sharded like `like`."""
     coordinate = like.device_mesh.get_coordinate()
     assert coordinate is not None
     for axis, placement in enumerate(like.placements):
@@ -369,20 +371,24 @@ def own_part(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def chunk_of(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """Returns what `rank` of `size` holds of `whole`, as torch.chunk cuts it; then empty shards."""
+    """Returns the shard of `whole` that `rank` of `size` holds, as torch.chunk cuts it; the last shards may
+    be empty.
+    """
     chunks = whole.chunk(size, dim)
     return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
 
 
 def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
-    """What `rank` holds of `whole` under Shard(0): row counts as torch.chunk gives them, then empty shards."""
+    """Returns the rows of `whole` that `rank` holds under Shard(0), as torch.chunk cuts them; the last shards may be
+    empty.
+    """
     return chunk_of(whole, 0, rank, world_size)
 
 
 @torch.no_grad()
 def assert_shard_of(actual: Tensor | None, expected: Tensor | None, rtol: float, atol: float, name: str) -> None:
-    """`actual` is a DTensor, Shard(0) over the last axis of its mesh and replicated over others, and what this rank has
-    to hold of `expected`. Communicates nothing.
+    """Asserts that `actual` is a DTensor, Shard(0) over the last axis of its mesh and replicated over others, and this
+    rank's shard of `expected`. It does not communicate.
     """
     if actual is None or expected is None:
         return assert_same(actual, expected, rtol, atol, name)
@@ -397,7 +403,7 @@ def assert_shard_of(actual: Tensor | None, expected: Tensor | None, rtol: float,
 
 
 class Differences:
-    """Collects them: a rank that left early would leave the others waiting."""
+    """Collects differences: a rank that raised early would leave the others waiting."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -414,7 +420,7 @@ class Differences:
 
 
 def sharded(whole: Tensor, mesh: Any, placements: Any = None, **options: Any) -> Any:
-    """Returns `whole` distributed as a sharded parameter is: of the class that has the fixes."""
+    """Returns `whole` distributed like a sharded parameter: of the class that has the fixes."""
     from fsdp2.dtensor.compat import meshes_in_use
     from fsdp2.dtensor.sharded_dtensor import as_sharded
 

@@ -1,15 +1,16 @@
-"""A hostile scheduler: every collective completes as late as it may, and memory that nobody may read holds NaN.
+"""Simulates a hostile scheduler: every collective completes as late as it may, and memory that must not be read is NaN.
 
-What a collective is to fill is poisoned when it is issued, and filled in `wait`; what it reads and fills must be alive
-and untouched until then. Freed storages are poisoned before, new memory after it is allocated. All with random pauses.
-A process group would be allowed to do each of these; the ranks still issue their collectives in the same order.
+The output of a collective is filled with NaN when it is issued, and with its values in `wait`; its inputs and outputs
+must not be freed or changed until then. Storages are filled with NaN before they are freed and after they are
+allocated. All of it happens with random pauses. A process group would be allowed to do each of these; the ranks still
+issue their collectives in the same order.
 
-All that runs on forked ranks can run so, but for two files: tests of the collectives themselves, some of which drop
-their memory at once, and counts of compiled graphs, among which these functions would be.
+All tests on forked ranks can run so, except for two files: tests of the collectives themselves, some of which drop
+their memory at once, and counts of compiled graphs, which would include these functions.
 
     FSDP2_HOSTILE=1 python -m pytest tests/ranks --ignore tests/ranks/test_comm.py --ignore tests/ranks/test_compile.py
 
-Events, for who wants to interfere: "issue all_gather", "wait all_gather", ..., "allocate", "free".
+Events, for tests that interfere: "issue all_gather", "wait all_gather", ..., "allocate", "free".
 """
 
 import contextlib
@@ -34,7 +35,7 @@ PAUSED = 0.05
 
 
 class _Memory:
-    """The bytes of a tensor that must stay what they are. Does not keep them alive: that is their owner's duty."""
+    """Holds the bytes of a tensor that must not change. It does not keep them alive: their owner must."""
 
     def __init__(self, tensor: Tensor, name: str) -> None:
         storage, self._name = tensor.untyped_storage(), name
@@ -43,10 +44,10 @@ class _Memory:
         self.expected = _bytes(storage, self._offset, self._nbytes).clone()
 
     def find(self) -> Tensor:
-        """The bytes themselves.
+        """Returns the bytes themselves.
 
         Raises:
-            AssertionError: they are gone, or not what they were.
+            AssertionError: they are freed, or have changed.
         """
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         assert storage is not None, f"{self._name} was dropped while the collective was under way"
@@ -56,20 +57,20 @@ class _Memory:
         return found
 
     def is_freed(self) -> bool:
-        """Whether it is gone though its storage is there."""
+        """Returns True if the memory was freed though its storage exists."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         return storage is not None and storage.nbytes() < self._offset + self._nbytes
 
 
 def _bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Tensor:
-    """A tensor of its own, so that writing to it is no change of the caller's that autograd would count."""
+    """Returns a tensor of its own over the same bytes, so that autograd does not count writes to it as the caller's."""
     assert storage.nbytes() >= offset + nbytes, "there is no memory"  # `set_` would allocate it
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (nbytes,), (1,))
 
 
 class HostileWork:
-    """Delivers in `wait` what another work has brought into private memory."""
+    """Delivers in `wait` the result that another work has put into private memory."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class HostileWork:
 
 
 class Enemy:
-    """What happens at each event, and what was found to be wrong."""
+    """Acts at each event, and collects the faults that it finds."""
 
     def __init__(self, seed: int, on_event: Callable[[str], None] | None) -> None:
         self._chance, self._on_event = random.Random(seed), on_event
@@ -117,7 +118,9 @@ class Enemy:
             self._on_event(name)
 
     def issue(self, name: str, start: Callable[..., Work], outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        """Run `start(private outputs, private inputs)`; poison the outputs, but for an input that is part of one."""
+        """Runs `start(private outputs, private inputs)`; poisons the outputs, except for an input that is
+        part of one.
+        """
         self.event(f"issue {name}")
         private = [torch.empty_like(output) for output in outputs]
         copies = [each.clone() for each in inputs]
@@ -136,7 +139,7 @@ def _place(tensor: Tensor) -> tuple[torch.UntypedStorage, int, int]:
 
 
 def _changes(enemy: Enemy, cls: type[Any]) -> dict[str, Callable[..., Any]]:
-    """The collectives of a kind of Comm, each replaced by a hostile one that uses it."""
+    """Returns the collectives of a kind of Comm, each replaced by a hostile one that uses it."""
     gather, scatter, sum_all = cls.all_gather, cls.reduce_scatter, cls.all_reduce
 
     def all_gather(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
@@ -174,10 +177,10 @@ def _poisoning_resize(enemy: Enemy) -> Callable[[torch.UntypedStorage, int], Any
 
 @contextlib.contextmanager
 def hostile(seed: int, on_event: Callable[[str], None] | None = None) -> Iterator[Enemy]:
-    """Be hostile to all that this process does, until the block ends.
+    """Context: all collectives of this process are hostile.
 
     Raises:
-        AssertionError: at the end, if memory of a collective was not left alone while it was under way.
+        AssertionError: at the end, if memory of a collective was changed or freed while it was in flight.
     """
     enemy = Enemy(seed, on_event)
     mode = torch.get_deterministic_debug_mode()

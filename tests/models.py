@@ -1,7 +1,8 @@
-"""Tiny odd models, each named after what it exercises.
+"""Defines tiny unusual models, each named after what it exercises.
 
-Every model takes one tensor whose dim 0 is the batch and returns one tensor with the same dim 0, in which no row looks
-at another row: so any equal split of a batch over ranks computes the same function. `example` makes such a batch.
+Every model takes one tensor whose dim 0 is the batch and returns one tensor with the same dim 0, in which no row
+depends on another row: so any equal split of a batch over ranks computes the same function. `example` makes such a
+batch.
 """
 
 import torch
@@ -10,29 +11,33 @@ from torch import Tensor, nn
 
 
 class TinyModel(nn.Module):
-    """A model that can make its own batches: floats of `row_shape`, or token ids below `vocab`."""
+    """Is a model that can make its own batches: floats of `row_shape`, or token ids below `vocab`."""
 
     row_shape: tuple[int, ...] = (5,)
     vocab: int | None = None
 
     def example(self, *, rows: int, seed: int) -> Tensor:
-        """The batch number `seed`: the same on every rank, whatever the random state."""
+        """Returns the batch number `seed`, the same on every rank, whatever the random state."""
         generator = torch.Generator().manual_seed(seed)
         if self.vocab is not None:
             return torch.randint(self.vocab, (rows, *self.row_shape), generator=generator)
         return torch.randn(rows, *self.row_shape, generator=generator)
 
     def before_step(self, step: int) -> None:
-        """What changes from step to step; called for the sharded and the plain model alike."""
+        """Changes something from step to step; it is called for the sharded and the plain model alike."""
 
 
 def mean_loss(output: Tensor) -> Tensor:
-    """A mean over all elements, in at least fp32: the average over equal slices is the value for the whole batch."""
+    """Returns a mean over all elements, in at least fp32: the average over equal slices is the value for the whole
+    batch.
+    """
     return (output.to(torch.promote_types(output.dtype, torch.float32)) - 0.5).square().mean()
 
 
 class OddMLP(TinyModel):
-    """Row counts 7, 3, 1 and 5 with biases: none divides evenly, and 1 and 3 leave some of 4 ranks without a row."""
+    """Has layers of 7, 3, 1 and 5 rows with biases: none divides evenly, and 1 and 3 leave some of 4 ranks without a
+    row.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +52,7 @@ class OddMLP(TinyModel):
 
 
 class CausalBlock(nn.Module):
-    """A pre-norm transformer block."""
+    """Is a pre-norm transformer block."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -67,7 +72,7 @@ class CausalBlock(nn.Module):
 
 
 class TinyGPT(TinyModel):
-    """Embedding, blocks, norm and head; a vocabulary that no rank count divides; `tied` shares embedding and head."""
+    """Has embedding, blocks, norm and head; no rank count divides the vocabulary; `tied` shares embedding and head."""
 
     row_shape = (4,)
     vocab = 23
@@ -89,7 +94,7 @@ class TinyGPT(TinyModel):
 
 
 class SharedModule(TinyModel):
-    """One module runs three times in a forward, and is registered under two names."""
+    """Has one module that runs three times in a forward, and is registered under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +109,7 @@ class SharedModule(TinyModel):
 
 
 class SkippedModule(TinyModel):
-    """A branch that runs in every other step, a module and a parameter that never run, an output never used."""
+    """Has a branch that runs in every other step, a module and a parameter that never run, an unused output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +133,7 @@ class SkippedModule(TinyModel):
 
 
 class LoRALinear(nn.Module):
-    """A frozen base weight and two trainable factors, in one module and so in one group."""
+    """Has a frozen base weight and two trainable factors, in one module and so in one group."""
 
     def __init__(self, in_features: int, out_features: int, rank: int) -> None:
         super().__init__()
@@ -141,7 +146,7 @@ class LoRALinear(nn.Module):
 
 
 class FrozenMix(TinyModel):
-    """Frozen and trainable parameters side by side, and one module that is frozen entirely between trainable ones."""
+    """Has frozen and trainable parameters together, and one module that is frozen entirely between trainable ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +159,7 @@ class FrozenMix(TinyModel):
 
 
 class TinyLSTM(TinyModel):
-    """nn.LSTM keeps a second list of its weights (`_flat_weights`) that must follow every swap of a parameter."""
+    """Has an nn.LSTM, which keeps a second list of its weights (`_flat_weights`) that must follow every swap."""
 
     row_shape = (3, 5)
 
@@ -168,7 +173,7 @@ class TinyLSTM(TinyModel):
 
 
 class ConvNet(TinyModel):
-    """4-d weights with 5 and 3 rows, a transposed convolution (dim 0 is its input), a group norm."""
+    """Has 4-d weights with 5 and 3 rows, a transposed convolution (dim 0 is its input), a group norm."""
 
     row_shape = (2, 6, 6)
 
@@ -184,7 +189,7 @@ class ConvNet(TinyModel):
 
 
 class Experts(TinyModel):
-    """A 3-d parameter (3 experts), a 1-row one and a parameter of the root itself, used without any nn.Linear."""
+    """Has a 3-d parameter (3 experts), a 1-row one and a parameter of the root itself, used without any nn.Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +205,7 @@ class Experts(TinyModel):
 
 
 class MixedDtypes(TinyModel):
-    """fp32 and bf16 parameters that one group must hold together, each computed and kept in its own dtype."""
+    """Has fp32 and bf16 parameters in one group, each computed and stored in its own dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +220,7 @@ class MixedDtypes(TinyModel):
 
 
 class TanhBlock(nn.Module):
-    """A residual block of two Linear layers."""
+    """Is a residual block of two Linear layers."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -226,7 +231,7 @@ class TanhBlock(nn.Module):
 
 
 class NormedBlock(nn.Module):
-    """A norm and a residual of two Linear layers."""
+    """Is a norm and a residual of two Linear layers."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

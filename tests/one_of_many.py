@@ -1,11 +1,11 @@
-"""Trains on one of eight simulated ranks, and on one real rank, beside a plain model: `benchmarks.gpu_session` runs it
-first, for one GPU is enough.
+"""Trains on one of eight simulated ranks, and on one real rank, beside a plain model.
 
     python tests/one_of_many.py cuda
 
-All ranks hold what this one holds. So what is gathered is this rank's part over and over, of which the plain model is
-made anew before each step, and the mean of all ranks' gradients is this rank's own. A line tells how each way ended, at
-once; the exit status, whether all are as the plain model. With `cpu` for `cuda`: a look at the program itself.
+`benchmarks.gpu_session` runs it first, because one GPU is enough. All ranks hold the same values as this one. So an
+all-gather returns this rank's shard many times, of which the plain model is built before each step, and the mean of all
+ranks' gradients is this rank's own. The program prints a line for each way as soon as it ends; the exit status says
+whether all are equal to the plain model. With `cpu` in place of `cuda` the program itself is tried.
 """
 
 import copy
@@ -41,10 +41,10 @@ CYCLES = 20_000_000  # some milliseconds of a GPU's clock
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is sharded and trained.
+    """Describes how a model is sharded and trained.
 
-    `mesh`: the sizes of its axes, if there are two; `prepare`, `after`: called before and after fully_shard; `beside`:
-    all runs on a stream of its own.
+    `mesh`: the sizes of its axes, if there are two; `prepare`, `after`: functions called before and after fully_shard;
+    `beside`: True if all runs on a stream of its own.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ WAYS: dict[str, Way] = {
 
 @contextmanager
 def simulated(kind: str) -> Iterator[int]:
-    """Eight ranks, which all hold what this one holds."""
+    """Context: eight ranks, which all hold the values of this one."""
     start_wire_group(SIZE, torch.device(kind)).moves = True
     try:
         yield SIZE
@@ -108,7 +108,7 @@ def simulated(kind: str) -> Iterator[int]:
 
 @contextmanager
 def alone(kind: str) -> Iterator[int]:
-    """One rank, over the backend of the device."""
+    """Context: one rank, over the backend of the device."""
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -121,12 +121,16 @@ WORLDS = {"one of 8 simulated ranks": simulated, "one rank": alone}
 
 
 def ways_in(world: str) -> list[str]:
-    """Of which a single rank has not all."""
+    """Returns the ways to train. A single rank does not have all of them."""
     return [name for name, way in WAYS.items() if world != "one rank" or (way.mesh is None and name != "conditional")]
 
 
 def run(kind: str, world: str, name: str) -> None:
-    """Raises AssertionError: not as the plain model."""
+    """Trains in one way.
+
+    Raises:
+        AssertionError: a result differs from the plain model's.
+    """
     way = WAYS[name]
     pieces = mock.patch.multiple(buckets, MIN_BUCKET_BYTES=1) if way.in_pieces else nullcontext()
     halves = mock.patch.multiple(large_gradients, MIN_PIECE_BYTES=1024) if way.in_pieces else nullcontext()
@@ -179,7 +183,7 @@ def _train(kind: str, size: int, way: Way) -> None:
 
 
 def _copy_from(plain: nn.Module, model: nn.Module) -> None:
-    """The plain model gets what would be gathered."""
+    """Copies to the plain model the values that a gather would return."""
     with torch.no_grad():
         for whole, param in zip(plain.parameters(), model.parameters(), strict=True):
             own: Tensor = param.to_local()  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Runs a program on a plain model and on ranks of a sharded one, and says how the second ends beside the first.
+"""Runs a program on a plain model and on ranks of a sharded one, and classifies the outcome of the second.
 
 EXACT: every value that the program shows equals plain training's. LOUD: an error on every rank that names a parameter,
 a module or a setting, and says what to do. CRYPTIC: an error that doesn't. SILENT: no error, and other values. HANG: no
-end, or only that of the process group's patience.
+end, or only that of the process group's timeout.
 """
 
 import contextlib
@@ -47,7 +47,9 @@ Options = Callable[[], dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a program ended. `text`: what was raised, or which value differed first. `warned`: whether a warning came."""
+    """Holds how a program ended. `text`: the error, or the value that differed first. `warned`: True if a
+    warning came.
+    """
 
     kind: str
     text: str = ""
@@ -55,9 +57,9 @@ class Outcome:
 
 
 class Side:
-    """Where a program runs: plainly on whole batches (`library` None), or on one rank, which has its own rows.
+    """Is where a program runs: plainly on whole batches (`library` None), or on one rank, which has its own rows.
 
-    What it shows are whole tensors, the same on every side.
+    The shown values are full tensors, the same on every side.
     """
 
     def __init__(
@@ -83,12 +85,12 @@ class Side:
         return (self.library or fsdp2).MixedPrecisionPolicy(**options)
 
     def batch(self, seed: int, width: int = 5) -> Tensor:
-        """This side's rows of batch `seed`."""
+        """Returns this side's rows of batch `seed`."""
         whole = torch.randn(8, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return shard_batch(whole, self.rank, self.num_ranks)
 
     def parts(self, ranks: int, seed: int) -> list[tuple[int, Tensor]]:
-        """(rank, its rows): its own on a rank, those of all `ranks` on the plain side."""
+        """Returns (rank, its rows): only its own on a rank, those of all `ranks` on the plain side."""
         if self.is_sharded:
             return [(self.rank, self.batch(seed))]
         return list(enumerate(self.batch(seed).chunk(ranks)))
@@ -103,7 +105,7 @@ class Side:
         self.shown[name] = full(value).clone() if isinstance(value, Tensor) else value
 
     def rows(self, name: str, value: Tensor) -> None:
-        """A tensor whose dim 0 is the batch."""
+        """Shows a tensor whose dim 0 is the batch."""
         value = value.detach().contiguous()
         if self.is_sharded:
             parts = [torch.empty_like(value) for _ in range(self.num_ranks)]
@@ -125,7 +127,9 @@ Program = Callable[[Side], None]
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """A program that a user may write, and how it is to end with ours: EXACT, or LOUD with a message that `says` so."""
+    """Is a program that a user may write, and how it must end with fsdp2: EXACT, or LOUD with a message that has
+    `says`.
+    """
 
     program: Program
     ends: str
@@ -146,7 +150,7 @@ class Situation:
 def run_each(
     ranks: int, runs: Sequence[tuple[Situation, Options]], library: ModuleType, timeout: float
 ) -> list[list[Outcome]]:
-    """Makes the `runs`, each of a situation with what `fully_shard` gets in it, in one launch; how each ended on every
+    """Runs each situation of `runs` with its arguments of `fully_shard`, in one launch; returns how each ended on every
     rank.
 
     Raises:
@@ -166,7 +170,7 @@ def run_each(
 
 
 def outcome_of(situation: Situation, library: ModuleType, patience_s: float = PATIENCE_S) -> Outcome:
-    """Run it in a launch of its own, which is ended after `patience_s`."""
+    """Runs a program in its own launch, which is ended after `patience_s`."""
     try:
         (of_ranks,) = run_each(situation.ranks, [(situation, dict)], library, patience_s)
         return merged(of_ranks)
@@ -176,7 +180,7 @@ def outcome_of(situation: Situation, library: ModuleType, patience_s: float = PA
 
 
 def merged(of_ranks: list[Outcome]) -> Outcome:
-    """The worst of all ranks'; CRYPTIC if only some of them raised."""
+    """Returns the worst outcome of all ranks, or CRYPTIC if only some of them raised."""
     worst = max(of_ranks, key=lambda outcome: KINDS.index(outcome.kind))
     if worst.kind == LOUD and any(outcome.kind == EXACT for outcome in of_ranks):
         worst = Outcome(CRYPTIC, f"on some ranks only: {worst.text}")
@@ -214,7 +218,7 @@ def _run(program: Program, side: Side) -> None:
 
 @contextlib.contextmanager
 def _listening() -> Iterator[list[Any]]:
-    """What is warned of meanwhile, in either of the usual ways."""
+    """Context: collects warnings, in either of the usual ways."""
     heard: list[Any] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = heard.append  # type: ignore[method-assign]
@@ -251,8 +255,8 @@ def _judge(error: Exception, side: Side) -> Outcome:
 
 
 def _names(side: Side) -> Iterator[str]:
-    """What a message may name: parameters, buffers and modules by FQN, the users' classes, arguments and methods of the
-    API.
+    """Returns what a message may name: FQNs of parameters, buffers and modules, the users' classes, names of
+    the API.
     """
     for model in side.models:
         yield from (name for name, _ in (*model.named_parameters(), *model.named_buffers()))

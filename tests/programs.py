@@ -30,7 +30,7 @@ def start_by_torchrun(name: str, ranks: int, *options: str) -> subprocess.Popen[
 
 
 def run_forked(name: str, ranks: int, *options: str, before: Prepare | None = None, is_killed: bool = False) -> str:
-    """What it prints, in forked processes that have imported torch: torchrun's take seconds each for that.
+    """Returns the output of a program in forked processes that have imported torch: torchrun would take seconds each.
 
     `before(rank)` runs first in each. `is_killed`: one is expected to end by SIGKILL; then the others may fail.
     """
@@ -72,7 +72,7 @@ def _be_rank(
 
 
 def kill_at(count: int, cls: Any, name: str, after: bool = False) -> None:
-    """Kill this process in call number `count` of a method, instead of it or, with `after`, behind it."""
+    """Kills this process in call number `count` of a method, instead of it or, with `after`, after it."""
     method, calls = getattr(cls, name), itertools.count(1)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

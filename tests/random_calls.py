@@ -1,8 +1,8 @@
-"""Random sequences of what a training program may call, on a model of random_models.py and on the same one sharded.
+"""Makes random sequences of calls of a training program, for a model of random_models.py and the same model sharded.
 
-Each call runs on both sides (see sides.py) with the same draws, which are choices of a recipe: `{"call 3": "backward",
-"call 3 retains": True}`. What a call may refuse, though plain PyTorch does not, stands beside it, by what it says to
-do; a program ends there. Calls that change a model in other ways than training are in random_changes.py.
+Each call runs on both sides (see sides.py) with the same random choices of a recipe: `{"call 3": "backward", "call 3
+retains": True}`. Where a call may raise although plain PyTorch does not, the advice of its error is given with it; a
+program ends there. Calls that change a model in other ways than training are in random_changes.py.
 """
 
 import copy
@@ -23,7 +23,7 @@ NUMBERS = range(1, 100)
 
 
 class Draw:
-    """The choices of one call."""
+    """Holds the random choices of one call."""
 
     def __init__(self, recipe: Recipe, call: str) -> None:
         self._recipe, self._call = recipe, call
@@ -49,7 +49,7 @@ CALLS: dict[str, Call] = {}
 
 
 def call(weight: int, *refusals: str) -> Callable[[Callable[[Side, Draw], None]], Callable[[Side, Draw], None]]:
-    """How often it is drawn, beside others, and parts of the messages with which it may be refused."""
+    """Registers a call: its weight among the others, and parts of the messages with which it may be refused."""
 
     def add(run: Callable[[Side, Draw], None]) -> Callable[[Side, Draw], None]:
         CALLS[run.__name__] = Call(run, weight, refusals)
@@ -59,7 +59,7 @@ def call(weight: int, *refusals: str) -> Callable[[Callable[[Side, Draw], None]]
 
 
 def program(recipe: Recipe, length: int) -> list[tuple[str, str]]:
-    """(name of the choice, the call)"""
+    """Yields (name of the choice, the call)."""
     names = [name for name, each in CALLS.items() for _ in range(each.weight)]
     drawn = [(f"call {n}", recipe.pick(f"call {n}", None, names, 1.0)) for n in range(length)]
     return [(choice, name) for choice, name in drawn if name is not None]
@@ -94,7 +94,7 @@ def forward(side: Side, draw: Draw) -> None:
 
 @call(4)
 def evaluate(side: Side, draw: Draw) -> None:
-    """Between a forward and its backward, too."""
+    """Runs an evaluation, also between a forward and its backward."""
     mode = draw("mode", "no_grad", ("inference_mode", "enable_grad"), 0.6)
     side.model.eval()
     with getattr(torch, mode)():
@@ -148,7 +148,7 @@ def gradient_by_x(side: Side, draw: Draw) -> None:
 
 @call(1)
 def penalty(side: Side, draw: Draw) -> None:
-    """A loss of a gradient, whose backward comes later."""
+    """Returns a loss of a gradient, whose backward comes later."""
     x = side.rows(torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     tokens = side.rows(torch.arange(ROWS) % VOCAB)
     (slope,) = torch.autograd.grad(side.model(x.requires_grad_(), tokens).square().sum(), x, create_graph=True)
@@ -244,7 +244,7 @@ def another_optimizer(side: Side, draw: Draw) -> None:
 
 
 def close(side: Side, draw: Draw) -> None:
-    """At the end: whatever waits is reduced, with another backward, and steps."""
+    """Ends the program: a last backward reduces all unsynchronized gradients, and the optimizer steps."""
     side.losses.clear()
     if side.is_sharded:
         side.model.set_requires_gradient_sync(True)

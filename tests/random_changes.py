@@ -1,4 +1,4 @@
-"""What a program may do to a model beside training it: to parameters and settings, with copies, with checkpoints."""
+"""Changes a model in ways other than training: parameters and settings, copies, checkpoints."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ def edit(side: Side, draw: Draw) -> None:
 
 @call(2)
 def freeze(side: Side, draw: Draw) -> None:
-    """Or thaw."""
+    """Freezes or unfreezes parameters."""
     side.reshard()  # a module has other parameters until then
     if any(branch.checkpoints for branch in branches(side.model)):
         side.losses.clear()  # what runs again would save other tensors than before
@@ -77,7 +77,7 @@ def load(side: Side, draw: Draw) -> None:
 
 @call(1)
 def full_state_dict(side: Side, draw: Draw) -> None:
-    """As others write it, and read it."""
+    """Writes and loads a full state dict, as other programs do."""
     options = StateDictOptions(full_state_dict=True)
     state = get_model_state_dict(side.model, options=options) if side.is_sharded else side.model.state_dict()
     for name in side.params:
@@ -91,7 +91,7 @@ def full_state_dict(side: Side, draw: Draw) -> None:
 
 @call(1, WAITS)
 def copied(side: Side, draw: Draw) -> None:
-    """The program goes on with a copy."""
+    """Copies the model; the program continues with the copy."""
     if draw.flag("by pickle", 0.3):
         buffer = io.BytesIO()
         torch.save(side.model, buffer)
@@ -109,7 +109,7 @@ def full_params_of(side: Side, **options: Any) -> Any:
 
 @call(2)
 def full_weights(side: Side, draw: Draw) -> None:
-    """Read, then perhaps written to."""
+    """Reads full weights, and may write to them."""
     writes = draw.flag("writes", 0.5)
     with torch.no_grad(), full_params_of(side, writeback=writes) as full:
         for name in side.params:
@@ -121,7 +121,7 @@ def full_weights(side: Side, draw: Draw) -> None:
 
 @call(1)
 def loss_of_full(side: Side, draw: Draw) -> None:
-    """A penalty on whole weights, whose backward comes after they have gone."""
+    """Returns a penalty on full weights, whose backward comes after these are resharded."""
     with full_params_of(side) as full:
         loss = sum(full[name].square().sum().double() for name in side.params)
     side.losses.append(Loss(0.01 * loss))
@@ -131,7 +131,7 @@ def loss_of_full(side: Side, draw: Draw) -> None:
 
 
 def set_on(side: Side, draw: Draw, method: str, *args: Any, **options: Any) -> None:
-    """On the root, or on a module inside."""
+    """Returns the module on which to set something: the root, or a module inside."""
     number = draw("module", 0, NUMBERS, 0.5)
     if side.is_sharded:
         modules = side.sharded_modules()

@@ -1,7 +1,7 @@
-"""Random models and ways to shard them, each a *recipe*: what differs from the plainest model, by name.
+"""Makes random models and ways to shard them, each a *recipe*: its differences from the plainest model, by name.
 
-A seed draws a recipe; without some of its choices it still is one. So a recipe that fails can be made minimal, printed,
-and pasted: `Recipe(17, {"tree kind": "branch", "freeze tree.parts.0": True})` (see recipes.py).
+A seed chooses a recipe. A recipe without some of its choices still is one. So a recipe that fails can be made minimal,
+printed, and pasted: `Recipe(17, {"tree kind": "branch", "freeze tree.parts.0": True})` (see recipes.py).
 
 The plainest model is a linear layer and one part, in one group, in fp64. A choice adds parts (in a tree, some of which
 run twice), shares modules and parameters, freezes some, makes groups, checkpoints, mixes dtypes, replicates shards.
@@ -31,7 +31,7 @@ VOCAB = 11
 
 
 class Dense(nn.Module):
-    """Two linears over an odd width, used through their modules."""
+    """Has two linears over an odd width, used through their modules."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Dense(nn.Module):
 
 
 class Norm(nn.Module):
-    """A norm: its weight's gradient is a sum over rows."""
+    """Has a norm, whose weight's gradient is a sum over rows."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Norm(nn.Module):
 
 
 class Lookup(nn.Module):
-    """An embedding: its input needs no gradient, so its group's backward starts from the weight alone."""
+    """Has an embedding: its input needs no gradient, so its group's backward starts from the weight alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Lookup(nn.Module):
 
 
 class Direct(nn.Module):
-    """Parameters of its own: 3-d, a single row, and one that no forward ever uses."""
+    """Has parameters of its own: 3-d, a single row, and one that no forward ever uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,9 +78,9 @@ class Direct(nn.Module):
 
 
 class Branch(nn.Module):
-    """Parts in a row, each added to its input. `order` may name a part twice; `skipped` changes with every forward.
+    """Runs parts in a row, and adds each to its input. `order` may repeat a part; `skipped` changes with every forward.
 
-    `checkpoints`: which parts run again in backward, and whether reentrantly.
+    `checkpoints`: the parts that run again in backward, and whether reentrantly.
     """
 
     def __init__(self, parts: Sequence[nn.Module], order: Sequence[int], checkpoints: dict[int, bool]) -> None:
@@ -111,7 +111,7 @@ class Branch(nn.Module):
 
 
 class Root(nn.Module):
-    """A trainable projection, so that every step has a gradient, then the random tree."""
+    """Has a trainable projection, so that every step has a gradient, then the random tree."""
 
     def __init__(self, tree: nn.Module) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ PAIRS = [(i, j) for i in range(8) for j in range(8)]
 
 
 def share_a_module(model: Root, recipe: Recipe) -> None:
-    """One leaf part takes the place of another: registered twice, and called from two branches or twice from one."""
+    """Replaces one leaf part by another: registered twice, and called from two branches or twice from one."""
     slots = [(b, i) for b in branches(model) for i, part in enumerate(b.parts) if not isinstance(part, Branch)]
     chosen = recipe.pick("shared module", None, PAIRS, 0.5)
     if chosen is not None:
@@ -165,7 +165,7 @@ def share_a_module(model: Root, recipe: Recipe) -> None:
 
 
 def tie_parameters(model: Root, groups: list["Group"], recipe: Recipe) -> None:
-    """Weights of one shape in one group become one parameter. (Across groups it is refused, so not drawn.)"""
+    """Makes weights of one shape in one group one parameter. (Across groups it is refused, so never chosen.)"""
     owners = owners_of(model, groups)
     candidates = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
     for number in range(2):
@@ -191,7 +191,7 @@ def freeze_some(model: Root, recipe: Recipe) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """One call of fully_shard."""
+    """Is one call of fully_shard."""
 
     name: str
     modules: list[nn.Module]
@@ -200,7 +200,7 @@ class Group:
 
 
 def choose_groups(model: Root, recipe: Recipe) -> list[Group]:
-    """A group is a module at any level, or two neighbours in a branch; inner groups first, the root last."""
+    """Chooses groups: a module at any level, or two neighbours in a branch; inner groups first, the root last."""
     names = {m: name for name, m in model.named_modules()}
     groups = [Group("root", [model])]
     shared = [m for m, paths in paths_to(model).items() if paths > 1]
@@ -227,12 +227,12 @@ def choose_groups(model: Root, recipe: Recipe) -> list[Group]:
 
 
 def optional_modules(groups: list[Group]) -> set[nn.Module]:
-    """All that lies in a conditional group's modules, these included."""
+    """Returns all modules below a conditional group's modules, with these."""
     return {inner for group in groups if group.conditional for m in group.modules for inner in m.modules()}
 
 
 def reduced_together(model: nn.Module, groups: list[Group]) -> list[list[nn.Parameter]]:
-    """The parameters of each group that some ranks may leave out. If any has a gradient, others have zeros."""
+    """Returns the parameters of each group that some ranks may leave out. If any has a gradient, others have zeros."""
     optional, owners = optional_modules(groups), owners_of(model, groups)
     return [
         list({p for m, of in owners.items() if of == {g} for p in m._parameters.values() if p is not None})
@@ -242,12 +242,12 @@ def reduced_together(model: nn.Module, groups: list[Group]) -> list[list[nn.Para
 
 
 def paths_to(model: nn.Module) -> Counter[nn.Module]:
-    """How often each module is registered, counting every path from the root."""
+    """Counts how often each module is registered, by every path from the root."""
     return Counter(m for _, m in model.named_modules(remove_duplicate=False))
 
 
 def owners_of(model: nn.Module, groups: list[Group]) -> dict[nn.Module, set[Group]]:
-    """The groups that own each module's parameters, by every path on which it is reached: a shared one may have two."""
+    """Returns the groups that own each module's parameters, by every path to it: a shared one may have two."""
     by_module = {m: g for g in groups for m in g.modules}
     owners: dict[nn.Module, set[Group]] = {}
 
@@ -262,7 +262,7 @@ def owners_of(model: nn.Module, groups: list[Group]) -> dict[nn.Module, set[Grou
 
 
 def make_model(recipe: Recipe) -> tuple[Root, list[Group]]:
-    """The same model and the same groups in every process. The groups are not yet sharded."""
+    """Returns the same model and the same groups in every process. The groups are not yet sharded."""
     torch.manual_seed(recipe.seed)
     model = Root(make_part(recipe, "tree", depth=2)).double()
     share_a_module(model, recipe)
@@ -274,8 +274,10 @@ def make_model(recipe: Recipe) -> tuple[Root, list[Group]]:
 
 
 def refrain_from_reentrant_checkpoints(model: Root) -> None:
-    """Around parameters that are also used elsewhere: a group may be freed behind their gradients from there. What
-    reentrant checkpointing then runs again needs them without our notice, unless it is a module with a group: an error.
+    """Turns off reentrant checkpoints around parameters that are also used elsewhere.
+
+    A group may be freed after their gradients from there. The recomputation of a reentrant checkpoint then needs them
+    without a call that fsdp2 sees, unless it is a module with a group: an error.
     """
     names = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     for branch in branches(model):
@@ -288,17 +290,19 @@ def refrain_from_reentrant_checkpoints(model: Root) -> None:
 
 
 def computes_in_fp32(recipe: Recipe) -> bool:
-    """All groups do, or none: torch's operations refuse to mix."""
+    """Returns True if all groups compute in fp32. Either all do or none, because torch's operations refuse to mix."""
     return recipe.pick("computes in fp32", False, (True,), 0.25)
 
 
 def is_rounded(recipe: Recipe) -> bool:
-    """To fp32 somewhere, between parameters and gradients that are stored in fp64."""
+    """Returns True if some value is rounded to fp32, between parameters and gradients that are stored in fp64."""
     return any("fp32" in name for name in recipe.chosen)
 
 
 def tolerance(recipe: Recipe) -> dict[str, float]:
-    """Sums of a hundred terms, through norms, over some steps with momentum: so many roundings of values below 1."""
+    """Returns the tolerance: sums of a hundred terms, through norms, over some steps with momentum, of values
+    below 1.
+    """
     eps = torch.finfo(torch.float32 if is_rounded(recipe) else torch.float64).eps
     return {"rtol": 2**14 * eps, "atol": 2**7 * eps}
 

@@ -1,4 +1,4 @@
-"""Recipes: what a seed draws, each choice by name, so that a failing one can be made minimal, printed and pasted."""
+"""Defines recipes: the choices of a seed by name, so that a failing one can be made minimal, printed and pasted."""
 
 import ast
 import os
@@ -17,9 +17,9 @@ SHRINK_S = 100
 
 
 class Recipe:
-    """Choices by name, drawn when they are first asked for: each by itself, so that none depends on another.
+    """Makes choices by name, at random when they are first used: each by itself, so that none depends on another.
 
-    With `only`, those; all others are the plainest, and so are those that are drawn `never`.
+    With `only`, just those are random; all others are the plainest, and so are the choices of `never`.
     """
 
     def __init__(self, seed: int, only: dict[str, Any] | None = None, never: Sequence[str] = ()) -> None:
@@ -31,7 +31,7 @@ class Recipe:
         return f"Recipe({self.seed}, {self.chosen})"
 
     def pick(self, name: str, plainest: Any, others: Sequence[Any], chance: float) -> Any:
-        """One of the `others`, by `chance`. A name has one value."""
+        """Returns one of the `others` with probability `chance`. A name has one value."""
         draw = random.Random(f"{self.seed} {name}")
         if self._is_drawn and others and name not in self._never and draw.random() < chance:
             self.chosen[name] = draw.choice(others)
@@ -45,7 +45,7 @@ class Recipe:
 
 
 def asked_for(world_size: int, never: Sequence[str] = ()) -> list[Recipe] | None:
-    """The one that the user asks for as a failure prints it, if it is for so many ranks. None if nobody asks."""
+    """Returns the recipe that the user asks for, as a failure prints it, if it is for so many ranks, or None."""
     text = os.environ.get("FSDP2_RECIPE")
     if text is None:
         return None
@@ -59,8 +59,8 @@ def differing(
     difference: Callable[[int, Recipe, int], str | None],
     timeout: float = 120,
 ) -> list[tuple[Recipe, str]]:
-    """Those recipes in which `difference(number, recipe, rank)` finds one on some rank, with all that they chose, and
-    the text; or the one in which a rank dies or hangs.
+    """Returns the recipes in which `difference(number, recipe, rank)` finds one on some rank, with all their choices,
+    and the text; or the one in which a rank dies or hangs.
     """
 
     def body(rank: int, _: int, log: TextIO) -> list[tuple[int, dict[str, Any], str]]:
@@ -87,7 +87,7 @@ def differing(
 
 
 def _last_in(log: TextIO) -> Recipe:
-    """What the first rank had begun, with what had been chosen by then."""
+    """Returns the recipe that the first rank had begun, with its choices so far."""
     log.seek(0)
     for name, value in map(ast.literal_eval, log):
         if isinstance(name, int):
@@ -98,7 +98,7 @@ def _last_in(log: TextIO) -> Recipe:
 
 
 def shrink(recipe: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
-    """A recipe that still fails, but does not without any one of its choices; or how far that came in SHRINK_S."""
+    """Returns a recipe that still fails, but not without any one of its choices, as far as possible in SHRINK_S."""
     deadline = time.monotonic() + SHRINK_S
     names = list(recipe.chosen)
     size = len(names)
@@ -117,7 +117,7 @@ def shrink(recipe: Recipe, fails: Callable[[Recipe], bool]) -> Recipe:
 def assert_none(
     recipes: Sequence[Recipe], world_size: int, find: Callable[[Sequence[Recipe]], list[tuple[Recipe, str]]], file: str
 ) -> None:
-    """Fail if `find` finds any, with the first of them made minimal."""
+    """Fails if `find` finds any, with the first of them made minimal."""
     failed = find(recipes) if recipes else []
     if not failed:
         return

@@ -1,8 +1,8 @@
-"""Counts the situations (situations.py) that end wrong without each fix for sharded parameters, and without all.
+"""Counts the situations (situations.py) with a wrong outcome without each fix for sharded parameters, and without all.
 
-    python tests/run_fixes.py          about half an hour: each program runs in a launch of its own
+    python tests/run_fixes.py          about half an hour: each program runs in its own launch
 
-It prints a Markdown table, and writes it to a dated report. The numbers stand in `python -m fsdp2 fixes`.
+It prints a Markdown table, and writes it to a dated report. The numbers are in `python -m fsdp2 fixes`.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from situations import SITUATIONS  # noqa: E402
 
 
 def find_wrong(situations: Sequence[Situation], names: Sequence[str]) -> list[tuple[Situation, str]]:
-    """Returns those that end otherwise than their lines say without the fixes of these names (none: all), and how."""
+    """Returns the situations with a wrong outcome without the fixes of these names (none: all), and the outcome."""
     fsdp2.dtensor_fixes(False, *names)
     try:
         found = []

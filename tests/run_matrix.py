@@ -1,10 +1,10 @@
-"""Runs the tests on several releases of torch, each in an environment of its own, and prints a table.
+"""Runs the tests on several releases of torch, each in its own environment, and prints a table.
 
     python tests/run_matrix.py
     python tests/run_matrix.py --torch 2.11.0 2.15.0 -- tests/unit -x
 
-What follows `--` goes to pytest. Environments are kept, and used again by the next run. Releases of torch other than
-2.13.0 may bring several GB of CUDA packages, which the tests do not need.
+The arguments after `--` go to pytest. Environments are kept, and used again by the next run. Releases of torch other
+than 2.13.0 may bring several GB of CUDA packages, which the tests do not need.
 """
 
 import argparse
@@ -23,7 +23,7 @@ RELEASES = ("2.11.0", "2.13.0", "2.15.0")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run of pytest. `note`: what went wrong besides failing tests."""
+    """Holds the outcome of one run of pytest. `note`: what went wrong besides failing tests."""
 
     passed: int = 0
     failed: int = 0
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(release: str, folder: Path, options: argparse.Namespace) -> Outcome:
-    """Make the environment, unless it is there, and run pytest in it."""
+    """Makes the environment, unless it exists, and runs pytest in it."""
     print(f"== torch {release}", flush=True)
     try:
         python = environment(release, folder)
@@ -81,7 +81,7 @@ def run(release: str, folder: Path, options: argparse.Namespace) -> Outcome:
 
 
 def environment(release: str, folder: Path) -> Path:
-    """The Python of an environment that holds this release, this project and what its tests need.
+    """Returns the Python of an environment with this release, this project and the packages of its tests.
 
     Raises:
         subprocess.CalledProcessError: pip could not install them.
@@ -96,7 +96,7 @@ def environment(release: str, folder: Path) -> Path:
 
 
 def read(report: Path, code: int) -> Outcome:
-    """What pytest has written; `code` is its exit status."""
+    """Reads the output of pytest; `code` is its exit status."""
     suite = next(xml.etree.ElementTree.parse(report).getroot().iter("testsuite"))
     tests, failures, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
     # 0: all passed; 1: some failed. Anything else ends the run early.

@@ -3,7 +3,7 @@
     python tests/run_situations.py
     python tests/run_situations.py --only teacher_that_follows batch_norm --report ""
 
-Each program runs in a launch of its own, which is ended after some seconds.
+Each program runs in its own launch, which is ended after some seconds.
 """
 
 import argparse

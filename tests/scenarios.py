@@ -1,4 +1,4 @@
-"""A scenario runs on a plain model with the whole batch, and on forked ranks; all that it shows must be the same."""
+"""Runs a scenario on a plain model with the whole batch, and on forked ranks, and compares the values that it shows."""
 
 import itertools
 import traceback
@@ -24,10 +24,10 @@ TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 class Run:
-    """One execution of a scenario. `shown` is what it has shown: (kind, name, value).
+    """Is one execution of a scenario. `shown` holds its shown values: (kind, name, value).
 
-    With `expected`, what an earlier execution has shown, the model is sharded, and everything shown is compared at
-    once; the differences are kept until the end, for a rank that left early would leave the others waiting.
+    With `expected`, the shown values of an earlier execution, the model is sharded, and each shown value is compared at
+    once. The differences are kept until the end, because a rank that raised early would leave the others waiting.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Run:
     # what a scenario builds with
 
     def build(self, build: Callable[..., nn.Module], *args: Any, seed: int = 1, **kwargs: Any) -> Any:
-        """The same initial model on every side."""
+        """Returns the same initial model on every side."""
         torch.manual_seed(seed)
         return build(*args, **kwargs).double()
 
@@ -56,7 +56,7 @@ class Run:
         return fully_shard(module, **options) if self.sharded else module
 
     def batch(self, *row_shape: int, seed: int, rows: int = ROWS) -> Tensor:
-        """This side's rows of batch number `seed`."""
+        """Returns this side's rows of batch number `seed`."""
         generator = torch.Generator().manual_seed(seed)
         batch = torch.randn(rows, *(row_shape or (WIDTH,)), generator=generator, dtype=torch.float64)
         return shard_batch(batch, self.rank, self.world_size)
@@ -68,30 +68,30 @@ class Run:
     # what a scenario shows
 
     def value(self, name: str, value: Any) -> None:
-        """A tensor or anything else that is the same on every rank."""
+        """Shows a tensor or anything else that is the same on every rank."""
         self._show("value", name, value)
 
     def mean(self, name: str, value: Tensor) -> None:
-        """A mean over the batch."""
+        """Shows a mean over the batch."""
         self._show("mean", name, value)
 
     def rows(self, name: str, value: Tensor) -> None:
-        """A tensor whose dim 0 is the batch."""
+        """Shows a tensor whose dim 0 is the batch."""
         self._show("rows", name, value)
 
     def grads(self, name: str, model: nn.Module) -> None:
-        """Every gradient, whether None or not."""
+        """Shows every gradient, also if it is None."""
         for fqn, param in model.named_parameters():
             self._show("shard", f"{name}: {fqn}.grad", param.grad)
 
     def params(self, name: str, model: nn.Module) -> None:
-        """Names and values of the parameters, which are the sharded ones."""
+        """Shows names and values of the parameters, which are the sharded ones."""
         self.value(f"{name}: names", [fqn for fqn, _ in model.named_parameters()])
         for fqn, param in model.named_parameters():
             self._show("shard", f"{name}: {fqn}", param)
 
     def step(self, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None = None) -> None:
-        """Loss and gradients, then an optimizer step and the parameters. With a loss, backward first."""
+        """Shows loss and gradients, then steps and shows the parameters. With a loss, backward comes first."""
         if loss is not None:
             loss.backward()
             self.mean(f"{name}: loss", loss)
@@ -132,7 +132,7 @@ Scenario = Callable[..., None]
 
 
 def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] = TOLERANCE, **choices: Any) -> None:
-    """Run a scenario with every combination of `choices`, plain and then sharded, in one launch."""
+    """Runs a scenario with every combination of `choices`, plain and then sharded, in one launch."""
     cases = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
     def plain() -> list[list[tuple[str, str, Any]]]:
@@ -158,7 +158,7 @@ def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] =
 
 
 def differences(run: Run, scenario: Callable[[], None], shown: Sequence[Any]) -> list[str]:
-    """What differs when the scenario runs on one rank, its errors and values that never came included."""
+    """Returns the differences on one rank, with errors and missing values."""
     try:
         scenario()
     except (Exception, pytest.fail.Exception):
@@ -181,14 +181,14 @@ def describe(case: dict[str, Any]) -> str:
 
 
 class Block(TanhBlock):
-    """Odd widths."""
+    """Has layers of odd widths."""
 
     def __init__(self, width: int = WIDTH, inner: int = 3) -> None:
         super().__init__(width, inner)
 
 
 class Net(nn.Module):
-    """A stem, blocks, a scale of the root's own, a head."""
+    """Has a stem, blocks, a scale of the root's own, a head."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Net(nn.Module):
 
 
 class KeepsWeight(torch.autograd.Function):
-    """x @ weight.T that keeps the weight where autograd does not see it."""
+    """Computes x @ weight.T and stores the weight where autograd does not see it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -265,12 +265,12 @@ Wrap = Callable[..., None]
 
 
 def whole(run: Run, model: nn.Module) -> None:
-    """One group, whose full parameters stay between forward and backward, as a root's do."""
+    """Makes one group, whose parameters stay unsharded between forward and backward, as a root's do."""
     run.shard(model)
 
 
 def blocks(run: Run, model: nn.Module, reshard_after_forward: bool | None = None) -> None:
-    """A group per direct child or block, and the root."""
+    """Makes a group per direct child or block, and the root."""
     for child in model.children():
         for module in child if isinstance(child, nn.ModuleList) else [child]:
             run.shard(module, reshard_after_forward=reshard_after_forward)
@@ -278,12 +278,12 @@ def blocks(run: Run, model: nn.Module, reshard_after_forward: bool | None = None
 
 
 def kept(run: Run, model: nn.Module) -> None:
-    """The same; the full parameters of all groups stay between forward and backward."""
+    """Makes the groups of `blocks`; the parameters of all stay unsharded between forward and backward."""
     blocks(run, model, reshard_after_forward=False)
 
 
 def leaves(run: Run, model: nn.Module) -> None:
-    """A group per module with parameters, three levels deep; the root's parameters don't stay either."""
+    """Makes a group per module with parameters, three levels deep; the root's parameters are resharded, too."""
     for module in reversed(list(model.modules())):
         if module is model or module._parameters or isinstance(module, Block):
             run.shard(module, reshard_after_forward=True)
@@ -294,7 +294,7 @@ WRAPS = (whole, blocks, kept, leaves) if NIGHTLY else (whole, blocks, leaves)
 
 
 def train_and_evaluate(run: Run, model: nn.Module, steps: int) -> None:
-    """Steps of SGD, an evaluation before each; the second accumulates over two batches, of which one is not reduced."""
+    """Runs steps of SGD, an evaluation before each; the second accumulates two batches, of which one is not reduced."""
     optimizer = sgd(model)
     for step in range(steps):
         if step == 1:
@@ -310,7 +310,7 @@ def train_and_evaluate(run: Run, model: nn.Module, steps: int) -> None:
 
 
 def train_beside(model: nn.Module, plain: nn.Module, batches: Callable[[int], Tensor]) -> None:
-    """Three steps of SGD, the second of two micro-batches of which the first is not synchronised."""
+    """Runs three steps of SGD, the second of two micro-batches of which the first is not synchronised."""
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=True) for each in (model, plain)]
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(3):

@@ -1,4 +1,4 @@
-"""A model and what a program has beside it, once plain and once sharded; and whether the two are alike."""
+"""Holds a model and the other objects of a program, once plain and once sharded, and compares the two."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from helpers import assert_same, assert_same_names, own_part, shard_batch
 
 @dataclasses.dataclass(eq=False)
 class Loss:
-    """Of a forward whose backward may come later."""
+    """Holds the loss of a forward whose backward may come later."""
 
     value: Tensor
     x: Tensor | None = None
 
 
 class Side:
-    """The plain model is given whole batches, the sharded one this rank's rows of them."""
+    """Holds one model: the plain one gets whole batches, the sharded one this rank's rows of them."""
 
     def __init__(
         self, model: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer], rank: int, world_size: int
@@ -38,7 +38,7 @@ class Side:
         self.adopt(model)
 
     def adopt(self, model: nn.Module) -> None:
-        """Go on with it."""
+        """Continues with another model and its optimizer."""
         self.model = model
         self._params: dict[str, nn.Parameter] = {}
         self.losses.clear()
@@ -48,14 +48,14 @@ class Side:
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
-        """By name; the sharded ones also while full ones stand in the model, as an optimizer has them."""
+        """Returns the sharded parameters by name, also while unsharded ones are registered."""
         for name, param in self.model.named_parameters():
             if isinstance(param, DTensor) or not self.is_sharded:
                 self._params[name] = param
         return self._params
 
     def sharded_modules(self) -> list[FSDPModule]:
-        """The root first. None of a plain model."""
+        """Returns the sharded modules, the root first; none for a plain model."""
         return [m for m in self.model.modules() if isinstance(m, FSDPModule)]
 
     def reshard(self) -> None:
@@ -66,13 +66,13 @@ class Side:
         return shard_batch(whole, self.rank, self.world_size) if self.is_sharded else whole
 
     def show(self, name: str, value: Tensor | bool, is_rows: bool = False) -> None:
-        """Every rank must call it, for the whole value."""
+        """Shows the full value. Every rank must call it."""
         if isinstance(value, DTensor):
             value = value.full_tensor()
         self.shown[name] = (value.detach().clone() if isinstance(value, Tensor) else value, is_rows)
 
     def give_up(self) -> None:
-        """After an error."""
+        """Cleans up after an error."""
         self.losses.clear()
         self.shown.clear()
         for param in self.params.values():
@@ -88,7 +88,7 @@ def assert_part(actual: Tensor | None, expected: Tensor | None, name: str, toler
 
 
 def assert_alike(sharded: Side, plain: Side, tolerance: dict[str, float]) -> None:
-    """In what the last call showed, then in parameters and gradients. Communicates nothing."""
+    """Compares the values that the last call showed, then parameters and gradients. It does not communicate."""
     assert list(sharded.shown) == list(plain.shown)
     for name, (expected, is_rows) in plain.shown.items():
         actual = sharded.shown[name][0]
@@ -102,7 +102,7 @@ def assert_alike(sharded: Side, plain: Side, tolerance: dict[str, float]) -> Non
 
 
 def assert_alike_param(actual: nn.Parameter, expected: nn.Parameter, name: str, tolerance: dict[str, float]) -> None:
-    """A gradient that waits is compared when it has been reduced."""
+    """Compares one parameter and its gradient. An unsynchronized gradient is compared after its reduction."""
     assert_part(actual.detach(), expected.detach(), name, tolerance)
     assert actual.requires_grad == expected.requires_grad, f"{name}.requires_grad: {actual.requires_grad}"
     if isinstance(actual.grad, UnsynchronizedGrad):

@@ -1,7 +1,7 @@
-"""The situations in which sharded training goes wrong without a word, each a program that a user may write.
+"""Defines the situations in which sharded training silently goes wrong, each a program that a user may write.
 
 A program runs on a plain model and whole batches, which is the oracle, and on ranks that shard the model, where it must
-end as its line says: EXACT, or LOUD with a message that contains what follows. See outcomes.py; a docstring is the
+end as its line says: EXACT, or LOUD with a message that contains the given text. See outcomes.py; a docstring is the
 situation's name in the printed table.
 """
 
@@ -743,7 +743,7 @@ def gradients_from_before(side: Side) -> None:
     train(side, model)
 
 
-@ends(LOUD, "this rank holds a part of the number only")
+@ends(LOUD, "this rank holds a value that is still to be reduced")
 def items(side: Side) -> None:
     """`p.norm().item()`"""
     model = shard(side, Net())
@@ -819,7 +819,7 @@ def item_of_one_element(side: Side) -> None:
     side.weights("trained", model)
 
 
-@ends(LOUD, "each rank holds another part of it")
+@ends(LOUD, "each rank holds another shard of it")
 def broadcast_by_hand(side: Side) -> None:
     """`dist.broadcast` of parameters, as before DDP"""
     model = shard(side, Net())
@@ -828,7 +828,7 @@ def broadcast_by_hand(side: Side) -> None:
     train(side, model)
 
 
-@ends(LOUD, "each rank holds another part of it")
+@ends(LOUD, "each rank holds another shard of it")
 def gradients_averaged_by_hand(side: Side) -> None:
     """`dist.all_reduce` of gradients, as without DDP"""
     model = shard(side, Net())
@@ -2073,7 +2073,7 @@ def step_behind_unshard(side: Side) -> None:
     side.weights("stepped", model)
 
 
-@ends(LOUD, "stem.weight: each rank holds a part")
+@ends(LOUD, "stem.weight: each rank holds a shard")
 def rows_cleared_by_a_mask(side: Side) -> None:
     """`weight[mask] = 0` with a plain mask, between steps"""
     model = shard(side, Net())

@@ -1,4 +1,6 @@
-"""Gives programs written for torch's FSDP2 ours: patch_torch(). Only this file knows where torch's names stand."""
+"""Replaces torch's FSDP2 by fsdp2 in programs that were written for torch's: patch_torch(). Only this file knows in
+which modules torch's names are.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +21,30 @@ from ..module import FSDPModule, share_comm_ctx
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
-# Where torch's implementation stands. Its code continues to use its own names: programs may hold references to it.
+# The package of torch's implementation. Its code continues to use its own names: programs may hold references to it.
 _INTERNAL = f"{_API}._fully_shard."
-# Modules from which others import names. They get a copy of the module, in which the names are ours.
+# Modules from which others import names. These get a copy of the module, in which the names are those of fsdp2.
 _COPIED = (f"{_INTERNAL}_fully_shard", _REPLICATE)
 _ALIASES = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
 _PACKAGE = __name__.partition(".")[0]
 
 
 class _OfReplicated(type):
-    """Tells a replicated module from a sharded one by `isinstance`: both have the same class."""
+    """Lets `isinstance` distinguish a replicated module from a sharded one: both have the same class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, FSDPModule) and not require_state(instance).groups[0].mesh.shard_axes
 
 
 class ReplicateModule(FSDPModule, metaclass=_OfReplicated):
-    """Stands for the class of modules that `replicate` was applied to, as torch calls it."""
+    """Is the class of modules that `replicate` was applied to, under torch's name for it, for `isinstance`."""
 
 
 _PUBLIC = (
     *(CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, GradientReductionHandle, MixedPrecisionPolicy),
     *(OffloadPolicy, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx),
 )
-# Module of torch -> a name in it -> our object that replaces the one of that name. Older torches lack some of them.
+# Module of torch -> a name in it -> the object that replaces the one of that name. Older releases lack some of them.
 _OURS: dict[str, dict[str, Any]] = {
     _API: {each.__name__: each for each in _PUBLIC},
     _REPLICATE: {"replicate": replicate, "ReplicateModule": ReplicateModule},
@@ -50,15 +52,16 @@ _OURS: dict[str, dict[str, Any]] = {
 
 
 class Patch:
-    """Stands for one call of `patch_torch`. The patch is in force as long as one of them is not undone."""
+    """Represents one call of `patch_torch`. The patch is in force as long as one of them is not undone."""
 
     def __init__(self) -> None:
         self._is_undone = False
 
     def undo(self) -> None:
-        """Puts torch's names back, unless another call is in force. Further calls do nothing.
+        """Restores torch's names, unless another call is in force. Further calls do nothing.
 
-        Modules sharded meanwhile stay ours. So do names that modules outside torch imported meanwhile.
+        Modules sharded meanwhile stay sharded by fsdp2, and modules outside torch keep the names that they imported
+        meanwhile.
         """
         if not self._is_undone:
             self._is_undone = True
@@ -74,15 +77,15 @@ class Patch:
 
 
 def patch_torch() -> Patch:
-    """Puts our `fully_shard`, `FSDPModule`, policies, ... in place of torch's, wherever programs find these.
+    """Replaces torch's `fully_shard`, `FSDPModule`, policies, ... by those of fsdp2, wherever programs find them.
 
-    It replaces names of torch's objects in all imported modules: in torch's own, from which later imports take them,
-    and in others that have taken them before. Call it before or after such imports. Torch's implementation itself
-    stays as it is, for programs that reach it in another way.
+    It replaces the names of torch's objects in all imported modules: in torch's own, from which later imports take
+    them, and in others that have imported them before. Call it before or after such imports. Torch's implementation
+    itself stays as it is, for programs that reach it in another way.
 
     Returns:
         A handle: call its `undo()`, or use it in a `with` statement; otherwise the patch stays. Calls may nest. Each
-        call also replaces the names under which modules have got torch's objects since.
+        call also replaces the names under which modules have imported torch's objects since the last.
     """
     patch = Patch()
     _in_force.append(patch)
@@ -91,14 +94,14 @@ def patch_torch() -> Patch:
 
 
 _in_force: list[Patch] = []
-# Pairs of an object of torch, which may be a module, and of ours that replaces it while the patch is in force.
+# Pairs of an object of torch, which may be a module, and the object that replaces it while the patch is in force.
 _pairs: list[tuple[Any, Any]] = []
-# What was replaced: (the dict of names, the name, torch's object, ours).
+# The replaced names: (the dict of names, the name, torch's object, the object of fsdp2).
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
 
 def _replace() -> None:
-    # All are imported before anything is replaced: what torch builds on its own names is complete then.
+    # All are imported before anything is replaced, so that classes which torch derives from its own are complete.
     for name in (_API, *_ALIASES, *_COPIED):
         import_module(name)  # under `python -m fsdp2`, this may call patch_torch
     if not _pairs:

@@ -1,4 +1,4 @@
-"""Has torch.distributed.pipelining find the parameters whose gradients it computes apart from those of inputs."""
+"""Lets torch.distributed.pipelining find the parameters whose gradients it computes separately from those of inputs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .when_imported import when_imported
 
 
 def register_unsharded_in_pipelines() -> None:
-    """Has the unsharded parameters registered while a zero-bubble schedule computes gradients of weights.
+    """Registers the unsharded parameters while a zero-bubble schedule computes gradients of weights.
 
-    Such a schedule looks in `module.parameters()` for the leaves of the graph, between forward and backward. There the
-    sharded parameters are registered, of which the graph knows nothing: gradients of weights would be missing, without
-    an error. What the schedule assigns as gradients of the unsharded parameters is reduced like all other gradients, in
-    the reduce dtype: at once, or, after `patch_torch()`, when a schedule that knows our modules asks for it.
+    Such a schedule searches `module.parameters()` for the leaves of the graph, between forward and backward. At that
+    time the sharded parameters are registered, which are not in the graph: gradients of weights would be missing,
+    without an error. The gradients that the schedule assigns to the unsharded parameters are reduced like all others,
+    in the reduce dtype: at once, or, after `patch_torch()`, when a schedule that knows sharded modules asks for it.
     """
     when_imported("torch.distributed.pipelining.stage", _adapt)
 

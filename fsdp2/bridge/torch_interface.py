@@ -14,8 +14,8 @@ from ..core.state import STATE, FSDPState, require_state, state_of
 from ..ext.compat import ComposableState, register_composable
 from ..ext.passes import finalize, reduce_unsynchronized
 
-# The name under which a state keeps its TorchState, so that it stays the same object: torch's table does not keep it
-# alive.
+# The attribute in which a state holds its TorchState, so that it stays the same object: torch's table does not keep
+# it alive.
 _ATTRIBUTE = "_torch_state"
 
 
@@ -65,7 +65,7 @@ class TorchState(ComposableState):
 
     @property
     def _fsdp_param_group(self) -> TorchParamGroup | None:
-        """All groups as one: who asks for one group expects that a module has no more."""
+        """All groups as one: a client that asks for one group expects that a module has no more."""
         groups = self._groups_with_params()
         return TorchParamGroup(groups) if groups else None
 
@@ -87,7 +87,7 @@ class TorchState(ComposableState):
                 group.set(reshard_after_forward=None if auto else True)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces unsynchronized gradients of all groups under the root, and has `.grad` hold them."""
+        """Reduces unsynchronized gradients of all groups under the root, and sets `.grad`."""
         root = self.state.root
         reduce_unsynchronized(root)
         finalize(root)

@@ -1,4 +1,4 @@
-"""Calls a function with a module as soon as a program has imported that, without importing it.
+"""Calls a function with a module as soon as a program has imported that module, and does not import it itself.
 
 This file imports nothing of fsdp2 or torch: bridge/startup/sitecustomize.py runs it before any program.
 """
@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[], None]:
-    """Calls `action(module)` when the module `name` has been imported; at once, if it was, or if its import has begun.
+    """Calls `action(module)` when the module `name` has been imported: at once, if its import has begun already.
 
     Returns a function that cancels it.
     """
@@ -26,7 +26,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[
 
 
 class _Finder(MetaPathFinder):
-    """Stands first in sys.meta_path: has the finders behind it find one module, and wraps its loader."""
+    """Finds one module by the finders behind this one in sys.meta_path, and wraps its loader."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self._name, self._action = name, action

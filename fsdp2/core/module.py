@@ -8,6 +8,8 @@ from .policy import Hold
 from .state import groups_below, groups_of
 from .user_code import hides_modes
 
+__all__ = ["FSDPModule", "UnshardHandle"]
+
 
 class FSDPModule:
     """The methods that `fully_shard` of the core adds to the class of a module; `fsdp2.FSDPModule` has more.

@@ -1,7 +1,7 @@
-"""The memory of a DTensor, as safetensors, NumPy and other libraries ask for it: it has none of its own.
+"""Refuses to return the address of a DTensor's memory to safetensors, NumPy and other libraries.
 
-They read the address of a tensor's storage, and the bytes there. Torch says that the storage is invalid, and hands out
-the address 0 by `__dlpack__`, where readers crash.
+They read the address of a tensor's storage, and the bytes there. A DTensor has no memory of its own: torch says that
+its storage is invalid, and returns the address 0 by `__dlpack__`, at which readers crash.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ..ext.owners import sharded_in
 from .mixed_operands import describe
 from .sharded_dtensor import replace_attribute
 
-# Methods that hand memory to other libraries.
+# Methods that give memory to other libraries.
 _METHODS = ("tolist", "numpy", "__dlpack__", "__dlpack_device__")
 
 
 def refuse_addresses() -> None:
-    """Has these raise, on a ShardedDTensor, an error that names the parameter and says what to call instead, however
-    the library that asks was imported. Nothing else of a storage changes.
+    """Makes these methods of a ShardedDTensor raise an error that names the parameter and says what to call instead,
+    however the calling library was imported. The rest of a storage does not change.
 
-    - `data_ptr()` of its storage, typed or not: safetensors and `save_pretrained` of transformers and peft ask for it;
-    - `data_ptr()` of the tensor, unless torch asks: copying, pickling and recurrent layers read from the address 0 that
-      it has no memory;
+    - `data_ptr()` of its storage, typed or not, which safetensors and `save_pretrained` of transformers and peft call;
+    - `data_ptr()` of the tensor, unless torch calls it: copying, pickling and recurrent layers learn from the address 0
+      that the tensor has no memory;
     - `tolist()`, `numpy()`, and `__dlpack__`, whose readers would crash.
     """
     replace_attribute("untyped_storage", lambda _: _untyped_storage)
@@ -41,9 +41,9 @@ def refuse_addresses() -> None:
 
 
 class _StorageOfDTensor(torch.UntypedStorage):
-    """Torch's storage object of a DTensor, which only knows the size of the full tensor."""
+    """Is torch's storage object of a DTensor, which only knows the size of the full tensor."""
 
-    # The tensor, and how errors call it when it is gone.
+    # The tensor, and its name in errors once it has been freed.
     _tensor: weakref.ref[DTensor]
     _name: str
 
@@ -68,10 +68,10 @@ def _untyped_storage(self: DTensor) -> torch.UntypedStorage:
 
 
 def _data_ptr(self: DTensor) -> int:
-    """Returns 0 to torch.
+    """Returns 0 to callers in torch.
 
     Raises:
-        RuntimeError: other code asks.
+        RuntimeError: the caller is outside of torch.
     """
     if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
         return Tensor.data_ptr(self)
@@ -88,8 +88,8 @@ def _refusing(name: str, _: Any) -> Callable[..., Any]:
 
 def _error(what: str, name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name}: {what} was asked of a DTensor, of which this rank holds a part only. Call full_tensor() first, on "
+        f"{name}: {what} was asked of a DTensor, of which this rank holds only a shard. Call full_tensor() first, on "
         "every rank. To save a model, call get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
-        "cpu_offload=True)) on every rank, and save what it returns on the first "
+        "cpu_offload=True)) on every rank, and save the result on the first "
         "(`model.save_pretrained(folder, state_dict=state)`)."
     )

@@ -1,6 +1,6 @@
-"""Private names of DTensor that the fixes use, each with its reason, and what is built on them.
+"""Collects the private names of DTensor that the fixes use, each with its reason, and functions built on them.
 
-Those that the core uses as well stand in core/compat.py.
+Names that the core uses as well are in core/compat.py.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ..ext import compat as ext_compat
 
 # True if an operation on a subclass of DTensor calls its `__torch_dispatch__`.
 DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
-# True if argmax and its kin count rows of the full tensor; else they count those of a rank's shard.
-FINDS_PLACES = torch.__version__ >= "2.13"
-# True if a number is divided by each rank's part of a sum.
-DIVIDES_BY_PARTS = torch.__version__ < "2.13"
+# True if argmax and similar operations return indices of the full tensor; else they return those of a rank's shard.
+FINDS_GLOBAL_INDICES = torch.__version__ >= "2.13"
+# True if a number is divided by each rank's unreduced value of a sum.
+DIVIDES_BY_UNREDUCED = torch.__version__ < "2.13"
 
 # Meshes that sharded parameters are on. In torch 2.11 and 2.12 the operations to fix are recognised by their mesh.
 meshes_in_use: WeakSet[DeviceMesh] = WeakSet()
@@ -41,7 +41,9 @@ spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 
 
 def allow_in_foreach(cls: type[DTensor]) -> None:
-    """Has torch's foreach optimizers and norms accept tensors of `cls`: they compare classes with two private lists."""
+    """Makes torch's foreach optimizers and norms accept tensors of `cls`: they compare classes with two private
+    lists.
+    """
     for supported in (_optimizers_foreach_types, _norms_foreach_types):
         if cls not in supported:
             supported.append(cls)
@@ -67,7 +69,9 @@ def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
 
 
 def set_local_and_spec(tensor: Tensor, local: Tensor, like: DTensor) -> None:
-    """Puts `local` behind an existing DTensor, which users and optimizers hold, and gives it the spec of `like`."""
+    """Replaces the local tensor of an existing DTensor, which users and optimizers hold, and gives it the spec of
+    `like`.
+    """
     compat.set_local(tensor, local)
     tensor._spec = like._spec  # type: ignore[attr-defined]
 
@@ -81,9 +85,9 @@ def follow_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def full_tensor_of(tensor: DTensor) -> Tensor:
-    """Returns what `full_tensor()` returns; where each rank has all of it, the local tensor. Every rank must call it.
+    """Returns the full tensor, which is the local tensor where each rank has all of it. Every rank must call it.
 
-    It is for handlers of operations, in which torch 2.11 can't run functions of autograd.
+    Handlers of operations call this instead of `full_tensor()`: torch 2.11 can't run functions of autograd in them.
     """
     spec = spec_of(tensor)
     replicated = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
@@ -133,7 +137,7 @@ def set_partial(tensor: DTensor, value: Tensor | float) -> None:
             local.fill_(neutral)
 
 
-# Values that change nothing when they are reduced with another. The maximum of equal values, or their mean, is each.
+# Values that change nothing when they are reduced with another. The maximum, or the mean, of equal values needs none.
 _NEUTRAL = {"sum": 0, "norm": 0, "product": 1}
 
 
@@ -157,16 +161,16 @@ def is_strided(tensor: DTensor) -> bool:
 
 
 def explain_plans(explain: Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-    """Has `explain(error, op, args, kwargs)` called with errors of planning an operation, whose text it may change.
+    """Calls `explain(error, op, args, kwargs)` with errors of planning an operation, whose text it may change.
 
-    Plans of operations that DTensor can do are kept in C++: none of this runs for them.
+    Plans of operations that DTensor can do are cached in C++, where no error occurs.
     """
     dispatcher: Any = DTensor._op_dispatcher
-    plainly = dispatcher._propagate_op_sharding_dispatch_slow_path
+    original = dispatcher._propagate_op_sharding_dispatch_slow_path
 
     def plan(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **options: Any) -> Any:
         try:
-            return plainly(op, args, kwargs, *rest, **options)
+            return original(op, args, kwargs, *rest, **options)
         except (NotImplementedError, RuntimeError) as error:
             explain(error, op, args, kwargs)
             raise
@@ -175,13 +179,13 @@ def explain_plans(explain: Callable[[Exception, Any, tuple[Any, ...], dict[str, 
 
 
 def look_up_handlers_in(holder: Any, replace: Callable[[dict[Any, Any]], None]) -> None:
-    """Has torch look up what runs in place of an operation in the dict `holder.now`. `replace` is called with torch's
-    own dict, and later with every dict that a program puts in its place.
+    """Makes torch look up the function that replaces an operation in the dict `holder.now`. `replace` is called with
+    torch's own dict, and later with every dict by which a program replaces it.
     """
     dispatcher: Any = DTensor._op_dispatcher
     replace(vars(dispatcher).pop("_custom_op_handlers"))
     dispatcher.fsdp2_handlers = holder
-    # No Python function: it is called for each operation on a DTensor.
+    # Not a Python function, because torch calls it for each operation on a DTensor.
     get, cls = attrgetter("fsdp2_handlers.now"), type(dispatcher)
     table = property(get, lambda _, handlers: replace(handlers))
     dispatcher.__class__ = type(cls.__name__, (cls,), {"_custom_op_handlers": table})
@@ -225,22 +229,28 @@ def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 def returned_of(op: Any, written: Sequence[Tensor]) -> Any:
-    """Returns what `op`, which writes to the tensors `written`, returns of them: one, several, or None."""
+    """Returns the return value of `op`, which writes to the tensors `written`: one, several, or none of them."""
     count = len(op._schema.returns)
     return tuple(written) if count > 1 else written[0] if count else None
 
 
 def refuse_plain_target(op: Any, target: Any) -> None:
-    """Refuses to write a DTensor to a plain tensor, for which torch has an assertion.
+    """Refuses to write a DTensor to a plain tensor. Torch fails an assertion there.
 
     Raises:
         RuntimeError: `target`, to which `op` would write, is plain.
     """
     if not isinstance(target, DTensor):
         name = name_of(op)
-        resizing = " To resize a parameter (an embedding, for new tokens), do so before fully_shard."
+        advice = "Call full_tensor() on the DTensor, on every rank (`total += p.grad.norm().full_tensor()`)."
+        if name == "copy_":  # load_state_dict copies each tensor, and shows this once for each
+            advice = (
+                "Call full_tensor() on the DTensor, on every rank. To load the state dict of a sharded model into a "
+                "plain one, get it by torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)) on every rank. To resize a parameter (an embedding, "
+                "for new tokens), do so before fully_shard."
+            )
         raise RuntimeError(
-            f"{name} of a plain tensor of shape {tuple(target.shape)} with a DTensor: "
-            "this rank may hold a part of the latter only. Write full_tensor() behind that, on every rank (`total += "
-            f"p.grad.norm().full_tensor()`).{resizing if name == 'copy_' else ''}"
+            f"{name} of a plain tensor of shape {tuple(target.shape)} with a DTensor: this rank may hold only a shard "
+            f"of the latter. {advice}"
         )

@@ -1,4 +1,4 @@
-"""Views of a DTensor that torch hands out as copies: they know their base, and write to it what is written to them."""
+"""Makes views of a DTensor that torch returns as copies write to their base, as views of plain tensors do."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _views: WeakValueDictionary[int, CopiedView] = WeakValueDictionary()
 
 
 class CopiedView(ShardedDTensor):
-    """A view of a DTensor, of which each rank holds a copy.
+    """Is a view of a DTensor, of which each rank holds a copy.
 
     `_base_tensor`: the DTensor that it is a view of, perhaps a copied view itself. `_take_view`: takes the same view of
-    the full tensor of the base. `_seen_version`: the version of its origin when the copy was made. The origin is the
-    DTensor at the end of the chain of bases.
+    the full tensor of the base. `_copied_version`: the version that its origin had when the copy was made. The origin
+    is the DTensor at the end of the chain of bases.
     """
 
     _base_tensor: DTensor
     _take_view: View
-    _seen_version: int
+    _copied_version: int
 
     @classmethod
     def of(cls, base: DTensor, take_view: View, copied: DTensor) -> CopiedView:
         """Returns `copied`, which holds the values of `take_view(base)`, as a view."""
         view = cast(CopiedView, new_dtensor(cls, local_of(copied), spec_of(copied)))
-        view._base_tensor, view._take_view, view._seen_version = base, take_view, version_of(_origin(base))
+        view._base_tensor, view._take_view, view._copied_version = base, take_view, version_of(_origin(base))
         _views[id(view)] = view
         if not _Dispatch.reaches_views:
             _dispatch_to_views()
@@ -72,18 +72,18 @@ class CopiedView(ShardedDTensor):
         return super().full_tensor(**options)
 
     def to_local(self, **options: Any) -> Tensor:
-        """Returns this rank's copy, without communication, unlike all other methods."""
+        """Returns this rank's copy. Unlike all other methods, it does not communicate."""
         self.refuse_outdated()
         return LocalCopy.of(self, super().to_local(**options))
 
     def refuse_outdated(self, copied: Tensor | None = None) -> None:
-        """Refuses to go on with a copy that shows earlier values.
+        """Refuses a copy that holds older values than the origin.
 
         Raises:
             RuntimeError: the origin has been written to since this view, or `copied` of it, was taken.
         """
         is_renewed = copied is not None and address_of(copied) != address_of(local_of(self))
-        if is_renewed or version_of(_origin(self)) != self._seen_version:
+        if is_renewed or version_of(_origin(self)) != self._copied_version:
             raise RuntimeError(
                 f"to_local() of a view of a DTensor of global shape {tuple(_origin(self).shape)}: the DTensor has been "
                 "written to since. Take the view again, or call full_tensor() on the view, on every rank."
@@ -93,7 +93,7 @@ class CopiedView(ShardedDTensor):
         """Writes this rank's copy to the origin: all ranks have written the same to theirs."""
         _write_own(self)
 
-    # Every rank plans checkpoints by these methods, before it reads and writes by `to_local()`.
+    # Every rank calls these methods to plan a checkpoint, before it reads and writes local tensors.
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         _catch_up(self)
@@ -114,17 +114,17 @@ class CopiedView(ShardedDTensor):
 
 
 class _Dispatch:
-    # False: operations on views are not sent to the class yet, which torch 2.11 has to be told once there is a view.
+    # False if torch 2.11 does not call the class for operations on views yet. It has to once a view exists.
     reaches_views = True
 
 
 def begin_dispatch() -> None:
-    """The handlers of operations are being attached anew: notes whether operations on views reach their class."""
+    """Notes, when the handlers of operations are attached again, if torch calls the class of views for operations."""
     _Dispatch.reaches_views = DISPATCHES_TO_SUBCLASSES
 
 
 def _dispatch_to_views() -> None:
-    """Sends operations on views to their class, where those on any DTensor go. Only writes, and views, renew a view."""
+    """Makes torch 2.11 call the class of views for operations on them. Only writes and views update a view."""
     _Dispatch.reaches_views = True
     for op in views_and_writes():
         handle_operations([op], partial(_views_first, handler_of(op)))
@@ -140,7 +140,7 @@ def _views_first(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kw
 
 
 def as_views(result: Any, base: DTensor, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what `op(*args)`, which views `base`, has returned, with copies made CopiedViews."""
+    """Returns `result`, the return value of `op(*args)`, which views `base`, with CopiedViews in place of copies."""
     take_views = partial(_view, op, args[1:], kwargs)
     if isinstance(result, DTensor):
         return CopiedView.of(base, take_views, result) if _is_copied(base, result) else result
@@ -159,8 +159,8 @@ def _item(take_views: Callable[[Tensor], Sequence[Tensor]], i: int, full: Tensor
 
 
 def _is_copied(base: DTensor, result: DTensor) -> bool:
-    """Returns True if `result` is a copy, by the specs alone, which all ranks have in common: a rank that holds nothing
-    of it may have it in the memory of the base.
+    """Returns True if `result` is a copy. Only the specs decide, which are equal on all ranks: an empty local tensor
+    may lie in the memory of the base on some of them.
     """
     return isinstance(base, CopiedView) or _count_distributed(result) < _count_distributed(base)
 
@@ -173,7 +173,7 @@ def _count_distributed(tensor: DTensor) -> int:
 
 
 def _plain(tensor: Any) -> Any:
-    """Returns a DTensor in the memory of a view, brought up to date, that is no view; other tensors as they are."""
+    """Returns an up-to-date DTensor over the memory of a view that is not a view itself; other tensors as they are."""
     if not isinstance(tensor, CopiedView):
         return tensor
     _catch_up(tensor)
@@ -183,21 +183,21 @@ def _plain(tensor: Any) -> Any:
 
 
 def _catch_up(view: CopiedView) -> None:
-    """Gives `view` the values that its origin has now. Every rank must call it."""
+    """Copies the present values of the origin to `view`. Every rank must call it."""
     origin = _origin(view)
-    if version_of(origin) != view._seen_version:
-        _renew(view, _full_copy(origin))
+    if version_of(origin) != view._copied_version:
+        _update(view, _full_copy(origin))
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carries out `op` on full tensors, and keeps this rank's shards of those that it has written to.
 
     Raises:
-        NotImplementedError: they are distributed in a way in which this rank's shard isn't known.
+        NotImplementedError: a tensor is distributed in a way for which this rank's shard isn't known.
     """
     written = [each for each in written_by(op, args, kwargs) if isinstance(each, DTensor)]
     origins = {id(origin): origin for origin in map(_origin, written)}
-    notices.tell()
+    notices.notify()
     for origin in origins.values():
         _refuse_strided(origin)
     full_tensors = {key: _full_copy(origin) for key, origin in origins.items()}
@@ -214,7 +214,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     increment_version([each for each in origins.values() if not each.is_inference()])  # foreach operations don't
     for each in written:
         if isinstance(each, CopiedView):
-            _renew(each, full_tensors[id(_origin(each))])
+            _update(each, full_tensors[id(_origin(each))])
     return returned_of(op, written)
 
 
@@ -239,28 +239,28 @@ def _cut(full: Tensor, like: DTensor) -> Tensor:
     return local_of(cut(full, like.device_mesh, like.placements))
 
 
-def _renew(view: CopiedView, full: Tensor) -> None:
-    """Gives `view` its values in `full`, the full tensor of its origin."""
+def _update(view: CopiedView, full: Tensor) -> None:
+    """Copies to `view` its values in `full`, the full tensor of its origin."""
     set_local(view, _cut(_view_in(view, full).contiguous(), view))
-    view._seen_version = version_of(_origin(view))
+    view._copied_version = version_of(_origin(view))
 
 
 @torch.no_grad()
 def _write_own(view: CopiedView) -> None:
-    """Writes this rank's copy of `view` to its shard of the origin: all ranks have written the same.
+    """Writes this rank's copy of `view` to its shard of the origin. All ranks have the same copy.
 
     Raises:
-        NotImplementedError: the rank's copy is not all of the view.
+        NotImplementedError: this rank does not have a copy of the whole view.
     """
     origin, copied = _origin(view), local_of(view)
-    notices.tell()
+    notices.notify()
     _refuse_strided(origin)
     if copied.shape != view.shape:
         raise NotImplementedError(
             f"writing to to_local() of a view of a DTensor of global shape {tuple(origin.shape)}, of which each rank "
-            "has some only. Write to the view itself, on every rank."
+            "has only a shard. Write to the view itself, on every rank."
         )
-    others = [each for each in _views.values() if each is not view and _is_beside(each, view)]
+    others = [each for each in _views.values() if each is not view and _can_follow(each, view)]
     full, is_written = (copied.new_zeros(origin.shape, dtype=dtype) for dtype in (origin.dtype, torch.bool))
     _view_in(view, full).copy_(copied)
     _view_in(view, is_written).fill_(True)
@@ -268,20 +268,20 @@ def _write_own(view: CopiedView) -> None:
     own.copy_(torch.where(is_new.to(own.device), new.to(own.device), own))
     increment_version([origin])
     for each in others:
-        _write_beside(view, each)
-    for each in (view, *others):  # whose memory may be that of the origin, where ranks have all of it
-        each._seen_version = version_of(origin)
+        _write_common(view, each)
+    for each in (view, *others):  # they may share the memory of the origin, where each rank has all of it
+        each._copied_version = version_of(origin)
 
 
-def _is_beside(other: CopiedView, view: CopiedView) -> bool:
-    """Returns True if `other` has the same origin, is as up to date as `view`, and this rank's copy is all of it."""
+def _can_follow(other: CopiedView, view: CopiedView) -> bool:
+    """Returns True if `other` has the origin and the version of `view`, and this rank has a copy of all of it."""
     locals_ = [local_of(_origin(each)) for each in (other, view)]
     is_same_memory = len({(each.data_ptr(), each.shape) for each in locals_}) == 1
     is_same = is_same_memory and _origin(other).shape == _origin(view).shape
-    return is_same and other._seen_version == view._seen_version and local_of(other).shape == other.shape
+    return is_same and other._copied_version == view._copied_version and local_of(other).shape == other.shape
 
 
-def _write_beside(view: CopiedView, other: CopiedView) -> None:
+def _write_common(view: CopiedView, other: CopiedView) -> None:
     """Writes to `other` the elements that it has in common with `view`."""
     full = local_of(other).new_zeros(_origin(other).shape)
     _view_in(other, full).copy_(local_of(other))
@@ -293,6 +293,6 @@ def _refuse_strided(origin: DTensor) -> None:
     if not all(type(each) in (Shard, Replicate) for each in origin.placements):
         raise NotImplementedError(
             f"writing to a view of a DTensor of global shape {tuple(origin.shape)} and placements {origin.placements}: "
-            "this is possible with Shard and Replicate only. Write to all of it, or, of a sharded parameter, inside "
-            "`with fsdp2.full_params(module, writeback=True):`."
+            "this is possible with Shard and Replicate only. Write to the whole DTensor, or, for a sharded parameter, "
+            "inside `with fsdp2.full_params(module, writeback=True):`."
         )

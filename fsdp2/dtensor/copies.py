@@ -1,6 +1,7 @@
-"""`copy.deepcopy(p.grad)` and `torch.save(p.grad, ...)`: torch can't copy a DTensor that begins inside a storage.
+"""Makes `copy.deepcopy(p.grad)` and `torch.save(p.grad, ...)` work.
 
-Gradients that are reduced together do. Their copies have memory of their own, and files hold no more than them.
+Torch can't copy a DTensor whose local tensor starts inside a storage, as those of gradients that are reduced together
+do. Here a copy gets memory of its own, and a file holds no more than the gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .sharded_dtensor import replace_attribute
 
 
 def copy_gradients() -> None:
-    """Makes it possible to deep-copy, pickle and save them."""
+    """Makes it possible to deep-copy, pickle and save gradients that share a storage."""
     replace_attribute("__deepcopy__", _deepcopying)
     replace_attribute("__reduce_ex__", _reducing)
 

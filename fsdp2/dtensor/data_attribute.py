@@ -1,8 +1,8 @@
-"""`p.data` of a sharded parameter, and of any DTensor: writes to it, and assignments of it, take effect. So do writes
-to the local tensor of a sharded parameter's view, which state dicts hold.
+"""Makes assignments to `p.data` of a DTensor take effect, and counts writes to it in the parameter's version.
 
 Torch's own `.data` is that of a plain tensor. It replaces the tensor's metadata, and leaves the local tensor that all
-operations use; so an assignment does nothing, silently.
+operations use; so an assignment silently does nothing. Writes to the local tensor of a sharded parameter's view, which
+state dicts hold, are counted here, too.
 """
 
 from __future__ import annotations
@@ -29,37 +29,39 @@ _PLAIN: Any = torch.Tensor.data
 
 
 def follow_data() -> None:
-    """Has assignments to `.data` of a ShardedDTensor take effect: of another DTensor; and, if it is a sharded
-    parameter, of the full tensor, of which it keeps its shard, as in `vector_to_parameters`. Writes to `.data` count.
+    """Makes assignments to `.data` of a ShardedDTensor take effect, and counts writes to `.data` in its version.
+
+    The assigned value may be a DTensor, or, for a sharded parameter, the full tensor, of which it takes its shard, as
+    in `vector_to_parameters`.
     """
     replace_attribute("data", lambda _: property(_get, _set))
 
 
 def count_local_writes() -> None:
-    """Has writes to the local tensor of a view of a sharded parameter count in the version of the parameter."""
+    """Counts writes to the local tensor of a view of a sharded parameter in the version of the parameter."""
     replace_attribute("to_local", _counted)
 
 
 def detach_in_inference() -> None:
-    """Has `detach` return a view in inference mode, also of a tensor made outside it: state dicts have such. Torch
-    raises an error there.
+    """Makes `detach` return a view in inference mode, also of a tensor that was made outside it, which state dicts
+    need. Torch raises an error there.
     """
     replace_attribute("detach", _outside_inference)
 
 
-# Parameters of each group whose `.data` was assigned since its shards were placed in its own memory.
+# The parameters of each group whose `.data` was assigned since the group's shards were copied to its own memory.
 _assigned: WeakKeyDictionary[FSDPParamGroup, WeakSet[FSDPParam]] = WeakKeyDictionary()
 
 
 class AssignedData(Observer):
-    """Forgets which parameters were assigned when a group places its shards anew."""
+    """Forgets which parameters were assigned when a group copies its shards to new memory."""
 
     def rebuilt(self, group: FSDPParamGroup) -> None:
         _assigned.pop(group, None)
 
 
 def _note_assigned(group: FSDPParamGroup, param: FSDPParam) -> None:
-    """The sharded parameter of `param` has other memory now. Frees the group's own once none of its shards is there."""
+    """Notes that the shard of `param` has left the group's memory, and frees that once no shard is in it."""
     if group.phase is COPIED:
         return
     assigned = _assigned.setdefault(group, WeakSet())
@@ -80,8 +82,8 @@ def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _share_version(view: DTensor) -> None:
-    """Has operations on the local tensor of `view`, if it is a view of a sharded parameter, count in the parameter's
-    version. DTensor makes it below autograd, and so with a version counter of its own.
+    """Makes the local tensor of `view` share the version counter of the sharded parameter that it is a view of, if it
+    is one. DTensor creates the local tensor below autograd, and so with a counter of its own.
     """
     local = local_of(view)
     param = sharded_in(local) if type(local) is Tensor else None
@@ -117,10 +119,10 @@ def _set(self: DTensor, value: Tensor) -> None:
     """
     value = _shard_of_full(self, value)
     if not isinstance(value, DTensor):
-        advice = "Assign one that is distributed like it, or write to what is there: p.data.copy_(...)."
+        advice = "Assign one that is distributed like it, or write to the present one: p.data.copy_(...)."
         if value.shape != self.shape:
             advice = (
-                "A sharded parameter keeps its shape: resize it before fully_shard, or build the model anew with the "
+                "A sharded parameter keeps its shape: resize it before fully_shard, or build a new model with the "
                 "other shape, apply fully_shard, and load the rest."
             )
         raise TypeError(
@@ -137,9 +139,7 @@ def _set(self: DTensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def _shard_of_full(self: DTensor, value: Tensor) -> Tensor:
-    """Returns the shard that `self` keeps of `value`, if that is the full tensor of a sharded parameter, on every rank;
-    else `value` itself.
-    """
+    """Returns this rank's shard of `value`, if that is the full tensor of a sharded parameter; else `value` itself."""
     is_full = value.shape == self.shape and (not isinstance(value, DTensor) or _is_on_each_rank(value, self))
     if not is_full or type(local_of(self)) is not Tensor or sharded_owner(self) is None:
         return value

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a sharded model: a program may have used it before."""
+"""Refuses DistributedDataParallel around a sharded model, which a program may have used before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .switches import switched
 
 
 def refuse_ddp_around() -> None:
-    """Has DDP raise an error that says what to do, where torch has one about views of DTensors."""
+    """Makes DDP raise an error that says what to do. Torch's own error is about views of DTensors."""
     when_imported("torch.nn.parallel.distributed", _guard)
 
 

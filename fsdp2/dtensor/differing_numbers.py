@@ -1,7 +1,7 @@
-"""Plain numbers that differ between ranks and meet what is computed from shards: `torch.mul(loss.detach(), p.norm())`.
+"""Refuses plain numbers that differ between ranks in operations on DTensors: `torch.mul(loss.detach(), p.norm())`.
 
-Torch assumes that all ranks have the same plain number, and each rank's shard gets a gradient of that rank's number
-alone, silently. No code of fsdp2 runs between the two; but a graph keeps the numbers on which gradients depend.
+Torch assumes that all ranks have the same plain number, and each rank's shard silently gets a gradient from that rank's
+number alone. No code of fsdp2 runs in such an operation; but the graph saves the numbers on which gradients depend.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .graph import all_nodes
 
 
 def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
-    """Refuses a graph of `tensor`, which is computed from `owner`, whose gradients depend on numbers that differ. All
-    ranks that share `owner` must call it.
+    """Refuses `tensor`, which is computed from `owner`, if its gradients depend on numbers that differ between ranks.
+    All ranks that share `owner` must call it.
 
     Raises:
         RuntimeError: a number on which the gradient depends differs between them, on all of them.
@@ -29,9 +29,9 @@ def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
     numbers = [each for each in saved if type(each) is Tensor and each.numel() == 1]
     if numbers and differ(numbers, owner):
         raise RuntimeError(
-            f"{owner.param.name}: a plain number that differs between ranks meets a DTensor that is computed from it, "
-            "as if all ranks had the same number. Write full_tensor() behind the DTensor, on every rank "
-            "(`torch.mul(number, penalty.full_tensor())`)."
+            f"{owner.param.name}: a plain number that differs between ranks is combined with a DTensor that is "
+            "computed from this parameter; torch would use each rank's number as if it were that of all. Call "
+            "full_tensor() on the DTensor, on every rank (`torch.mul(number, penalty.full_tensor())`)."
         )
 
 

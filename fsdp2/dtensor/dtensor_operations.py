@@ -1,5 +1,6 @@
-"""Operations that torch 2.11 to 2.15 carries out on DTensors otherwise than on plain tensors, silently; and some that
-optimizers need and it has no rule for.
+"""Makes operations on DTensors compute the results of plain tensors.
+
+Torch 2.11 to 2.15 silently computes other results for some of them, and has no rule for some that optimizers need.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..core.compat import dtensor_spec, local_if_any, local_of
 from ..ext.nested import map_tensors, tensors_in
 from .compat import (
-    FINDS_PLACES,
+    FINDS_GLOBAL_INDICES,
     argument_names,
     cut,
     dtensor,
@@ -46,12 +47,12 @@ _COLLECTIVES = (
     *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
     *("alltoall_", "alltoall_base_", "recv_any_source_"),
 )
-# Operations that find places; norms, some of which are extremes; and all that have no value for no elements.
-_PLACES = (_aten.max.dim, _aten.min.dim, _aten.argmax.default, _aten.argmin.default)
+# Operations that return indices; norms, some of which are extremes; and all operations that fail without elements.
+_INDICES = (_aten.max.dim, _aten.min.dim, _aten.argmax.default, _aten.argmin.default)
 _NORMS = (_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar)
 _EXTREMES = (
     *(_aten.max.default, _aten.amax.default, _aten.min.default, _aten.amin.default, _aten.aminmax.default),
-    *(_aten._foreach_max.default, *_PLACES, *_NORMS),
+    *(_aten._foreach_max.default, *_INDICES, *_NORMS),
 )
 # Operations for which the dims `()` mean all dims.
 _OVER_DIMS = (
@@ -72,51 +73,53 @@ _MEAN_LOSSES = {
 def put_by_masks() -> None:
     """Makes `p[mask] = number` possible."""
     handle_operations([_aten.index_put_.default], _put)
-    handle_operations([_aten.index_fill_.int_Scalar], _fill_places)
+    handle_operations([_aten.index_fill_.int_Scalar], _fill_indices)
 
 
 def write_uneven_shards() -> None:
     """Makes it possible to write to a tensor that two mesh axes cut unevenly along one dim, or that has fewer rows than
-    ranks. `total += p.norm()`, where `total` is plain, raises an error that says what to do.
+    ranks, and makes `total += p.norm()`, where `total` is plain, raise an error that says what to do.
     """
     handle_operations(_IN_PLACE, _write)
     handle_operations(_NEW, _new)
 
 
 def average_losses() -> None:
-    """Has `mse_loss` and similar losses be the mean over all elements, also if ranks hold different numbers of them."""
+    """Makes `mse_loss` and similar losses the mean over all elements, also if ranks hold different numbers of them."""
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten.binary_cross_entropy_with_logits.default], _mean_loss)
 
 
 def find_extremes() -> None:
-    """Has extremes, and norms that are extremes, be those of all elements, also where some rank holds none. Their
-    places are those in the full tensor; torch 2.11's are places in a rank's shard.
+    """Computes extremes, and norms that are extremes, over all elements, also where some rank holds none. Their indices
+    are those of the full tensor; torch 2.11 returns those of a rank's shard.
     """
     handle_operations(_EXTREMES, _extreme)
 
 
 def reduce_over_all_dims() -> None:
-    """Has reductions over the dims `()`, which occur in the gradients of extremes, reduce over all dims."""
+    """Makes reductions over the dims `()`, which occur in the gradients of extremes, reduce over all dims."""
     for op in _OVER_DIMS:
         handle_operations([op], partial(_over_all_dims, handler_of(op)))
 
 
 def select_backward() -> None:
-    """Has `p.select(-1, 0)` get its gradient. Torch takes a negative dim for another one."""
+    """Corrects the gradient of `p.select(-1, 0)`. Torch takes a negative dim for another one."""
     handle_operations([_aten.select_backward.default], _select_backward)
 
 
 def read_numbers() -> None:
-    """Has `item()` of a Partial number raise, for one rank alone may call it, to print it. All ranks come to
-    `if p.isnan().any():`, which reduces; and all must read a sharded parameter of one element.
+    """Makes `item()` of a Partial number raise, because one rank alone may call it, to print the number.
+
+    Bools are reduced instead, because all ranks execute `if p.isnan().any():`. All ranks must call `item()` of a
+    sharded parameter of one element, too.
     """
     handle_operations([_aten._local_scalar_dense.default], _item)
 
 
 def refuse_collectives() -> None:
-    """Has the collectives of `torch.distributed` raise an error that says what to do."""
+    """Makes the collectives of `torch.distributed` raise an error that says what to do."""
     collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
     handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
 
@@ -150,7 +153,7 @@ def _mean_loss_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _before_mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what `op` returns with `reduction="none"`; None if it takes no mean."""
+    """Returns the result of `op` with `reduction="none"`, or None if its reduction is not the mean."""
     names = argument_names(op)
     index = names.index("reduction")
     rest = {**dict(zip(names[index:], args[index:], strict=False)), **kwargs}
@@ -170,11 +173,11 @@ def _extreme(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _extreme_of_one(op: Any, target: Any, given: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Returns what `op` finds in `target`. `given`: the target, or a list of it."""
-    if op in _NORMS and partial_kinds(target):  # torch would take those of the ranks' largest, without their signs
+    """Returns the result of `op` for `target`. `given`: the target, or a list that holds it."""
+    if op in _NORMS and partial_kinds(target):  # torch would take the norm of each rank's unreduced value
         target = reduced(target)
         given = [target] if isinstance(given, list) else target
-    needs_all = isinstance(target, DTensor) and (_may_be_empty(target) or (op in _PLACES and not FINDS_PLACES))
+    needs_all = isinstance(target, DTensor) and (_may_be_empty(target) or (op in _INDICES and not FINDS_GLOBAL_INDICES))
     if not needs_all:
         return call_unhandled(op, (given, *rest), kwargs)
     mesh, full = target.device_mesh, full_tensor_of(target)
@@ -183,7 +186,7 @@ def _extreme_of_one(op: Any, target: Any, given: Any, rest: list[Any], kwargs: d
 
 
 def _may_be_empty(tensor: DTensor) -> bool:
-    """Returns True if some rank may hold nothing of `tensor`; the same on all ranks."""
+    """Returns True if some rank may hold no element of `tensor`. The result is the same on all ranks."""
     ranks = [1] * tensor.dim()
     for axis, placement in enumerate(tensor.placements):
         dim = getattr(placement, "dim", None)
@@ -202,15 +205,15 @@ def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     partials = [each for each in target.placements if each.is_partial()]
     if partials and target.dtype != torch.bool:
         raise RuntimeError(
-            f"item() of a DTensor of placement {partials[0]}: this rank holds a part of the number only. Call "
-            "full_tensor().item() instead, on every rank."
+            f"item() of a DTensor of placement {partials[0]}: this rank holds a value that is still to be reduced. "
+            "Call full_tensor().item() instead, on every rank."
         )
     is_everywhere = all(each.is_replicate() for each in target.placements)
     return call_unhandled(op, args, kwargs) if is_everywhere else op(full_tensor_of(target))
 
 
 def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Serves `target[mask] = number`: each rank writes to its own shard."""
+    """Carries out `target[mask] = number`: each rank writes to its own shard."""
     target, indices, value, *_ = args
     is_number = len(indices) == 1 and not isinstance(value, DTensor) and not value.dim()
     if not is_number or not (_is_mask_of(target, indices[0]) or _is_mask_of_scalar(target, indices[0])):
@@ -219,18 +222,20 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _fill_places(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Serves `target[mask] = number` of a target without dims in torch 2.15, where that of others is `masked_fill_`."""
-    target, dim, places, number = args
-    if not _is_mask_of_scalar(target, places):
+def _fill_indices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carries out `target[mask] = number` for a target without dims in torch 2.15, which calls `masked_fill_` for other
+    targets.
+    """
+    target, dim, indices, number = args
+    if not _is_mask_of_scalar(target, indices):
         return write_in_place(op, args, kwargs)
-    op(local_of(target), dim, places, number)
+    op(local_of(target), dim, indices, number)
     return target
 
 
 def _write_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Carries out `op` on local tensors if all operands are distributed alike, with nothing to reduce, and returns True
-    then: it acts on each element by itself. To plan that takes DTensor longer than to compute.
+    """Carries out `op`, which is elementwise, on local tensors, and returns True, if all operands are distributed alike
+    and none is Partial. DTensor would spend more time on planning the operation than on computing it.
     """
     spec = spec_of(args[0])
     for each in args:
@@ -244,7 +249,7 @@ def _write_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carries out `op` in place. An operand that is distributed in another way is redistributed like the target where
-    torch might fail: some ranks hold nothing, or two axes cut the same dim.
+    torch might fail: if some ranks hold no element, or if two axes cut the same dim.
     """
     target, *rest = args
     refuse_plain_target(op, target)
@@ -260,7 +265,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _local_like(target: DTensor, tensor: Any) -> Any:
-    """Returns this rank's shard of `tensor`, distributed as `target` is; a plain value is equal on all ranks."""
+    """Returns this rank's shard of `tensor`, distributed like `target`, or a plain value, which all ranks have."""
     if not isinstance(tensor, DTensor):
         return tensor
     if (tensor.placements, tensor.device_mesh) == (target.placements, target.device_mesh):
@@ -269,8 +274,8 @@ def _local_like(target: DTensor, tensor: Any) -> Any:
 
 
 def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns a new tensor like one that two axes cut along one dim, perhaps unevenly: torch takes the numbers of rows
-    of other ranks.
+    """Returns a new tensor like one that two axes cut along one dim, perhaps unevenly. Torch would give a rank the
+    number of rows of another.
     """
     like, shape, *rest = args
     if tuple(shape) != tuple(like.shape) or not is_strided(like):
@@ -280,16 +285,16 @@ def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_mask_of(target: Any, mask: Any) -> bool:
-    """Returns True if `mask` has a bool for each element of `target`, which is not Partial."""
+    """Returns True if `mask` has a bool for each element of `target`, and `target` is not Partial."""
     if not (isinstance(target, DTensor) and isinstance(mask, DTensor)) or mask.dtype != torch.bool:
         return False
     is_like = (target.shape, target.device_mesh) == (mask.shape, mask.device_mesh)
     return is_like and not is_partial(target)
 
 
-def _is_mask_of_scalar(target: Any, places: Any) -> bool:
-    """Returns True if all ranks have the one element of `target`. Its mask comes as places, which Python has read."""
-    is_one = isinstance(target, DTensor) and target.shape == (1,) and not isinstance(places, DTensor)
+def _is_mask_of_scalar(target: Any, indices: Any) -> bool:
+    """Returns True if all ranks have the one element of `target`. Torch has made plain indices of its mask."""
+    is_one = isinstance(target, DTensor) and target.shape == (1,) and not isinstance(indices, DTensor)
     return is_one and all(each.is_replicate() for each in target.placements)
 
 
@@ -302,7 +307,7 @@ def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     name = op._schema.name.removeprefix("c10d::").strip("_")
     first = next(each for each in tensors_in(args, kwargs) if isinstance(each, DTensor))
     raise NotImplementedError(
-        f"torch.distributed's {name} of a DTensor of global shape {tuple(first.shape)}: each rank holds another part "
-        "of it. full_tensor() has all of it, on every rank. Gradients of sharded parameters are averaged already; and "
-        "have equal weights on all ranks before fully_shard, or load them after."
+        f"torch.distributed's {name} of a DTensor of global shape {tuple(first.shape)}: each rank holds another shard "
+        "of it. Call full_tensor(), on every rank, for the whole tensor. Gradients of sharded parameters are averaged "
+        "already. To give all ranks the same weights, do so before fully_shard, or load them afterwards."
     )

@@ -1,6 +1,6 @@
 """Puts the fixes of table.py in force, and switches them.
 
-`install` joins this folder to the core; nothing of torch is changed before the first module is sharded.
+`install` connects this folder to the core. Nothing of torch is changed before the first module is sharded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .write_notices import notices
 
 
 class Fixes(Observer):
-    """Puts the fixes in force once the first module is sharded, and notes on which meshes sharded parameters lie."""
+    """Puts the fixes in force once the first module is sharded, and notes the meshes of sharded parameters."""
 
     def attached(self, root: Any) -> None:
         correct_torch()
@@ -36,7 +36,7 @@ class Fixes(Observer):
 
 
 def install() -> None:
-    """Has the core make sharded parameters of ShardedDTensor, and follow the observers of this folder. It is called
+    """Makes the core use ShardedDTensor for sharded parameters, and adds the observers of this folder. It is called
     once, before any module is sharded.
     """
     _use_class(ShardedDTensor)
@@ -47,17 +47,17 @@ def install() -> None:
 
 
 def _use_class(cls: type[DTensor]) -> None:
-    """Has sharded parameters made of `cls` from now on. Its writes are told of before they happen if it is asked what
-    operations do, and no local tensor has been handed out.
+    """Makes `cls` the class of sharded parameters from now on. Writes to them are announced before they happen if
+    torch calls the class for operations, and no local tensor has been returned to a user.
     """
     extend(tensor_class=cls)
     allow_in_foreach(cls)
-    notices.are_told = cls is not DTensor and DISPATCHES_TO_SUBCLASSES and not notices.are_awaited
+    notices.are_seen = cls is not DTensor and DISPATCHES_TO_SUBCLASSES and not notices.are_awaited
 
 
 @once
 def correct_torch() -> None:
-    """Puts those fixes in force that the environment does not leave out."""
+    """Puts the fixes in force, without those that the environment leaves out."""
     keep_out_of_graphs()
     switches.read_environment(NAMES)
     _attach()
@@ -81,8 +81,9 @@ def dtensor_fixes(enabled: bool, *names: str) -> None:
     (`-views,-random`). `python -m fsdp2 fixes` prints what each does.
 
     Args:
-        enabled: True: do what plain tensors do. False: do what torch's DTensor does.
-        names: of the fixes; none: all. With all off, modules that are sharded from then on have plain DTensors.
+        enabled: True: operations do what they do on plain tensors. False: they do what they do on torch's DTensor.
+        names: the names of fixes; without names all fixes are switched. With all off, modules that are sharded from
+            then on have plain DTensors.
 
     Raises:
         TypeError: `enabled` is not a bool.
@@ -100,8 +101,8 @@ def dtensor_fixes(enabled: bool, *names: str) -> None:
 
 def describe_fixes() -> str:
     """Returns the table as Markdown: a line for each fix, with what torch does, what fsdp2 does instead, the releases
-    of torch in which torch does that, whether the fix is in force with this torch and this environment, and how many of
-    the tests' situations end wrong without it.
+    of torch in which torch does that, whether the fix is in force with this release and this environment, and in how
+    many of the tests' situations training goes wrong without it.
     """
     switches.read_environment(NAMES)
     lines = ["| fix | in force | torch | does | instead | situations |", "|---|---|---|---|---|---|"]

@@ -1,5 +1,6 @@
-"""`torch._foreach_*`, and fused steps of optimizers, on lists of DTensors, among which plain tensors may be: ignored
-parameters, buffers.
+"""Carries out `torch._foreach_*` and fused steps of optimizers on lists of DTensors and plain tensors.
+
+The plain tensors are ignored parameters, or buffers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from .sharded_dtensor import call_unhandled, handle_operations
 _aten = torch.ops.aten
 # Operations whose results depend on more than one element of each argument.
 _NOT_ELEMENTWISE = ("_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm")
-# Torch has no rule for DTensors for those of SGD and Adagrad.
+# Fused steps of optimizers. Torch has no rule on DTensors for those of SGD and Adagrad.
 _FUSED = ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
 
 
 def operate_on_lists() -> None:
-    """Makes these possible where plain tensors are among ShardedDTensors, as in an optimizer's step. Those in place
-    count as writes in the versions of the DTensors, as they do in those of plain tensors.
+    """Makes these operations possible where plain tensors are among ShardedDTensors, as in an optimizer's step.
+    Operations in place increment the versions of the DTensors, as they do those of plain tensors.
     """
     names = [name for name in dir(torch) if name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE]
     written = [*_FUSED, *(name for name in names if name.endswith("_"))]
@@ -65,8 +66,8 @@ def _like(spec: DTensorSpec | None, local: Tensor) -> Tensor:
 
 
 def _local_arguments(args: tuple[Any, ...]) -> list[Any] | None:
-    """Returns the arguments with local tensors, or None if the operation can't be done on them: tensors that meet are
-    distributed in different ways. To plan that takes DTensor longer than to compute.
+    """Returns the arguments with local tensors, or None if the operation can't be done on these, because operands are
+    distributed in different ways. DTensor would spend more time on planning the operation than on computing it.
     """
     found, specs = [], specs_of(args[0])
     if any(spec is not None and any(each.is_partial() for each in spec.placements) for spec in set(specs)):

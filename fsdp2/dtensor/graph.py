@@ -7,7 +7,7 @@ from typing import Any
 
 
 def all_nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yields the nodes of the graphs behind `roots`, in an order that is the same on all ranks with equal graphs."""
+    """Yields the nodes of the graphs that end in `roots`, in an order that is the same on ranks with equal graphs."""
     waiting, seen = list(roots), {None}
     while waiting:
         node = waiting.pop()
@@ -18,5 +18,5 @@ def all_nodes(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def leaf_nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yields the nodes at the ends of the graphs, which accumulate gradients into `.grad` of their `variable`."""
+    """Yields the nodes of the leaves of the graphs, which accumulate gradients into `.grad` of their `variable`."""
     return (node for node in all_nodes(roots) if hasattr(node, "variable"))

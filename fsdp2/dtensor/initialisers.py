@@ -1,4 +1,7 @@
-"""Operations of `torch.nn.init` that DTensor has no rule for, or carries out otherwise than on plain tensors."""
+"""Makes the functions of `torch.nn.init` write the values of plain tensors to DTensors.
+
+DTensor has no rule for some of their operations, and computes other results for some.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ _TRANSPOSES = {_aten.t_.default: _aten.t.default, _aten.transpose_.default: _ate
 
 
 def initialise_like_plain_tensors() -> None:
-    """Has every function of `torch.nn.init` give a sharded parameter the values of a plain one; the random ones do so
-    on a mesh of CPUs, from the same seed (see random_ops.py).
+    """Makes every function of `torch.nn.init` give a sharded parameter the values of a plain one; the random functions
+    do so on a mesh of CPUs, from the same seed (see random_ops.py).
 
     - `eye_` writes this rank's shard. Torch writes the full identity to each shard.
     - `q.t_()`, as in `orthogonal_`, works on every DTensor but a sharded parameter. Torch has no rule for it.
-    - `p[places, 3] = number`, as in `sparse_`, is exact if all ranks have the same places, and else raises on all of
-      them. Torch refuses plain places.
+    - `p[indices, 3] = number`, as in `sparse_`, is exact if all ranks have the same indices, and else raises on all of
+      them. Torch refuses plain indices.
     """
     handle_operations([_aten.eye.m_out], _eye)
     handle_operations(_TRANSPOSES, _transpose_in_place)
@@ -37,7 +40,7 @@ def initialise_like_plain_tensors() -> None:
 
 
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Serves `nn.init.eye_`: each rank writes its shard."""
+    """Carries out `nn.init.eye_`: each rank writes its shard."""
     out = kwargs["out"]
     if tuple(args) != tuple(out.shape):
         return call_unhandled(op, args, kwargs)
@@ -67,32 +70,32 @@ def _put(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: di
     target, indices, value, *rest = args
     is_number = isinstance(target, DTensor) and not isinstance(value, DTensor) and not value.dim()
     has_elements = is_number and not is_partial(target)
-    if not has_elements or any(rest) or any(kwargs.values()) or not _are_plain_places(indices):
+    if not has_elements or any(rest) or any(kwargs.values()) or not _are_plain_indices(indices):
         return handler(op, args, kwargs)
     op(local_of(target), [_mask_at(target, indices)], value)
     return target
 
 
 def _fill(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out the same assignment in torch 2.15, on a view along the other dims."""
-    target, dim, places, number = args
+    """Carries out the assignment of `_put` in torch 2.15, which fills along one dim of a view."""
+    target, dim, indices, number = args
     placements = target.placements if isinstance(target, DTensor) else ()
     is_cut = any(each.is_shard() for each in placements) and not any(each.is_partial() for each in placements)
-    if not is_cut or not _are_plain_places([places]):
+    if not is_cut or not _are_plain_indices([indices]):
         return handler(op, args, kwargs)
     before = [None] * (dim % target.dim())
-    local_of(target).masked_fill_(_mask_at(target, [*before, places]), number)
+    local_of(target).masked_fill_(_mask_at(target, [*before, indices]), number)
     return target
 
 
-def _are_plain_places(indices: Sequence[Any]) -> bool:
+def _are_plain_indices(indices: Sequence[Any]) -> bool:
     given = [each for each in indices if each is not None]
     return all(type(each) is Tensor and each.dtype != torch.bool for each in given)
 
 
 def _mask_at(target: DTensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """Returns where this rank's shard of `target` has the elements at `indices` of the full tensor. Every rank must
-    call it.
+    """Returns a mask of the elements in this rank's shard of `target` that are at `indices` of the full tensor. Every
+    rank must call it.
 
     Raises:
         RuntimeError: `indices` differ between ranks; on all of them.
@@ -104,7 +107,7 @@ def _mask_at(target: DTensor, indices: Sequence[Tensor | None]) -> Tensor:
     all_reduce_over(extremes, [mesh.get_group(axis) for axis in range(mesh.ndim)], largest=True)
     if extremes.sum(0).any():
         raise RuntimeError(
-            f"writing to places of a DTensor of global shape {tuple(target.shape)}: expected the same places on every "
-            "rank, got others on some. Draw them after the same torch.manual_seed on every rank."
+            f"writing to indices of a DTensor of global shape {tuple(target.shape)}: expected the same indices on "
+            "every rank, got others on some. Compute them after the same torch.manual_seed on every rank."
         )
     return local_of(cut(mask.bool(), mesh, target.placements))

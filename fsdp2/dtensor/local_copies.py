@@ -1,6 +1,6 @@
-"""What `to_local()` of a copied view of a DTensor returns (see copied_views.py): a plain copy that knows its view.
+"""Defines LocalCopy, which `to_local()` of a copied view of a DTensor returns (see copied_views.py).
 
-As with `to_local()` of any DTensor, what is written to it is written to the DTensor that the view is of.
+As with `to_local()` of any DTensor, a write to it is a write to the DTensor that the view was taken of.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Original(Protocol):
     """The view that a local copy was taken of."""
 
     def refuse_outdated(self, copied: Tensor) -> None:
-        """Raises an error if the view has other values by now than when `copied` was taken of it."""
+        """Raises an error if the values of the view have changed since `copied` was taken."""
 
     def write_own(self) -> None:
-        """The memory of a local copy was written to: writes the same to the DTensor that the view is of."""
+        """Writes the values of the local copy, which have changed, to the DTensor that the view was taken of."""
 
 
 class LocalCopy(Tensor):
-    """This rank's copy of a view, or a view of that copy. `plain`: the same memory as a plain tensor."""
+    """Is this rank's copy of a view, or a view of that copy. `plain`: a plain tensor over the same memory."""
 
     plain: Tensor
     original: Original

@@ -1,4 +1,4 @@
-"""torch's own norm of gradients that lie on several meshes: an error says which function can compute it."""
+"""Makes torch's own norm of gradients on several meshes raise an error that names the function to call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .switches import switched
 
 
 def refuse_mixed_norms() -> None:
-    """Has it raise. Torch can't stack norms on several meshes, or plain ones beside distributed ones."""
+    """Makes torch's total norm raise. It can't stack norms on several meshes, or plain and distributed norms."""
     wrap_total_norm(_refusing)
 
 
@@ -23,7 +23,7 @@ def _refusing(total_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if ShardedDTensor in set(map(type, tensors)) and _lie_on_several_meshes(tensors):
             raise RuntimeError(
-                "torch can't find the norm of gradients on several meshes, or of plain ones beside sharded ones. "
+                "torch can't compute the norm of gradients on several meshes, or of plain and sharded ones together. "
                 "Call fsdp2.clip_grad_norm_(parameters, max_norm): it returns the norm, too."
             )
         return total_norm(tensors, *args, **options)

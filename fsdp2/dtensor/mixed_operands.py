@@ -1,8 +1,9 @@
-"""Operations that DTensor refuses: with plain tensors (`torch.gather(p, 0, rows)`), and those that it has no rule for.
+"""Explains errors of operations that DTensor refuses: those with plain tensors (`torch.gather(p, 0, rows)`), and those
+that it has no rule for.
 
-Torch says neither which parameter it is nor what to do. It refuses plain tensors in C++, before any Python of its own
-runs. So handlers of operations say it; and the operators of Python do for the arithmetic that tensor parallelism runs
-many times in each step, which a handler would slow down.
+Torch's errors say neither which parameter is meant nor what to do. It refuses plain tensors in C++, before any of its
+Python runs. So handlers of operations explain the error. For arithmetic, which tensor parallelism runs many times in
+each step, Python's operators do, because a handler would slow it down.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _OPERATIONS = (
 )
 
 _UNKNOWN = "a DTensor"
-# What torch says of an operation for which DTensor has no rule, or none that fits.
+# Texts in torch's errors about an operation for which DTensor has no rule, or none that fits.
 _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
 
 def explain_mixed_operands() -> None:
-    """Has the errors of these begin with the parameter's name, if an operand is a parameter or its gradient, and say
-    what to do. The same holds for operations that DTensor has no rule for.
+    """Makes the errors of operations with plain tensors, and of those that DTensor has no rule for, say what to do.
+    They begin with the parameter's name if an operand is a parameter or its gradient.
     """
     for each in _OPERATORS:
         name, reflected = f"__{each}__", f"__r{each}__"
@@ -58,8 +59,8 @@ def explain_mixed_operands() -> None:
 
 
 def _reflected(name: str, reflected: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a reflected operator that also calls what Python would call next, of the plain tensor at the left. Its
-    error is explained, too, unless the DTensor is a user's own.
+    """Returns a reflected operator that also calls the operator of the plain tensor at the left, as Python would next.
+    The error of that is explained, too, unless the DTensor is a user's own.
     """
     of_left, explained = getattr(Tensor, name), _explained_operator(name, reflected)
 
@@ -108,20 +109,29 @@ def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _explain_mixed(error: Exception, name: str, operands: Iterable[Any]) -> None:
     text = str(error)
-    if "mixed torch.Tensor and DTensor" in text and "Torch says" not in text:
+    if "mixed torch.Tensor and DTensor" not in text or "Torch says" in text:
+        return
+    if name == "copy_":  # load_state_dict copies each tensor, and shows this once for each
         error.args = (
-            f"{describe(operands)}: each rank holds a part of it, which {name} can't mix with a plain tensor. On every "
-            "rank, read the whole by full_tensor(), or compute inside `with fsdp2.full_params(module):`; or make the "
-            "plain tensor a DTensor, too, by distribute_tensor(plain, p.device_mesh, p.placements). Torch says: "
-            f"{error}",
+            f"{describe(operands)}: a plain tensor can't be copied into it, of which each rank holds a shard. To load "
+            "a full state dict, call torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+            "options=StateDictOptions(full_state_dict=True)) on every rank. To write to one parameter, copy "
+            "distribute_tensor(plain, p.device_mesh, p.placements).",
         )
+        return
+    error.args = (
+        f"{describe(operands)}: each rank holds a shard of it, and {name} can't combine that with a plain tensor. On "
+        "every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`; or make the plain "
+        "tensor a DTensor, too, by distribute_tensor(plain, p.device_mesh, p.placements). Torch says: "
+        f"{error}",
+    )
 
 
 def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name, operand = name_of(op), describe(tensors_in(args, kwargs))
     error.args = (
-        f"{operand}: DTensor can't do {name} on it, of which each rank holds a part. On every rank, read the whole by "
-        "full_tensor(), or compute inside `with fsdp2.full_params(module):`. Torch says: "
+        f"{operand}: DTensor can't do {name} on it, of which each rank holds a shard. On every rank, call "
+        "full_tensor() on it, or compute inside `with fsdp2.full_params(module):`. Torch says: "
         f"{error}",
     )
 

@@ -1,6 +1,6 @@
-"""Full states that an optimizer of sharded parameters loads: of training in one process, or of scalars.
+"""Cuts full states that an optimizer of sharded parameters loads: those of training in one process, and of scalars.
 
-Torch leaves them plain, those of scalars in `set_optimizer_state_dict`, too, and can't step with them.
+Torch leaves such states plain (`set_optimizer_state_dict` leaves those of scalars), and can't step with them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..ext.owners import sharded_owner
 from .compat import dtensor
 from .switches import switched
 
-# States of which torch's optimizers have one number for each parameter, whatever its shape.
+# States that are one number for each parameter in torch's optimizers, whatever the parameter's shape.
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 def cut_loaded_states() -> None:
-    """Has each rank keep its shard of a full state that is loaded. All ranks must load the same."""
+    """Makes each rank keep its shard of a full state that is loaded. All ranks must load the same state."""
     original = Optimizer.load_state_dict
 
     def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ def cut_loaded_states() -> None:
 
 
 def _cut(param: DTensor, state: dict[str, Any]) -> None:
-    """Cuts tensors of the parameter's shape, in a state without DTensors."""
+    """Cuts the tensors of the parameter's shape in a state without DTensors."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in _NUMBERS}
     is_full = all(type(value) is Tensor for value in tensors.values())
     owned = sharded_owner(param) if is_full and tensors else None

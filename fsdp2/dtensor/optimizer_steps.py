@@ -1,4 +1,4 @@
-"""What happens before and after each step of any torch optimizer."""
+"""Prepares and follows each step of any torch optimizer: runs checks, averages a closure's loss, counts writes."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from .switches import is_on
 Groups = Sequence[FSDPParamGroup]
 
 before_step: list[Callable[[Optimizer, Groups, bool], None]] = []
-"""Functions, of checks, that are called before each step on sharded parameters: (optimizer, the groups of these,
-whether it is a step in backward, on some of its parameters). They may raise, on all ranks alike.
+"""Functions, of checks, that are called before each step on sharded parameters: (optimizer, the groups of these, True
+if it is a step in backward, on some of the parameters). They may raise, on all ranks alike.
 """
 
 stepped_beside: list[Callable[[Optimizer, Groups, Mapping[int, Tensor]], None]] = []
-"""Functions, of checks, that are called once when an optimizer is about to step on plain parameters that have
-gradients, beside sharded ones: (optimizer, the groups of the sharded ones, number of a parameter -> plain parameter).
+"""Functions, of checks, that are called once when an optimizer is about to step on sharded parameters and on plain ones
+that have gradients: (optimizer, the groups of the sharded ones, number of a parameter -> plain parameter).
 """
 
 
-class _Seen(NamedTuple):
-    """What an optimizer had when it was looked at.
+class _Inspected(NamedTuple):
+    """Holds the facts about an optimizer when its parameters were last inspected.
 
-    `counts`: how many parameters, and how many fully_shard calls there had been in this process. `groups`: those of the
-    sharded parameters among its own. `has_stale`: it steps on original parameters of before fully_shard, or on
-    unsharded ones.
+    `counts`: the number of its parameters, and of fully_shard calls in this process. `groups`: the groups of the
+    sharded parameters that it has. `has_stale`: True if it steps on parameters that fully_shard has replaced since, or
+    on unsharded ones.
     """
 
     counts: tuple[int, int]
@@ -54,69 +54,74 @@ class _Seen(NamedTuple):
     has_stale: bool
 
     def alive(self) -> list[FSDPParamGroup]:
+        """Returns the groups that have not been freed."""
         return [group for each in self.groups if (group := each()) is not None]
 
 
-# By the identity of an optimizer, while it is alive: a WeakKeyDictionary takes longer than the look.
-_seen: dict[int, _Seen] = {}
+# The identity of each optimizer that is alive -> the facts about it. A WeakKeyDictionary takes longer than all else.
+_inspected: dict[int, _Inspected] = {}
 
 
 class _Calls:
-    counter = count(1)  # not `number += 1`: other threads may be ranks of their own
+    """Holds the number of fully_shard calls in this process."""
+
+    counter = count(1)  # not `number += 1`, because other threads may be ranks
     number = 0
 
 
 class ShardingCalls(Observer):
-    """Counts fully_shard calls: after each, optimizers are looked at anew."""
+    """Counts fully_shard calls: after each, optimizers are inspected again."""
 
     def attached(self, root: Any) -> None:
         _Calls.number = next(_Calls.counter)
 
 
 def follow_optimizer_steps() -> None:
-    """Has a step count in the versions of the DTensors that it changes, and raise if it can't change anything. The loss
-    that a closure returns is averaged over the ranks: a line search goes equally far on all of them.
+    """Makes a step increment the versions of the DTensors that it changes, and raise if it can't change anything. The
+    loss that a closure returns is averaged over the ranks, so that a line search does the same on all of them.
 
-    A step that takes parameters one by one counts anyway; foreach and fused ones count on plain tensors only.
+    A step on one parameter at a time increments versions anyway; foreach and fused steps do so for plain tensors only.
     """
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return None if _is_known_to_be_of_others(optimizer) else _prepare(optimizer, args, kwargs)
+    return None if _has_only_other_parameters(optimizer) else _prepare(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    if not _is_known_to_be_of_others(optimizer):
+    if not _has_only_other_parameters(optimizer):
         _follow(optimizer)
 
 
-def _is_known_to_be_of_others(optimizer: Optimizer) -> bool:
-    """Returns True if it was looked at, and steps on none of fsdp2's parameters: to ask that is all that it costs."""
-    seen = _seen.get(id(optimizer))
-    return seen is not None and not (seen.groups or seen.has_stale) and seen.counts == _counts_of(optimizer)
+def _has_only_other_parameters(optimizer: Optimizer) -> bool:
+    """Returns True if it was inspected, and steps on no parameter of fsdp2. Such an optimizer costs this call only."""
+    facts = _inspected.get(id(optimizer))
+    return facts is not None and not (facts.groups or facts.has_stale) and facts.counts == _counts_of(optimizer)
 
 
 def _counts_of(optimizer: Optimizer) -> tuple[int, int]:
+    """Returns the number of its parameters, and of fully_shard calls in this process."""
     return sum([len(group["params"]) for group in optimizer.param_groups]), _Calls.number
 
 
 @hides_modes
 def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Looks at what is about to be stepped. `args` begin with the optimizer.
+    """Checks the parameters before a step, and returns the arguments of `step` to use instead, or None. `args` begin
+    with the optimizer.
 
     Raises:
-        NotImplementedError: it computes what torch lacks for DTensors.
-        RuntimeError: gradients are still in flight; or a check finds something.
+        NotImplementedError: the optimizer uses operations that torch lacks for DTensors.
+        RuntimeError: gradients are still being reduced; or a check fails.
     """
-    groups = _look_at(optimizer).alive()
+    groups = _inspect(optimizer).alive()
     if not groups or not is_on("optimizer-steps"):
         return None
     if isinstance(optimizer, Adafactor):
         raise NotImplementedError(
-            "Adafactor steps by means over rows and columns, and by norms, in place, which DTensors have not: it can't "
-            "step sharded parameters. Use another optimizer; Adam's state, too, is cut among the ranks."
+            "Adafactor computes means over rows and columns, and norms, in place, for which DTensor has no rule: it "
+            "can't step sharded parameters. Use another optimizer; the state of Adam, for example, is sharded, too."
         )
     in_backward = steps_of(groups[0]) is not None or groups[0].root.is_in_backward()
     for check in before_step:
@@ -135,19 +140,19 @@ def _refuse_unfinished(optimizer: Optimizer, groups: Groups) -> None:
     names = [str(group) for group in unfinished if group.gradients.is_pending()]
     if names:
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step: gradients of {some_of(names)} are still on their way, after "
-            "set_manual_backward_finalization(True). Call finalize_backward() on the root first; before clipping, too."
+            f"{type(optimizer).__name__}.step: gradients of {some_of(names)} are still being reduced, after "
+            "set_manual_backward_finalization(True). Call finalize_backward() on the root first, also before clipping."
         )
 
 
-def _look_at(optimizer: Optimizer) -> _Seen:
-    """Finds the groups whose parameters it steps on. If it is new, reports trainable plain parameters that it has
-    beside them, and that each rank steps on as it likes.
+def _inspect(optimizer: Optimizer) -> _Inspected:
+    """Returns the groups whose parameters an optimizer steps on. If its parameters are new, it also reports plain ones
+    that have gradients, for each rank steps on these by itself.
     """
-    counts, seen = _counts_of(optimizer), _seen.get(id(optimizer))
-    if seen is None:
-        finalize(optimizer, _seen.pop, id(optimizer), None)
-    if seen is None or seen.counts != counts:
+    counts, facts = _counts_of(optimizer), _inspected.get(id(optimizer))
+    if facts is None:
+        finalize(optimizer, _inspected.pop, id(optimizer), None)
+    if facts is None or facts.counts != counts:
         params = _params_of(optimizer)
         owners = [sharded_owner(param) if isinstance(param, DTensor) else None for param in params]
         groups = [*dict.fromkeys(owner.group for owner in owners if owner is not None)]
@@ -158,18 +163,18 @@ def _look_at(optimizer: Optimizer) -> _Seen:
         others = [param for param, owner in zip(params, owners, strict=True) if owner is None]
         unsharded = _names_of_unsharded() if others else {}
         has_stale = any(SHARDED_AS in vars(param) or id(param) in unsharded for param in others)
-        seen = _seen[id(optimizer)] = _Seen(counts, [ref(group) for group in groups], has_stale)
-    return seen
+        facts = _inspected[id(optimizer)] = _Inspected(counts, [ref(group) for group in groups], has_stale)
+    return facts
 
 
 def _names_of_unsharded() -> dict[int, str]:
-    """Returns the identity of each unsharded parameter -> its name."""
+    """Returns the name of each unsharded parameter by its identity."""
     return {id(param.unsharded): param.name for group in all_groups() for param in group.params}
 
 
 def _may_use_loss(optimizer: Optimizer) -> bool:
-    """Returns True if it may use what a closure returns. All but one of torch's own only return that; and trainers pass
-    closures to all of them.
+    """Returns True if an optimizer may use the loss that a closure returns. Of torch's own, only LBFGS does: the others
+    return it, and trainers pass closures to all of them.
     """
     return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
 
@@ -179,7 +184,7 @@ def _params_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _averaged_loss(closure: Callable[[], Any], groups: Groups) -> Any:
-    """Returns the loss that gradients are of: its sum over the ranks, divided as they are. Every rank must call it."""
+    """Returns the sum of a closure's loss over the ranks, divided like the gradients. Every rank must call it."""
     loss, mesh = closure(), max((group.mesh for group in groups), key=lambda mesh: mesh.num_ranks)
     if (not isinstance(loss, float) and type(loss) is not Tensor) or not moves_data(mesh.axis_groups, mesh.device):
         return loss
@@ -191,7 +196,7 @@ def _averaged_loss(closure: Callable[[], Any], groups: Groups) -> Any:
 
 
 def _common_divisor(groups: Groups) -> float:
-    """Returns what the gradients of `groups`, on one mesh, are divided by: all by the same, or a check has raised."""
+    """Returns the divisor of the gradients of `groups`, on one mesh. If they had several, a check has raised."""
     for group in groups:
         if group.settings.divide_factor is not None:
             return group.settings.divide_factor
@@ -200,36 +205,37 @@ def _common_divisor(groups: Groups) -> float:
 
 @hides_modes
 def _follow(optimizer: Optimizer) -> None:
-    """Counts the step in the versions of sharded parameters.
+    """Increments the versions of the sharded parameters that a step has changed.
 
     Raises:
-        RuntimeError: it can't have changed a model.
+        RuntimeError: the step can't have changed a model.
     """
-    seen = _look_at(optimizer)
-    if not (seen.groups or seen.has_stale) or not is_on("optimizer-steps"):
+    facts = _inspect(optimizer)
+    if not (facts.groups or facts.has_stale) or not is_on("optimizer-steps"):
         return
     params = _params_of(optimizer)
     increment_version([param for param in params if isinstance(param, ShardedDTensor) and param.grad is not None])
-    for group in seen.alive():
+    for group in facts.alive():
         if group.phase is UNSHARDED and not group.state.running and group.root.backward is None:
-            group.unshard_again()  # behind unshard(): whoever reads the parameters next finds the new values
-    if seen.has_stale:
+            group.unshard_again()  # after a call of unshard(): its parameters get the new values
+    if facts.has_stale:
         _refuse_stale(type(optimizer).__name__, [param for param in params if param.grad is None])
 
 
 def _refuse_stale(kind: str, params: Sequence[Tensor]) -> None:
-    """Refuses parameters without gradients that are none of the model's."""
+    """Refuses parameters without gradients that are not parameters of the model."""
     replaced = [name for param in params if (name := vars(param).get(SHARDED_AS))]
     if replaced:
         raise RuntimeError(
-            f"{kind} steps what was {some_of(replaced)} before fully_shard, and is no parameter of the model any "
-            "more: the optimizer was built before fully_shard. Build it afterwards, from model.parameters()."
+            f"{kind} steps the parameters that {some_of(replaced)} had before fully_shard, each of which is no "
+            "parameter of the model any more: the optimizer was built before fully_shard. Build it afterwards, from "
+            "model.parameters()."
         )
     names = _names_of_unsharded()
     unsharded = [names[id(param)] for param in params if id(param) in names]
     if unsharded:
         raise RuntimeError(
             f"{kind} steps unsharded parameters, of {some_of(unsharded)}, which get no gradients: the optimizer was "
-            "built inside a forward, or behind unshard(). Build it outside, from model.parameters(), which are sharded "
+            "built inside a forward, or after unshard(). Build it outside, from model.parameters(), which are sharded "
             "there."
         )

@@ -1,4 +1,4 @@
-"""Tensor parallelism applied to a model that is sharded already; the other order works."""
+"""Refuses tensor parallelism for a model that is sharded already. The other order works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .switches import switched
 
 
 def refuse_parallelize_after() -> None:
-    """Has parallelize_module and distribute_module say what to do, where torch speaks of device meshes."""
+    """Makes parallelize_module and distribute_module say what to do. Torch's own error is about device meshes."""
     _check_in(distribute_module.__globals__)
     when_imported("torch.distributed.tensor.parallel.style", lambda style: _check_in(vars(style)))
 

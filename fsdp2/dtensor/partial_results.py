@@ -1,5 +1,7 @@
-"""Results with Partial placements: torch leaves norms, sums, `any` and `all` unreduced until the value is needed. Some
-operations then compute with each rank's value as if it were the reduced one, silently.
+"""Reduces results with Partial placements before operations that need the reduced value.
+
+Torch leaves norms, sums, `any` and `all` unreduced until the value is needed. Some operations then silently compute
+with each rank's value as if it were the reduced one.
 """
 
 from __future__ import annotations
@@ -32,29 +34,29 @@ _SCALING = (_aten.mul_.Tensor, _aten.div_.Tensor)
 
 
 def reduce_truths() -> None:
-    """Has `any()` and `all()` reduced at once. Torch counts the ranks that have found one."""
+    """Reduces `any()` and `all()` at once. Torch counts the ranks that have found one."""
     handle_operations(_TRUTHS, _find)
 
 
 def sum_reduced_norms() -> None:
-    """Has norms reduced before they are summed. Torch takes norms of the ranks' sums."""
+    """Reduces norms before they are summed. Torch computes norms of the ranks' sums."""
     handle_operations(_SUMS, _sum)
 
 
 def join_reduced_results() -> None:
-    """Has results reduced before they are stacked or concatenated, unless all are Partial of the same kind. Torch makes
-    norms of all of them, which have no sign.
+    """Reduces results before they are stacked or concatenated, unless all are Partial of the same kind. Torch takes all
+    of them for norms, which have no sign.
     """
     handle_operations(_JOINS, _join)
 
 
 def divide_by_reduced() -> None:
-    """Has a divisor reduced first. Torch 2.11 divides by the ranks' values, also in gradients of extremes."""
+    """Reduces a divisor first. Torch 2.11 divides by each rank's value, also in gradients of extremes."""
     handle_operations([_aten.div.Tensor], _divide)
 
 
 def write_reduced_values() -> None:
-    """Has writes in place to a Partial result write to its reduced value. Torch fills each rank's, or refuses."""
+    """Makes writes in place to a Partial result change its reduced value. Torch fills each rank's value, or refuses."""
     handle_operations([_aten.fill_.Scalar], _fill)
     handle_operations(overloads(_IN_PLACE), write_in_place)
 
@@ -119,10 +121,10 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def write_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out `op` in place on its first argument, which may have Partial placements, and returns that.
+    """Carries out `op` in place on its first argument, which may have Partial placements, and returns that argument.
 
     Raises:
-        RuntimeError: it is a norm, and would be negative; on every rank.
+        RuntimeError: it is a norm, and would be negative. Every rank raises.
     """
     target, *rest = args
     kinds = partial_kinds(target)
@@ -145,6 +147,7 @@ def _is_linear(op: Any, target: DTensor, other: Any = None, *_: Any) -> bool:
 def _negative_norm(op: Any) -> RuntimeError:
     name = name_of(op)
     return RuntimeError(
-        f"{name} on a norm of a DTensor, of which each rank holds a part, gives a negative number: there are no such "
-        f"parts. Write norm = norm.full_tensor() before, on every rank, or {name.rstrip('_')} in place of {name}."
+        f"{name} on a norm of a DTensor, which is still to be reduced, gives a negative number: no norm of the ranks' "
+        f"shards can be negative. Write norm = norm.full_tensor() before, on every rank, or {name.rstrip('_')} in "
+        f"place of {name}."
     )

@@ -1,8 +1,8 @@
-"""`loss + penalty`, where torch computes the penalty on shards: has it mean `loss + penalty.full_tensor()`.
+"""Makes `loss + penalty`, where the penalty is computed from sharded parameters, mean `loss + penalty.full_tensor()`.
 
 Torch assumes that all ranks have the same plain number, and gives it a gradient that is a DTensor: backward fails where
 that reaches plain tensors. Where the number comes from this rank's own batch (`loss.detach() * temperature`), the
-parameter's gradient would be of that alone, silently.
+parameter would silently get a gradient from that batch alone.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .sharded_dtensor import replace_attribute
 _OPERATORS = ("add", "sub", "mul", "truediv")
 
 
-def meet_plain_numbers() -> None:
-    """Has these operators, between a plain tensor of no dims and a DTensor that is computed from sharded parameters,
-    return plain tensors if the former has a graph, or differs between ranks; with grad enabled.
+def use_full_tensors_with_plain_numbers() -> None:
+    """Makes `+ - * /` of a plain tensor without dims and a DTensor that is computed from sharded parameters return a
+    plain tensor, if the plain one has a graph or differs between ranks, and grad is enabled.
     """
     for name in _OPERATORS:
         function, direct, reflected = getattr(operator, name), f"__{name}__", f"__r{name}__"
@@ -43,7 +43,7 @@ def _direct(function: Callable[..., Any], original: Callable[..., Any]) -> Calla
 
 
 def _reflected(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the operator of the right operand, which Python asks first because its class is the narrower one."""
+    """Returns the operator of the right operand, which Python calls first because its class is a subclass."""
 
     @wraps(original)
     def operate(self: DTensor, other: Any) -> Any:
@@ -56,7 +56,7 @@ def _reflected(function: Callable[..., Any], original: Callable[..., Any]) -> Ca
 
 
 def _full_if_needed(tensor: DTensor, number: Tensor) -> Tensor | None:
-    """Returns the full tensor, or None if it is not needed: the same on all ranks, all of which must call it."""
+    """Returns the full tensor, or None if it is not needed, on all ranks alike. All of them must call it."""
     if number.dim() or not (tensor.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return None
     owner = owner_of(tensor)

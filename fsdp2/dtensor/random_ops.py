@@ -1,4 +1,7 @@
-"""Random operations on DTensors, and for tensors like them: torch gives the shards of all ranks the same values."""
+"""Makes random operations on DTensors, and for tensors like them, give each rank its shard of a plain tensor's values.
+
+Torch gives the shards of all ranks the same values.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,11 @@ _FROM_VALUES = (
 
 
 def randomize_like_plain_tensors() -> None:
-    """Has random operations on a ShardedDTensor on a mesh of CPUs, and for tensors like it, give each rank its shard of
-    what a plain tensor would get from the same seed, for any number of ranks. Replicated values are equal whatever the
-    ranks' seeds are: they come from the generator of the first of them.
+    """Makes random operations on a ShardedDTensor on a mesh of CPUs, and for tensors like it, give each rank its shard
+    of the values that a plain tensor would get from the same seed, for any number of ranks. Replicated values come from
+    the generator of the first of their ranks, so they are equal whatever the ranks' seeds are.
 
-    `rrelu` in training raises: each rank would use slopes of its own.
+    `rrelu` in training raises: each rank would use its own slopes.
     """
     handle_operations(_IN_PLACE, _randomize_in_place)
     handle_operations(_LIKE, partial(_randomize, _empty_like))
@@ -77,7 +80,7 @@ def _is_left_to_torch(target: DTensor) -> bool:
 
 
 def _random(plain: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Returns this rank's shard of what `op` makes of plain tensors: of `plain(each)` in place of each DTensor."""
+    """Returns this rank's shard of the result of `op` for plain tensors: `plain(each)` replaces each DTensor."""
     first = next(each for each in args if isinstance(each, DTensor))
     mesh, generator = first.device_mesh, kwargs.get("generator") or torch.default_generator
     before = generator.get_state()
@@ -94,7 +97,7 @@ def _random(plain: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], 
 
 
 def _state_among_replicas(own: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Returns the generator state of the first of the ranks that hold replicas. All of these must call it."""
+    """Returns the generator state of the first of the ranks that hold replicas. All of these ranks must call it."""
     axes = [axis for axis, placement in enumerate(placements) if placement.is_replicate() and mesh.size(axis) > 1]
     groups = [mesh.get_group(axis) for axis in axes]
     shared = own.clone()
@@ -108,15 +111,15 @@ def _empty_like(tensor: DTensor) -> Tensor:
 
 
 def _rrelu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what `rrelu` returns without training.
+    """Returns the result of `rrelu` in eval mode.
 
     Raises:
-        NotImplementedError: it is in training.
+        NotImplementedError: it is in training mode.
     """
     given = {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
     if given.get("training", False):
         raise NotImplementedError(
-            f"rrelu of a DTensor of global shape {tuple(args[0].shape)}: each rank would draw slopes of its own. Use "
-            "full_tensor(), on every rank, after the same torch.manual_seed."
+            f"rrelu of a DTensor of global shape {tuple(args[0].shape)}: each rank would use its own random slopes. "
+            "Use full_tensor(), on every rank, after the same torch.manual_seed."
         )
     return call_unhandled(op, args, kwargs)

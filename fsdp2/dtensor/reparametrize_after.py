@@ -1,7 +1,7 @@
-"""Pruning or parametrizing a parameter of a module that is sharded already, or taking a parametrization away.
+"""Refuses to prune or parametrize a parameter of a module that is sharded already, or to remove a parametrization.
 
-Each puts other parameters in its place. Torch says that it can't flatten sharded tensors, or that a class has no such
-attribute; or nothing, until the next forward misses the parameter.
+Each of these replaces the parameter. Torch's error is that it can't flatten sharded tensors, or that a class has no
+such attribute, or it raises none, and the next forward lacks the parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .switches import is_on
 
 
 def refuse_reparametrization_after() -> None:
-    """Has torch.nn.utils' prune and parametrize say what to do."""
+    """Makes torch.nn.utils' prune and parametrize raise errors that say what to do."""
     when_imported("torch.nn.utils.prune", _check_pruning)
     when_imported("torch.nn.utils.parametrize", _check_parametrizations)
 
@@ -43,7 +43,7 @@ def _check_pruning(prune: ModuleType) -> None:
 
 
 def _refuse_pruning(slots: Iterable[tuple[nn.Module, str]]) -> None:
-    """Refuses to prune sharded parameters. An unsharded one may be pruned, if that is made permanent.
+    """Refuses to prune sharded parameters. An unsharded parameter may be pruned, if that is made permanent.
 
     Raises:
         RuntimeError: a sharded parameter is registered in one of `slots`.
@@ -76,7 +76,7 @@ def _refuse_change(what: str, module: nn.Module, name: str) -> None:
     """Refuses to change a parameter that fully_shard manages.
 
     Raises:
-        RuntimeError: it is one, or is computed from one.
+        RuntimeError: the parameter is one, or is computed from one.
     """
     if not is_on("reparametrize-after"):
         return
@@ -86,7 +86,7 @@ def _refuse_change(what: str, module: nn.Module, name: str) -> None:
     owner = next((owners[id(param)] for param in params if param is not None and id(param) in owners), None)
     if owner is not None:
         raise RuntimeError(
-            f"{owner.param.name}: {what} would put another parameter in the place of one that fully_shard manages. "
-            "Call it before fully_shard; of a model that is trained, load the full state dict into one that is not "
-            "sharded, and call it there."
+            f"{owner.param.name}: {what} would replace a parameter that fully_shard manages. Call it before "
+            "fully_shard. For a trained model, load its full state dict into one that is not sharded, and call it "
+            "there."
         )

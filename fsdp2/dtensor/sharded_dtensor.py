@@ -1,10 +1,10 @@
-"""The class of sharded parameters, of their gradients, and of all results of operations on them.
+"""Defines ShardedDTensor, the class of sharded parameters, of their gradients, and of all results computed from them.
 
-torch's DTensor carries out some operations otherwise than on plain tensors, or has no rule for them. The fixes, which
-table.py lists, are attached to this class: other DTensors behave as torch's.
+torch's DTensor computes other results for some operations than plain tensors do, or has no rule for them. The fixes,
+which table.py lists, are attached to this class: other DTensors behave like torch's.
 
-From 2.13 on torch asks a subclass of DTensor what an operation does. torch 2.11 and 2.12 do not: there the operations
-to fix are found in torch's own table, by the mesh of their arguments, and all DTensors pay for the look-up.
+From 2.13 on torch calls `__torch_dispatch__` of a subclass of DTensor for each operation. torch 2.11 and 2.12 do not:
+there the handlers are in torch's own table, the mesh of the arguments decides, and all DTensors pay for the look-up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .write_notices import notices
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Explainer = Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]
 
-# Operation -> what runs in its place, below autograd, if a ShardedDTensor is among its arguments.
+# Operation -> the function that replaces it, below autograd, if a ShardedDTensor is among its arguments.
 _handlers: dict[Any, Handler] = {}
 # Names of the class's attributes that `replace_attribute` has set.
 _replaced: set[str] = set()
@@ -44,20 +44,20 @@ _explainers: list[Explainer] = []
 
 
 class _Sharded(DTensor):
-    """Does what a ShardedDTensor does whichever fixes are in force."""
+    """Implements the part of ShardedDTensor that does not depend on which fixes are in force."""
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if _has_other_subclasses(types):
             return NotImplemented
         if is_mutable(op):
-            notices.tell()
+            notices.notify()
             return _handlers.get(op, call_unhandled)(op, args, kwargs or {})
         return as_sharded(_handlers.get(op, call_unhandled)(op, args, kwargs or {}))
 
     def to_local(self, **options: Any) -> Tensor:
         """Returns what DTensor.to_local returns."""
-        notices.note_handed_out()
+        notices.note_returned()
         return super().to_local(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
@@ -72,17 +72,17 @@ class _Sharded(DTensor):
         return rebuilt
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a DTensor: a program that reads the file need not have fsdp2."""
-        return _twin(self).__reduce_ex__(protocol)
+        """Pickles torch's DTensor, so that a program that reads the file need not have fsdp2."""
+        return _with_torch_class(self).__reduce_ex__(protocol)
 
 
 class ShardedDTensor(_Sharded):
-    """A DTensor with the fixes that are in force. Results of operations on it have this class, too."""
+    """Is a DTensor with the fixes that are in force. Results of operations on it have this class, too."""
 
 
 @cache
 def _has_other_subclasses(types: Iterable[type]) -> bool:
-    """Returns True if other subclasses of DTensor are among `types`, which are to say what happens."""
+    """Returns True if other subclasses of DTensor are among `types`, whose `__torch_dispatch__` then decides."""
     return any(
         issubclass(each, DTensor) and each is not DTensor and not issubclass(each, ShardedDTensor) for each in types
     )
@@ -99,12 +99,12 @@ def as_sharded(result: Any) -> Any:
     return result
 
 
-def _twin(tensor: DTensor) -> DTensor:
-    """Returns torch's DTensor over the same memory, with the same attributes; a leaf."""
-    twin = new_dtensor(DTensor, local_of(tensor), spec_of(tensor))
-    twin.requires_grad_(tensor.requires_grad)
-    twin.__dict__ = vars(tensor)
-    return twin
+def _with_torch_class(tensor: DTensor) -> DTensor:
+    """Returns a torch DTensor over the same memory, with the same attributes. It is a leaf."""
+    copied = new_dtensor(DTensor, local_of(tensor), spec_of(tensor))
+    copied.requires_grad_(tensor.requires_grad)
+    copied.__dict__ = vars(tensor)
+    return copied
 
 
 def _as_dtensor(value: Any) -> Any:
@@ -124,7 +124,9 @@ is_mutable = cache(lambda op: op._schema.is_mutable)
 
 
 def handle_operations(ops: Iterable[Any], handler: Handler) -> None:
-    """Has `handler(op, args, kwargs)` run in place of each of `ops`, below autograd, if a ShardedDTensor takes part."""
+    """Calls `handler(op, args, kwargs)` in place of each of `ops`, below autograd, if a ShardedDTensor is among the
+    arguments.
+    """
     for op in ops:
         _handlers[op] = handler
         if not DISPATCHES_TO_SUBCLASSES:
@@ -133,23 +135,23 @@ def handle_operations(ops: Iterable[Any], handler: Handler) -> None:
 
 
 def handler_of(op: Any) -> Handler:
-    """Returns what runs in place of `op` now."""
+    """Returns the function that replaces `op` now."""
     return _handlers.get(op, call_unhandled)
 
 
 def replace_attribute(name: str, replace: Callable[[Any], Any]) -> None:
-    """Has the class hold `replace(attribute)` under `name`, in place of the attribute that it holds or inherits."""
+    """Sets the attribute `name` of ShardedDTensor to `replace(attribute)`, of the one that it has or inherits."""
     setattr(ShardedDTensor, name, replace(getattr(ShardedDTensor, name)))
     _replaced.add(name)
 
 
 def explain_errors(explain: Explainer) -> None:
-    """Has `explain(error, op, args, kwargs)` called with the errors that torch raises about operations."""
+    """Calls `explain(error, op, args, kwargs)` with the errors that torch raises about operations."""
     _explainers.append(explain)
 
 
 def forget_replacements() -> None:
-    """Takes back everything that these functions have set: the class behaves like DTensor."""
+    """Removes everything that these functions have set: the class then behaves like DTensor."""
     _handlers.clear()
     _explainers.clear()
     for name in _replaced:
@@ -157,11 +159,11 @@ def forget_replacements() -> None:
     _replaced.clear()
 
 
-# ---- what torch does
+# ---- torch's own operations
 
 
 def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what `op` returns for torch's DTensors in place of ShardedDTensors."""
+    """Returns the result of `op` for torch's DTensors in place of ShardedDTensors."""
     try:
         if not DISPATCHES_TO_SUBCLASSES:
             return _call_without_handler(op, args, kwargs)
@@ -176,13 +178,13 @@ def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carries out `op`, which writes to some of its arguments, and returns these where `op` returns them."""
-    twins = [*map(_as_dtensor, args)]
-    named_twins = {name: _as_dtensor(each) for name, each in kwargs.items()}
-    result = op(*twins, **named_twins)
+    dtensors = [*map(_as_dtensor, args)]
+    named_dtensors = {name: _as_dtensor(each) for name, each in kwargs.items()}
+    result = op(*dtensors, **named_dtensors)
     written = written_by(op, args, kwargs)
-    for each, twin in zip(written, written_by(op, tuple(twins), named_twins), strict=True):
-        if isinstance(each, ShardedDTensor) and spec_of(twin) is not spec_of(each):
-            set_local_and_spec(each, local_of(twin), twin)
+    for each, dtensor in zip(written, written_by(op, tuple(dtensors), named_dtensors), strict=True):
+        if isinstance(each, ShardedDTensor) and spec_of(dtensor) is not spec_of(each):
+            set_local_and_spec(each, local_of(dtensor), dtensor)
             if torch.Tag.inplace_view in op.tags:
                 follow_local(op, args, kwargs)
     returns = op._schema.returns
@@ -200,10 +202,11 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class _ThreadHandlers(threading.local):
     """Holds the handlers that torch looks up in place of its own table.
 
-    `now`: those of this thread. `usual`: those of all threads that are not inside `call_unhandled`.
+    `now`: the handlers of this thread. `usual`: those of all threads that are not inside `call_unhandled`.
 
-    To take a handler out of torch's one table would let another thread, which may be another rank, go on without it.
-    A lock would let ranks wait for each other, for operations communicate.
+    Torch has one table for all threads. If a handler were removed from it for the time of a call, another thread, which
+    may be another rank, would run without the handler. With a lock ranks would deadlock, because operations
+    communicate.
     """
 
     usual: ClassVar[dict[Any, Handler]] = {}
@@ -215,7 +218,7 @@ _thread_handlers = _ThreadHandlers()
 
 @once
 def _use_handlers_of_threads() -> None:
-    """Has torch look up handlers in `_thread_handlers.now`; code that replaces torch's dict replaces the usual one."""
+    """Makes torch look up handlers in `_thread_handlers.now`. Code that replaces torch's dict replaces `usual`."""
 
     def replace(handlers: dict[Any, Handler]) -> None:
         _ThreadHandlers.usual = _ThreadHandlers.now = handlers
@@ -225,7 +228,7 @@ def _use_handlers_of_threads() -> None:
 
 
 def _explain_plan(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Explains the errors of operations without a handler, which fail where torch plans them."""
+    """Explains the errors of operations without a handler, which fail while torch plans them."""
     if _is_on_mesh_in_use(args, kwargs):
         for explain in _explainers:
             explain(error, op, args, kwargs)
@@ -238,16 +241,16 @@ def _handle_if_sharded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if is_mutable(op):
         return result
     is_sharded = any(isinstance(each, ShardedDTensor) for each in _dtensors_in((*args, *kwargs.values())))
-    return as_sharded(result) if is_sharded else _take_back_class(result)
+    return as_sharded(result) if is_sharded else _restore_class(result)
 
 
-def _take_back_class(result: Any) -> Any:
-    """Takes `as_sharded` back: below autograd all DTensors are torch's."""
+def _restore_class(result: Any) -> Any:
+    """Undoes `as_sharded`: below autograd all DTensors have torch's class."""
     if type(result) is ShardedDTensor:
         result.__class__ = DTensor  # type: ignore[assignment]
     elif type(result) is list or type(result) is tuple:
         for each in result:
-            _take_back_class(each)
+            _restore_class(each)
     return result
 
 
@@ -276,7 +279,7 @@ def _call_without_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return op(*args, **kwargs)
     finally:
         if before is _ThreadHandlers.usual:
-            del _thread_handlers.now  # the usual ones, whichever these are by then
+            del _thread_handlers.now  # then the usual ones are looked up, which may have been replaced meanwhile
         else:
             _thread_handlers.now = before
 
@@ -284,9 +287,9 @@ def _call_without_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 if not DISPATCHES_TO_SUBCLASSES:
 
     def _keep_class(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Runs a torch function. Operations return torch's DTensors there, also `clone`, on which copying relies."""
+        """Runs a torch function. Operations inside it return torch's DTensors, also `clone`, which copying uses."""
         if _has_other_subclasses(types):
-            return NotImplemented  # an unsynchronized gradient refuses to be stepped with
+            return NotImplemented  # the class of unsynchronized gradients raises
         if func is Tensor.__deepcopy__:
             return _deepcopy(*args)
         with no_torch_function():
@@ -294,9 +297,9 @@ if not DISPATCHES_TO_SUBCLASSES:
 
     def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            twin = _twin(tensor)
-            memo.setdefault(id(memo), []).append(twin)  # so that no other tensor has its identity
-            copied = memo[id(tensor)] = as_sharded(twin.__deepcopy__(memo))
+            original = _with_torch_class(tensor)
+            memo.setdefault(id(memo), []).append(original)  # so that no other tensor has its identity
+            copied = memo[id(tensor)] = as_sharded(original.__deepcopy__(memo))
             if tensor.grad is not None:
                 copied.grad = tensor.grad.__deepcopy__(memo)
         return memo[id(tensor)]

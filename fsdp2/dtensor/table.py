@@ -1,9 +1,7 @@
-"""The table of fixes: what torch's DTensor, and torch beside it, does wrong with sharded parameters, and what fsdp2
-does instead.
+"""Lists the fixes: what torch does wrong with sharded parameters, and what fsdp2 does instead.
 
-A fix with `attach` changes only the class of sharded parameters and of what is computed from them. One with `patch`
-replaces a function of torch by one that looks for sharded parameters among its arguments; if there are none, it does
-what torch's does.
+A fix with `attach` changes only the class of sharded parameters and of results computed from them. A fix with `patch`
+replaces a function of torch. The new function behaves like torch's unless a sharded parameter is among its arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from ..bridge.pipelining import register_unsharded_in_pipelines
 from . import dtensor_operations, partial_results
 from .addresses import refuse_addresses
 from .autograd_inputs import accept_sharded_inputs
-from .compat import DIVIDES_BY_PARTS
+from .compat import DIVIDES_BY_UNREDUCED
 from .copies import copy_gradients
 from .data_attribute import count_local_writes, detach_in_inference, follow_data
 from .ddp_around import refuse_ddp_around
@@ -29,7 +27,7 @@ from .mixed_operands import explain_mixed_operands
 from .optimizer_states import cut_loaded_states
 from .optimizer_steps import follow_optimizer_steps
 from .parallelize_after import refuse_parallelize_after
-from .plain_numbers import meet_plain_numbers
+from .plain_numbers import use_full_tensors_with_plain_numbers
 from .random_ops import randomize_like_plain_tensors
 from .reparametrize_after import refuse_reparametrization_after
 from .views import write_through_views
@@ -40,17 +38,17 @@ IS_OLD = torch.__version__ < "2.15"
 
 @dataclass(frozen=True)
 class Fix:
-    """One line of the table.
+    """Describes one fix.
 
     Args:
-        name: under which it is switched.
+        name: the name by which it is switched.
         torch: what torch does.
         instead: what fsdp2 does instead.
-        attach: has the class of sharded parameters do that. It is called anew whenever a fix is switched.
-        patch: has a function of torch do that, for good; the function asks whether the fix is in force.
+        attach: changes the class of sharded parameters. It is called again whenever a fix is switched.
+        patch: changes a function of torch, once. The new function checks at each call if the fix is in force.
         releases: the releases of torch in which torch does that.
-        situations: how many of the tests' situations end wrong without this fix alone, in torch 2.13; the tests have no
-            situation for some fixes.
+        situations: in how many of the tests' situations training goes wrong without this fix alone, in torch 2.13. The
+            tests have no situation for some fixes.
     """
 
     name: str
@@ -65,29 +63,29 @@ class Fix:
 FIXES = (
     Fix(
         "full-tensor",
-        "assumes that ranks compute the same of `p.full_tensor()`: each rank keeps its shard of its own gradient",
-        "gradients are averaged over the ranks, as all others",
+        "assumes that ranks compute the same from `p.full_tensor()`: each rank keeps its shard of its own gradient",
+        "gradients are averaged over the ranks, like all others",
         average_in_full_tensor,
         situations=2,
     ),
     Fix(
         "plain-numbers",
-        "assumes that a plain number beside a DTensor (`loss * p.norm()`) is equal on all ranks; backward may fail",
-        "`+ - * /` with a plain number that has a graph, or differs between ranks, are those of `full_tensor()`",
-        meet_plain_numbers,
+        "assumes that a plain number in `loss * p.norm()` is equal on all ranks; backward may fail",
+        "`+ - * /` with a plain number that has a graph, or differs between ranks, use `full_tensor()`",
+        use_full_tensors_with_plain_numbers,
         situations=3,
     ),
     Fix(
         "data",
-        "`p.data = other` changes nothing; `p.data` is no DTensor whose version counts writes to it",
+        "`p.data = other` changes nothing; writes to `p.data` are not counted in the version of `p`",
         "an assignment takes effect, also of the full tensor; writes to `p.data` count",
         follow_data,
         situations=3,
     ),
     Fix(
         "local-versions",
-        "a write to `to_local()` of a state dict's view of a parameter does not count as a write",
-        "it counts: kept copies are not used, and autograd refuses what it has saved",
+        "a write to `to_local()` of a state dict's view of a parameter is not counted in its version",
+        "it is counted: unsharded parameters are gathered again, and autograd refuses older saved tensors",
         count_local_writes,
         situations=1,
     ),
@@ -101,41 +99,41 @@ FIXES = (
     Fix(
         "copies",
         "`copy.deepcopy(p.grad)`, pickling and saving it fail where gradients share a storage",
-        "copies have memory of their own",
+        "each copy has its own memory",
         copy_gradients,
         situations=4,
     ),
     Fix(
         "pipelines",
-        "zero-bubble schedules look for the leaves of the graph among sharded parameters, and find none",
-        "unsharded parameters are registered meanwhile",
+        "zero-bubble schedules search the sharded parameters for the leaves of the graph, and find none",
+        "unsharded parameters are registered during the search",
         patch=register_unsharded_in_pipelines,
     ),
     Fix(
         "inputs",
         "`backward(inputs=[p])` does nothing, nor do `torch.autograd.grad` and hooks on several gradients",
-        "the gradients come; `torch.autograd.grad`, which has none to reduce, raises",
+        "gradients are computed; `torch.autograd.grad`, whose gradients could not be reduced, raises",
         patch=accept_sharded_inputs,
         situations=6,
     ),
     Fix(
         "views",
-        "`p[2]`, `p.split(4)`, `p.diagonal()` are copies, writes to them are lost; `p.view(-1)` fails",
+        "`p[2]`, `p.split(4)`, `p.diagonal()` are copies, and writes to them are lost; `p.view(-1)` fails",
         "writes to them write to `p`, as with plain tensors",
         write_through_views,
         situations=5,
     ),
     Fix(
         "foreach",
-        "foreach and fused steps fail where plain tensors are among DTensors, or have no rule; no version counts them",
-        "they run on local tensors, and count",
+        "foreach and fused steps fail where plain tensors are among DTensors, or have no rule; versions don't change",
+        "they run on local tensors, and increment versions",
         operate_on_lists,
         situations=2,
     ),
     Fix(
         "truths",
         "`any()` and `all()` count the ranks that found one",
-        "they are reduced at once",
+        "the results of the ranks are reduced at once",
         partial_results.reduce_truths if IS_OLD else None,
         releases=OLD,
         situations=1,
@@ -157,23 +155,23 @@ FIXES = (
     ),
     Fix(
         "written-parts",
-        "a number written in place to a Partial sum is written to each rank's part of it",
+        "a number written in place to a Partial sum is written to each rank's addend",
         "it is written to the reduced sum",
         partial_results.write_reduced_values,
         situations=1,
     ),
     Fix(
         "divisions",
-        "a number is divided by each rank's part of a Partial sum",
+        "a number is divided by each rank's addend of a Partial sum",
         "it is divided by the reduced sum",
-        partial_results.divide_by_reduced if DIVIDES_BY_PARTS else None,
+        partial_results.divide_by_reduced if DIVIDES_BY_UNREDUCED else None,
         releases="2.11, 2.12",
     ),
-    Fix("masks", "`p[mask] = number` fails", "each rank writes to its rows", dtensor_operations.put_by_masks),
+    Fix("masks", "`p[mask] = number` fails", "each rank writes to its shard", dtensor_operations.put_by_masks),
     Fix(
         "uneven-writes",
         "writing to a tensor that two mesh axes cut unevenly, or of few rows, fails on some ranks while others wait",
-        "each rank writes to its rows",
+        "each rank writes to its shard",
         dtensor_operations.write_uneven_shards,
         situations=1,
     ),
@@ -186,7 +184,7 @@ FIXES = (
     ),
     Fix(
         "extremes",
-        "extremes and their indices, of parameters of which some rank holds nothing, fail there while others wait",
+        "extremes of a parameter, and their indices, fail on ranks with an empty shard while others wait",
         "they are those of the full tensor",
         dtensor_operations.find_extremes,
         situations=1,
@@ -200,14 +198,14 @@ FIXES = (
     Fix(
         "negative-dims",
         "the gradient of `p.select(-1, 0)` is that of another dim",
-        "it is that of the last",
+        "it is that of the last dim",
         dtensor_operations.select_backward if IS_OLD else None,
         releases=OLD,
     ),
     Fix(
         "item",
-        "`item()` of a Partial number is this rank's part of it",
-        "it raises, and says what to write; bools are those of all ranks",
+        "`item()` of a Partial number is this rank's value before the reduction",
+        "it raises, and says what to write; bools are reduced",
         dtensor_operations.read_numbers,
         situations=2,
     ),
@@ -233,21 +231,21 @@ FIXES = (
     ),
     Fix(
         "addresses",
-        "`data_ptr()`, `numpy()`, `__dlpack__` hand out an address of 0, or fail without a hint",
+        "`data_ptr()`, `numpy()`, `__dlpack__` return an address of 0, or fail without a hint",
         "they raise, and say what to call",
         refuse_addresses,
     ),
     Fix(
         "errors",
-        "errors about plain tensors beside DTensors, and missing rules, name no parameter",
+        "errors about plain tensors among DTensors, and about missing rules, name no parameter",
         "they name it, and say what to write",
-        explain_mixed_operands,  # behind all that handle operations
+        explain_mixed_operands,  # the last, because it wraps the handlers of the others
         situations=2,
     ),
     Fix(
         "optimizer-steps",
-        "foreach and fused steps count nowhere; a closure's loss differs between ranks; Adafactor fails",
-        "steps count; the loss is averaged; a step that changes no model, or can't be taken, raises",
+        "foreach and fused steps change no version; a closure's loss differs between ranks; Adafactor fails",
+        "steps increment versions; the loss is averaged; a step that changes no model, or can't be taken, raises",
         patch=follow_optimizer_steps,
         situations=6,
     ),
@@ -279,7 +277,7 @@ FIXES = (
     Fix(
         "mixed-norms",
         "a norm over several meshes fails with an error about stacking",
-        "it raises, and names ours",
+        "it raises, and names `fsdp2.clip_grad_norm_`",
         patch=refuse_mixed_norms,
     ),
 )

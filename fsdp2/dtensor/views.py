@@ -1,8 +1,8 @@
-"""Views of DTensors: `p[2]`, `p.split(4)[0]`, `p.diagonal()`, which torch hands out as copies where ranks hold rows,
-and `p.view(-1)`, which it refuses where they hold different numbers of rows.
+"""Makes views of DTensors write to their base, as views of plain tensors do.
 
-What is written to a copy is lost silently: `embedding.weight[padding_idx].zero_()`, or rows of a gradient that are
-cleared. The views made here know their base, and write to it, as views of plain tensors do.
+Torch returns copies for `p[2]`, `p.split(4)[0]` and `p.diagonal()` where ranks hold rows, and refuses `p.view(-1)`
+where they hold different numbers of rows. A write to a copy is silently lost, as in
+`embedding.weight[padding_idx].zero_()`, or when rows of a gradient are cleared.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .copied_views import as_views, begin_dispatch
 from .sharded_dtensor import ShardedDTensor, call_unhandled, handle_operations
 
 _aten = torch.ops.aten
-# Views for which torch gathers; for the last, from 2.15 on, if there are fewer rows than ranks. All other views lie in
-# the memory of their base.
+# The views for which torch gathers: for the last one from 2.15 on, if there are fewer rows than ranks. All other views
+# are in the memory of their base.
 _VIEWS = (
     _aten.select.int,
     _aten.slice.Tensor,
@@ -46,9 +46,9 @@ _VIEWS = (
 
 
 def write_through_views() -> None:
-    """Has writes to a view of a DTensor write to the DTensor, and makes `p[...] = 0` possible.
+    """Makes writes to a view of a DTensor write to the DTensor, and makes `p[...] = 0` possible.
 
-    A write gathers the full tensor on every rank, each of which must do it, as each must to take the view.
+    A write gathers the full tensor. Every rank must take the view, and write to it.
     """
     begin_dispatch()
     handle_operations(_VIEWS, _take_view)
@@ -68,15 +68,15 @@ def _take_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _take_local_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Takes views of each rank's memory, where no rank holds a shard. From 2.15 on torch would reduce norms and
-    products to other memory.
+    """Takes views of each rank's memory, for tensors that are not sharded. From 2.15 on torch would reduce norms and
+    products into new memory.
     """
     views = op(local_of(args[0]), *args[1:], **kwargs)
     return map_tensors(views, partial(dtensor_like, args[0]))
 
 
 def _unbind_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Serves `for row in p`: each rank gets all rows, as by `p[i]`, by one gather. Torch refuses to."""
+    """Carries out `for row in p`: each rank gets all rows, as by `p[i]`, with one gather. Torch refuses it."""
     base, mesh = args[0], args[0].device_mesh
     rows = op(full_tensor_of(base).clone(), *args[1:], **kwargs)
     replicated = [cut(each.contiguous(), mesh, [Replicate()] * mesh.ndim) for each in rows]
@@ -84,19 +84,19 @@ def _unbind_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _share(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Detaches any DTensor in less time than torch."""
+    """Carries out `detach` and `alias` for any DTensor, in less time than torch."""
     if is_masked(args[0]):
         return call_unhandled(op, args, kwargs)
     return dtensor(op(local_of(args[0])), spec_of(args[0]))
 
 
 def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Serves `p.view(-1)`. The ranks' rows are shards of it only if each rank has as many; torch refuses, or copies."""
+    """Carries out `p.view(-1)`, which torch refuses, or copies, if ranks have different numbers of rows."""
     base = args[0]
     try:
         result = call_unhandled(op, args, kwargs)
         return as_views(result, base, op, args, kwargs) if _writes_through(base) else result
-    except RuntimeError:  # of planning: on every rank
+    except RuntimeError:  # torch raises it when it plans the operation, on every rank
         if not _writes_through(base) or is_partial(base):
             raise
     if tuple(args[1]) == tuple(base.shape):
@@ -107,15 +107,17 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _writes_through(base: DTensor) -> bool:
-    """Returns True if writes to views of `base` must reach it. They need not if it is an activation, whose views
-    autograd follows; and what torch.compile traces has no memory.
+    """Returns True if writes to views of `base` must write to `base`.
+
+    They need not if it is an activation, whose views autograd tracks, or a tensor without memory that torch.compile
+    traces.
     """
     is_activation = torch.is_grad_enabled() and base.grad_fn is not None
     return type(base) in (DTensor, ShardedDTensor) and not is_activation and type(local_of(base)) is Tensor
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fills with a tensor, as `p[:, 1] = 0` does. Torch refuses to."""
+    """Fills `target` with a tensor, as `p[:, 1] = 0` does. Torch refuses it."""
     target, value = args
     refuse_plain_target(op, target)
     if is_partial(target):

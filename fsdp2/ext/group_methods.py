@@ -13,6 +13,8 @@ from ..core.module import FSDPModule, check_bool, chosen_groups, set_groups
 from ..core.state import groups_of, states_of
 from . import collectives
 
+__all__ = ["GroupMethods"]
+
 
 class GroupMethods:
     """Has the methods of FSDPModule that choose how groups communicate."""

@@ -14,6 +14,8 @@ from . import collectives
 from .optimizer_in_backward import use_in_backward
 from .passes import finalize, reduce_unsynchronized, reset, wait_for
 
+__all__ = ["GradientReductionHandle", "RootMethods"]
+
 
 class RootMethods:
     """Has the methods of FSDPModule that act on a whole model. Call them on every rank alike, between steps."""

@@ -1,1 +1,1 @@
-"""Functions that a user calls beside training: unsharded parameters, audits, comparisons, clipping, padding reports."""
+"""Provides what a user calls besides training: unsharded parameters, audits, comparisons, clipping, padding reports."""

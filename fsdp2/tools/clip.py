@@ -1,4 +1,4 @@
-"""Clips gradients by their norm over all ranks, also if parameters lie on different meshes."""
+"""Clips gradients by their norm over all ranks, also if parameters are on different meshes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that their norm, as if all were one vector, is at most `max_norm`; returns the norm.
 
-    It does what `torch.nn.utils.clip_grad_norm_` does, but parameters may lie on different meshes in one call: plain
+    It does what `torch.nn.utils.clip_grad_norm_` does, but the parameters of one call may be on different meshes: plain
     tensors and DTensors, sharded or replicated on any axes. Every rank must call it, with the same parameters in the
     same order; a gradient may be None, on all ranks or on some.
 
     Sharded gradients add up over ranks, replicated ones count once. Plain tensors count once, too; their gradients must
-    therefore be the same on every rank. Parameters of which this rank's meshes know nothing (those of other pipeline
+    therefore be the same on every rank. Parameters on a mesh that this rank is not part of (those of other pipeline
     stages) are not part of the norm.
 
     The norm is computed in fp32, or fp64 if a parameter is fp64. It takes one all-reduce of a few numbers per axis that
@@ -41,7 +41,7 @@ def clip_grad_norm_(
     example) is redistributed to these first, for the norm only, which takes further collectives.
 
     Args:
-        parameters: parameters with gradients or without; one that is given twice counts once.
+        parameters: parameters with or without gradients. A parameter that is given twice counts once.
         max_norm: the largest norm that gradients may have afterwards, at least 0.
         norm_type: the order of the p-norm, above 0; `inf` for the largest absolute value.
         error_if_nonfinite: raise if the norm is infinite or NaN, on every rank and before anything is scaled.
@@ -81,7 +81,7 @@ def clip_grad_norm_(
 
 @dataclass(frozen=True)
 class _Axis:
-    """Names the ranks among which parameters are sharded: axes of several meshes with the same ranks are equal."""
+    """Identifies the ranks among which parameters are sharded: axes of several meshes with the same ranks are equal."""
 
     ranks: tuple[int, ...]
     device_type: str
@@ -94,7 +94,7 @@ class _Member:
 
     `own`: the local tensor of the gradient itself.
     `counted`: the local tensor of the gradient, redistributed to the placements of the parameter.
-    `axes`: those that shard the parameter.
+    `axes`: the mesh axes that shard the parameter.
     """
 
     parameter: Tensor
@@ -104,7 +104,7 @@ class _Member:
 
 
 def _number(name: str, value: Any) -> float:
-    """Returns a number; like torch, it takes whatever `float` takes: 'inf', and tensors of one element."""
+    """Returns `value` as a number. Like torch, it takes what `float` takes: 'inf', and tensors of one element."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -112,7 +112,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _members(parameters: Any) -> list[_Member]:
-    """Returns the parameters of which this rank holds a part. All are checked before anything is communicated."""
+    """Returns the parameters of this rank's meshes. All parameters are checked before anything is communicated."""
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     if not isinstance(parameters, Iterable):
@@ -122,7 +122,7 @@ def _members(parameters: Any) -> list[_Member]:
         _check(i, parameter)
     unique = dict.fromkeys(given)
     axes: dict[Any, tuple[_Axis, ...]] = {}
-    return [_member(parameter, axes) for parameter in unique if _is_here(parameter)]
+    return [_member(parameter, axes) for parameter in unique if _is_on_own_mesh(parameter)]
 
 
 def _check(i: int, parameter: Any) -> None:
@@ -138,7 +138,8 @@ def _check(i: int, parameter: Any) -> None:
         raise TypeError(f"parameters: expected dense gradients, got {local.layout} at index {i}")
 
 
-def _is_here(parameter: Tensor) -> bool:
+def _is_on_own_mesh(parameter: Tensor) -> bool:
+    """Returns True for a plain tensor, and for a DTensor on a mesh that this rank is part of."""
     return not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is not None
 
 
@@ -176,8 +177,8 @@ def _sharding_axes(parameter: DTensor) -> tuple[_Axis, ...]:
 
 
 def _total_norm(members: list[_Member], order: float, one_by_one: bool) -> Tensor:
-    """Returns the norm over all members and ranks. The parameters alone decide which collectives it takes: ranks may
-    have different gradients.
+    """Returns the norm over all members and ranks. The parameters alone decide which collectives it issues, because
+    ranks may have different gradients.
     """
     dtype = torch.float64 if any(m.parameter.dtype == torch.float64 for m in members) else torch.float32
     device = next((m.own.device for m in members if m.own is not None), torch.device("cpu"))
@@ -198,8 +199,8 @@ def _total_norm(members: list[_Member], order: float, one_by_one: bool) -> Tenso
 
 
 def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Returns the gradients by device and dtype: one launch can handle those that have both in common. Empty ones,
-    which have no largest value and add nothing, are left out.
+    """Groups the gradients by device and dtype, because one launch can process those that have both in common. It
+    leaves out empty gradients, which have no largest value and add nothing.
     """
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
@@ -224,12 +225,12 @@ def _powers(norms: Tensor, order: float) -> Tensor:
 
 
 def _scale(gradients: list[Tensor], limit: float, total: Tensor, one_by_one: bool) -> None:
-    """Scales gradients without reading the norm, for which the host would wait: a factor of 1 changes nothing."""
+    """Scales gradients by a factor of at most 1. The host does not read the norm, for which it would have to wait."""
     factor = (limit / (total + 1e-6)).clamp(max=1.0)
     for alike in _alike(gradients):
-        here = factor.to(alike[0].device)
+        local_factor = factor.to(alike[0].device)
         if one_by_one:
             for gradient in alike:
-                gradient.mul_(here)
+                gradient.mul_(local_factor)
         else:
-            scale_each(alike, here)
+            scale_each(alike, local_factor)

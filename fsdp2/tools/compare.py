@@ -1,4 +1,4 @@
-"""Compares a sharded model with a plain one, and says where their numbers differ first."""
+"""Compares a sharded model with a plain one, and returns where their numbers differ first."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def compare(
 
 
 def _problem(reference: Any, model: nn.Module, tensors: Sequence[Held], batch: Any, num_ranks: int) -> Exception | None:
-    """Returns what makes a comparison impossible, as far as this rank knows."""
+    """Returns the error that makes a comparison impossible, as far as this rank can see, or None."""
     if not isinstance(reference, nn.Module):
         return TypeError(f"reference: expected an nn.Module, got a {type(reference).__name__}")
     ours, theirs = (named_tensors(each, duplicates=True) for each in (model, reference))
@@ -97,7 +97,9 @@ def _problem(reference: Any, model: nn.Module, tensors: Sequence[Held], batch: A
     modes = {name: module.training for name, module in reference.named_modules()}
     for name, module in model.named_modules():
         if module.training != modes.get(name, module.training):
-            return ValueError(f"reference: expected the mode (training or not) of the model, not so {name or 'root'}")
+            return ValueError(
+                f"reference: expected the mode (training or not) of the model, but {name or 'root'} has the other one"
+            )
     rows = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()}
     if len(rows) != 1 or not min(rows) or min(rows) % num_ranks:
         return ValueError(f"batch: expected tensors of equally many rows, a multiple of {num_ranks} ranks, got {rows}")
@@ -151,7 +153,7 @@ _NOTHING = Distance(math.inf, 0, math.nan, math.nan)
 
 
 def _compare_weights(found: _Found) -> set[str]:
-    """Compares shards; returns the names of all that differ on this rank."""
+    """Compares weights, and returns the names of those that differ on this rank."""
     sides, names = found.sides, set()
     for held in sides.tensors:
         if held.param is not None and strategies().gathers_itself(held.param.local):
@@ -214,7 +216,7 @@ def _compare_loss(found: _Found, mean: float) -> None:
 
 
 def _compare_gradients(found: _Found) -> None:
-    """Compares gradients. One that would be zero without rounding errors may be as inexact as the others are."""
+    """Compares gradients. The tolerance is larger for a gradient that would be zero without rounding errors."""
     sides, gradients = found.sides, found.sides.whole.gradients
     largest = max((magnitude(gradient) for gradient in gradients.values() if gradient is not None), default=0.0)
     slack = min(sides.rtol, 4 * torch.finfo(sides.dtype).eps) * largest
@@ -231,7 +233,7 @@ def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints:
     sides, got = found.sides, found.sides.ours.gradients[held.name]
     whole, group = sides.whole.gradients.get(name), _group_of(found.sides, held)
     if isinstance(got, UnsynchronizedGrad):
-        return found.add("gradients", group, held.name, _NOTHING, ["unsynced"])
+        return found.add("gradients", group, held.name, _NOTHING, ["unsynchronized"])
     if got is None or whole is None:
         return None if got is whole else found.add("gradients", group, held.name, _NOTHING, [*hints, "missing"])
     own = _local(got)
@@ -239,7 +241,7 @@ def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints:
     distance, scale = measure(own, expected, magnitude(whole)), magnitude(whole)
     if distance.relative and not abs(distance.got - distance.expected) <= sides.rtol * scale + slack:
         hints += explain_scale(own, expected, sides.num_ranks, sides.rtol)
-        others = {"unsynced": sides.own_rows, "cast input": sides.rounded}
+        others = {"unsynchronized": sides.own_rows, "cast input": sides.rounded}
         parts = {hint: run.gradients[name] if run else None for hint, run in others.items()}
         candidates = {hint: None if part is None else _part(held, part) for hint, part in parts.items()}
         found.add("gradients", group, held.name, distance, hints + explain(own, expected, candidates, sides.rtol))
@@ -251,5 +253,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _part(held: Held, whole: Tensor) -> Tensor:
-    """Returns this rank's part of a whole tensor of the reference."""
+    """Returns this rank's shard of a tensor of the reference, or the tensor itself if no group shards it."""
     return whole.detach() if held.param is None else held.param.own_rows(held.param.gathered(whole.detach()))

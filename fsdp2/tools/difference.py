@@ -1,4 +1,4 @@
-"""Measures how far two tensors are apart, and guesses what has made them so. It knows nothing of ranks and groups."""
+"""Measures how much two tensors differ, and suggests causes. It does not depend on ranks and groups."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ PHASES = ("weights", "gathered weights", "outputs", "loss", "gradients")
 HINTS = {
     "sum": "It is the sum over all ranks where their mean is expected: see set_gradient_divide_factor, or a loss or "
     "hook that multiplies by the number of ranks.",
-    "mean": "It is divided by the number of ranks once too often: a loss that sums over rows (gradients are the mean "
-    "over ranks), or one that is divided already.",
+    "mean": "It is divided by the number of ranks once too often: the loss sums over rows (gradients are the mean over "
+    "ranks), or is divided already.",
     "scale": "It is a constant times what is expected: a divisor, a loss scale, a number of accumulation steps.",
-    "unsynced": "It is the gradient of this rank's rows alone, or unsynchronized: "
+    "unsynchronized": "It is the gradient of this rank's rows alone, or unsynchronized: "
     "set_requires_gradient_sync(False) was left on, or no fully_shard call manages the parameter.",
     "cast input": "The reference does the same when inputs are rounded to param_dtype: "
     "MixedPrecisionPolicy(cast_forward_inputs=False), or cast where it is harmless.",
     "tied": "It is tied to another parameter in one of the two models only.",
-    "stale": "The module computed with other values than its shards hold: they were changed where no version counter "
-    "shows it (.data, a collective, a foreach operation) while it stayed unsharded. Call reshard() after such changes.",
+    "stale": "The module computed with other values than its shards hold: these were changed in a way that no version "
+    "counter shows (.data, a collective, a foreach operation) while it stayed unsharded. Call reshard() after such "
+    "changes.",
     "missing": "One of the two models has no gradient: only one takes that path, or the parameter is frozen in one.",
     "rounding": "After a cast to the narrower of the two dtypes they are equal.",
-    "random": "The forward draws random numbers, which ranks draw for their rows alone: compare in eval mode.",
+    "random": "The forward uses random numbers, which each rank generates for its own rows: compare in eval mode.",
     "order": "The two models ran other modules, or in another order.",
 }
 
 
 class Distance(NamedTuple):
-    """Holds how far two tensors are apart.
+    """Holds how much two tensors differ.
 
     `relative`: the largest error over the largest expected magnitude. `position`: the index of that error in the
     flattened tensor. `got`, `expected`: the values there.
@@ -46,9 +47,9 @@ class Distance(NamedTuple):
 
 
 def measure(got: Tensor, expected: Tensor, scale: float | None = None) -> Distance:
-    """Returns how far `got` is from `expected`, of equal shape; a NaN, or an infinity, equals itself.
+    """Returns how much `got` differs from `expected`, of equal shape. A NaN, or an infinity, equals itself.
 
-    `scale`: the largest magnitude expected, if `expected` is only a part of what is expected.
+    `scale`: the largest expected magnitude, if `expected` is only a shard of the expected tensor.
     """
     if got.shape != expected.shape:
         return Distance(math.inf, 0, math.nan, math.nan)
@@ -69,13 +70,13 @@ def magnitude(tensor: Tensor) -> float:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """Returns a tensor's values, flat, in fp64; the real and imaginary parts of complex ones."""
+    """Returns a tensor's values in a flat fp64 tensor. A complex number becomes its real and imaginary part."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).double()
 
 
 def explain_scale(got: Tensor, expected: Tensor, num_ranks: int, rtol: float) -> list[str]:
-    """Returns the hint that says by which number `got` is a multiple of `expected`; none, if it is no multiple."""
+    """Returns the hint for the factor by which `got` is a multiple of `expected`, or no hint if it is no multiple."""
     one, two = _numbers(got), _numbers(expected)
     square = float(two.dot(two))
     ratio = float(one.dot(two)) / square if square else 1.0
@@ -100,14 +101,14 @@ def explain(got: Tensor, expected: Tensor, candidates: Mapping[str, Tensor | Non
 
 @dataclass(frozen=True)
 class Difference:
-    """Describes the first difference of one phase. `str` of it is for people.
+    """Describes the first difference of one phase. Print it for a readable text.
 
     Args:
         phase: one of `PHASES`.
         group: FQN of the sharded module.
         name: FQN of the parameter, buffer or module (its outputs are numbered); "loss".
-        relative_error: the largest error over the largest magnitude expected in that tensor; inf: one of the two models
-            has no such tensor, or one of another shape.
+        relative_error: the largest error divided by the largest magnitude expected in that tensor. inf: one of the two
+            models has no such tensor, or one of another shape.
         ulps: the relative error in units in the last place of that magnitude, in `Comparison.dtype`.
         got, expected: the two values where they differ most.
         hints: keys of `HINTS`, the likeliest first.
@@ -132,11 +133,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Holds what `compare` found; true if nothing differs. `str` of it is for people.
+    """Holds the result of `compare`. It is true if nothing differs. Print it for a readable text.
 
     Args:
-        differences: the first of each phase that has one, in the order of phases. The first of all is the one to look
-            at: the others may follow from it.
+        differences: the first difference of each phase that has one, in the order of phases. Examine the first of all:
+            the others may follow from it.
         dtype: the coarsest dtype that the sharded model computes or reduces in.
         rtol: the relative error that was allowed, weights excepted.
         num_compared: how many tensors were compared on this rank, by phase.

@@ -1,4 +1,4 @@
-"""What may be wrong with a sharded model, made of the reports of all ranks. It knows nothing of groups and modules."""
+"""Builds the findings of `check` from the reports of all ranks. It does not depend on groups and modules."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Finding:
-    """Describes something that is wrong, or may be. `str` of it is for people.
+    """Describes one thing that is wrong with a model, or may be. Print it for a readable text.
 
     Args:
         kind: one of `KINDS`.
-        names: FQNs of the parameters, buffers or modules. Tensors that the model does not know are named by their
-            positions in an optimizer, settings by what they are and which groups have them.
-        detail: what was expected and found.
-        ranks: the global ranks on which it is so.
+        names: FQNs of the parameters, buffers or modules. Tensors that are not in the model are named by their
+            positions in an optimizer, settings by their names and the groups that have them.
+        detail: the expected and the actual value.
+        ranks: the global ranks that it concerns.
     """
 
     kind: str
@@ -56,11 +56,11 @@ KINDS = {
     "optimizer lacks": "Trainable, and in no parameter group: it never changes. Add it to the optimizer, or freeze it.",
     "optimizer holds twice": "Each step changes it twice. Give each parameter to one group.",
     "layouts differ": "Expected the same modules, parameters, dtypes, flags and settings on every rank. Build and set "
-    "up the model by the same code everywhere. Values were not compared.",
+    "up the model by the same code on every rank. Values were not compared.",
     "replicas differ": "Expected the same bits in every replica. Initialise from the same seed, or broadcast; then "
     "look for a rank that steps differently.",
     "unmanaged differ": "Expected the same bits on every rank. Broadcast it; if it is trained, see 'unmanaged'.",
-    "model-parallel ranks differ": "A note: if it is cut by hand, each rank holds a part of its own. Else expected the "
+    "model-parallel ranks differ": "A note: if your code shards it, each rank holds another shard. Else expected the "
     "same bits: give the ranks of such an axis one seed, and the same batches.",
     "buffers differ": "A note: running statistics of each rank's own batches differ. Other buffers hint at memory that "
     "was never initialised since to_empty.",
@@ -81,12 +81,12 @@ def merge(found: dict[int, dict[str, list[str]]]) -> list[Finding]:
 def compare_sums(
     names: Sequence[tuple[str, str]], sums: dict[int, list[tuple[int, int]]], batches: dict[int, int]
 ) -> list[Finding]:
-    """Returns which tensors differ among ranks that hold the same part of them.
+    """Returns the tensors that differ among ranks that hold the same shard of them.
 
-    `names`: for each tensor its name, and whether it is a "parameter" of a group, "unmanaged", or a "buffer".
-    `sums`: rank -> for each tensor a number that stands for the part that the rank holds, and a checksum of its values.
-    `batches`: rank -> a number that ranks have in common which train on one batch, each on its rows. Ranks with other
-        numbers get the same rows, and share the model with it.
+    `names`: for each tensor its name, and its kind: a "parameter" of a group, "unmanaged", or a "buffer".
+    `sums`: rank -> for each tensor a number that identifies the rank's shard of it, and a checksum of its values.
+    `batches`: rank -> a number that is equal on the ranks that train on one batch, each on its own rows. Ranks with
+        different numbers get the same rows, and share one model (model parallelism).
     """
     found: dict[int, dict[str, list[str]]] = {rank: {} for rank in sums}
     for i, (name, kind) in enumerate(names):
@@ -107,7 +107,10 @@ _DIFFERENCES = {"parameter": "replicas differ", "unmanaged": "unmanaged differ",
 
 
 def compare_layouts(layouts: dict[int, dict[str, str]]) -> list[Finding]:
-    """Returns what is not the same on every rank, one finding for each name. `layouts`: rank -> name -> description."""
+    """Returns a finding for each name whose description is not the same on every rank.
+
+    `layouts`: rank -> name -> description.
+    """
     findings = []
     for name in dict.fromkeys(name for layout in layouts.values() for name in layout):
         where: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
 """Makes unsharded parameters available outside their module's own forward: `with full_params(...)`.
 
 Without options a block does to its groups what a forward does: their unsharded parameters are registered, and their
-gradients are reduced as usual. With any option it registers copies of what is stored, of which nothing is
-differentiated: see unsharded_copies.py.
+gradients are reduced as usual. With any option it registers copies of the stored parameters, which get no gradients:
+see unsharded_copies.py.
 """
 
 from __future__ import annotations
@@ -77,46 +77,47 @@ def full_params(
     offload_to_cpu: bool = False,
     dtype: torch.dtype | None = None,
 ) -> AbstractContextManager[Any]:
-    """Returns a context in which parameters are unsharded: those that it yields, and those that their modules have.
+    """Returns a context that yields unsharded parameters, and registers them in their modules.
 
-    Every rank must enter and leave it alike. When it ends, also by an exception, the sharded ones are registered again.
+    Every rank must enter and leave it alike. When it ends, also by an exception, the sharded parameters are registered
+    again.
 
-    Without options it yields the unsharded parameters that forwards compute with, in the policy's `param_dtype`. What
-    is computed of them is differentiable, inside a forward or outside of any. Their gradients are reduced, or
+    Without options it yields the unsharded parameters that forwards compute with, in the policy's `param_dtype`.
+    Results computed from them are differentiable, inside a forward or outside of any. Their gradients are reduced, or
     accumulated, with those of the modules' own forwards, in a backward inside the block or after it, for which they are
     gathered again. They have no data after the block: `clone` what you keep. Whole groups are gathered and registered.
     A function that activation checkpointing runs again must have the block inside it. With
     `set_saved_tensor_hooks(False)` a backward after the block is refused.
 
-    With any option except `recurse` it yields copies in the dtype in which the parameters are stored, of which no
-    gradient is computed. They stay valid after the block. Inside it, modules can't compute with sharded parameters of
-    these groups.
+    With any option except `recurse` it yields copies in the dtype in which the parameters are stored, which get no
+    gradients. They stay valid after the block. Inside it, modules can't compute with sharded parameters of these
+    groups.
 
     Args:
-        module_or_params: a module, for {FQN: parameter} of all its parameters, of which those that are not sharded stay
-            what they are; or a sharded parameter, for the unsharded one; or an iterable of them, for a list.
+        module_or_params: for a module, the context yields {FQN: parameter} of all its parameters, and leaves those that
+            are not sharded as they are; for a sharded parameter the unsharded one; for an iterable of them a list.
         recurse: include the parameters of sharded modules inside the module.
         writeback: at the end, write the values of the copies into the sharded parameters. They must have been changed
             (in place, by assignment or by `load_state_dict`) on all ranks alike, and under all names of a tied one. An
             optimizer's state stays; its steps belong before the block or after it. After an exception nothing is
             written.
         rank0_only: only the first rank of each group's mesh gets data; on others the copies are on meta.
-        offload_to_cpu: copies are on the CPU. One group at a time is on the device; the copies never are.
-        dtype: dtype of copies of floating-point parameters.
+        offload_to_cpu: copies are on the CPU. Only one group at a time is unsharded on the device.
+        dtype: the dtype of copies of floating-point parameters.
 
     Raises:
-        TypeError, ValueError: a wrong argument; nothing that is given is sharded; or, at the end, copies that differ
-            between ranks, or between the names of one parameter, or that parameters can't take, on every rank, before
-            any is written.
+        TypeError, ValueError: a wrong argument; no parameter that was passed is sharded; or, at the end, copies that
+            differ between ranks, or between the names of one parameter, or whose shape or dtype has changed. The latter
+            are raised on every rank, before any parameter is written.
         NotImplementedError: copies of parameters with `fsdp_pre_all_gather`; or `writeback` with `rank0_only`.
-        RuntimeError: without `writeback`, something was written to; or a wrong moment: for copies, a backward, a
-            forward of the same groups, or another block. Without options, writes through `.data` are looked for in
-            a group's 1st, 2nd, 4th, ... block, and in each block at the debug level.
+        RuntimeError: without `writeback`, a parameter was written to; or, for copies, a backward, a forward of the same
+            groups, or another block runs. Without options, writes through `.data` are detected in a group's 1st, 2nd,
+            4th, ... block, and in each block at the debug level.
     """
     _check(recurse, writeback, rank0_only, offload_to_cpu, dtype)
     given = GivenParams.of(module_or_params, recurse)
     if writeback or rank0_only or offload_to_cpu or dtype is not None:
-        return _lent(given, writeback, rank0_only, offload_to_cpu, dtype)
+        return _copied(given, writeback, rank0_only, offload_to_cpu, dtype)
     return _in_use(given)
 
 
@@ -132,10 +133,10 @@ def _check(recurse: Any, writeback: Any, rank0_only: Any, offload_to_cpu: Any, d
     if writeback and rank0_only:
         raise NotImplementedError(
             "writeback with rank0_only is not supported. Leave rank0_only out, and change the parameters on every rank "
-            "alike: broadcast what only one has."
+            "alike: broadcast values that only one rank has."
         )
     if writeback and dtype is not None:
-        raise ValueError(f"dtype: expected None with writeback, which would round what is stored, got {dtype}")
+        raise ValueError(f"dtype: expected None with writeback, which would round the stored values, got {dtype}")
 
 
 # ---- without options: the unsharded parameters themselves
@@ -143,12 +144,12 @@ def _check(recurse: Any, writeback: Any, rank0_only: Any, offload_to_cpu: Any, d
 
 @contextmanager
 def _in_use(given: GivenParams) -> Iterator[Any]:
-    """Context: the unsharded parameters are registered, and the engine notices what autograd saves of them."""
+    """Context: registers the unsharded parameters. Saved-tensor hooks note the ones that autograd saves."""
     groups = list(given.by_group())
     in_backward = graph_task() != -1  # checkpointing runs the block once more
     inside = {group.root for group in groups if group.root.running}
     used: dict[FSDPState, _Use] = {}
-    looks: list[_Look] = []
+    write_checks: list[_WriteCheck] = []
     failed = True
     modules = dict.fromkeys(module for group in groups for module in group.modules)
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in modules]
@@ -168,14 +169,14 @@ def _in_use(given: GivenParams) -> Iterator[Any]:
                 if not in_backward and group.root in inside:
                     for ahead in group.root.prefetcher.in_forward(group):
                         ahead.start_unshard()
-            looks = [_Look(group) for group in groups if not in_backward]
-        yield given.show(lambda param: param.unsharded)
+            write_checks = [_WriteCheck(group) for group in groups if not in_backward]
+        yield given.yielded(lambda param: param.unsharded)
         failed = False
     finally:
         with hidden():
             for handle in handles:
                 handle.remove()
-            written = _written(looks)
+            written = _written(write_checks)
             for state in reversed(used):
                 if not in_backward:
                     used[state].settle(failed or bool(written))
@@ -184,7 +185,7 @@ def _in_use(given: GivenParams) -> Iterator[Any]:
 
 
 class _Use:
-    """A block's use of groups of one state."""
+    """Holds the groups of one state that a block uses."""
 
     def __init__(self, state: FSDPState) -> None:
         self._state = state
@@ -197,7 +198,7 @@ class _Use:
         self._was_kept |= was_kept
 
     def settle(self, failed: bool) -> None:
-        """Reshards the groups, or keeps them for backward, unless what surrounds the block goes on with them."""
+        """Reshards the groups, or keeps them for backward, unless a forward around the block still uses them."""
         state, backward_follows = self._state, self._was_kept or torch.is_grad_enabled()
         if state.running > 1 or state in state.root.forward.unfinished:
             return
@@ -209,12 +210,12 @@ class _Use:
                 group.post_forward(backward_follows, failed)
 
 
-# For each group, how many blocks have used it outside of forwards.
+# Group -> the number of blocks that have used it outside of forwards.
 _num_blocks: WeakKeyDictionary[FSDPParamGroup, int] = WeakKeyDictionary()
 
 
-class _Look:
-    """Finds out whether unsharded parameters of `group` are written to in a block.
+class _WriteCheck:
+    """Detects writes to the unsharded parameters of `group` in a block.
 
     Their content is compared in the group's 1st, 2nd, 4th, ... block only. If a forward runs around the block, the
     checks of that forward compare it.
@@ -231,32 +232,30 @@ class _Look:
                 self._content, self._versions = UnshardedContent(group), group.shard_versions()
 
     def changes(self) -> Tensor:
-        """Returns what `UnshardedContent.changes` returns. All parameters lie in the group's memory again."""
+        """Returns the numbers of `UnshardedContent.changes`. Moves all parameters back into the group's memory."""
         self._moved = take_moved(self._group) if self._group.is_unsharded else []
-        # Unsharded parameters may lie where shards do, to which an optimizer may have written.
+        # Unsharded parameters may share the memory of shards, to which an optimizer may have written.
         if not self._group.is_unsharded or self._group.shard_versions() != self._versions:
             self._content = None
         return NO_NUMBERS if self._content is None else self._content.changes()
 
     def written(self, changes: Sequence[int]) -> list[str]:
-        """Returns the names of parameters that were written to. `changes`: the same numbers, as the host has read
-        them.
-        """
+        """Returns the names of parameters that were written to. `changes`: the numbers of `changes()`, on the host."""
         versions = self._group.root.events.of(UnshardedVersions)
         written = [] if versions is None else versions.of(self._group).take_written()
         return self._moved or written or ([] if self._content is None else self._content.named(changes))
 
 
-def _written(looks: Sequence[_Look]) -> list[str]:
+def _written(write_checks: Sequence[_WriteCheck]) -> list[str]:
     """Returns the names of all parameters that were written to. The host reads the device once."""
-    changes = read_all([look.changes() for look in looks])
-    return [name for look, flags in zip(looks, changes, strict=True) for name in look.written(flags)]
+    changes = read_all([each.changes() for each in write_checks])
+    return [name for each, flags in zip(write_checks, changes, strict=True) for name in each.written(flags)]
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
     raise RuntimeError(
         f"{type(module).__name__}: a state dict taken here would hold tensors that have no data after full_params. "
-        "Pass offload_to_cpu=True for copies, which stay."
+        "Pass offload_to_cpu=True for copies, which stay valid."
     )
 
 
@@ -272,37 +271,37 @@ def _refuse_written(names: Iterable[str]) -> None:
 
 
 @contextmanager
-def _lent(
+def _copied(
     given: GivenParams, writeback: bool, rank0_only: bool, offload_to_cpu: bool, dtype: torch.dtype | None
 ) -> Iterator[Any]:
-    """Context: copies are registered, and written back at its end if the user wants that."""
+    """Context: registers copies, and writes them back at the end if `writeback` is True."""
     wanted = given.by_group()
     for group, params in wanted.items():
-        _check_lendable(group, params)
-    lent = [UnshardedCopies(group, params) for group, params in wanted.items()]
+        _check_can_copy(group, params)
+    copied = [UnshardedCopies(group, params) for group, params in wanted.items()]
     copies_of: dict[FSDPParam, Tensor] = {}
     try:
         with hidden():
-            for group, copies in zip(wanted, lent, strict=True):
+            for group, copies in zip(wanted, copied, strict=True):
                 group.reshard_stale()
                 group.reshard_if_idle()
                 device = torch.device("cpu") if offload_to_cpu else group.mesh.device
-                copies_of.update(copies.lend(dtype, device, has_data=is_first(group.mesh) or not rank0_only))
-        yield given.show(copies_of.__getitem__)
+                copies_of.update(copies.register(dtype, device, has_data=is_first(group.mesh) or not rank0_only))
+        yield given.yielded(copies_of.__getitem__)
     finally:
-        for copies in lent:
-            copies.take_back()
+        for copies in copied:
+            copies.unregister()
     with hidden():
         if not writeback:
-            _refuse_written(name for copies in lent for name in copies.written())
+            _refuse_written(name for copies in copied for name in copies.written())
             return
-        for copies in lent:
+        for copies in copied:
             copies.find_changes()
-        for copies in lent:
+        for copies in copied:
             copies.write_back()
 
 
-def _check_lendable(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
+def _check_can_copy(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
     if graph_task() != -1 or group.root.is_in_backward():
         raise RuntimeError(f"{group}: full_params can't copy parameters during a backward pass")
     if group.state.running or is_read_outside(group) or group.phase is COPIED:
@@ -313,5 +312,5 @@ def _check_lendable(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
     for param in params:
         if strategies().gathers_itself(param.local):
             raise NotImplementedError(
-                f"{param.name} has fsdp_pre_all_gather: full_params can't copy what it stores. Use it without options."
+                f"{param.name} has fsdp_pre_all_gather: full_params can't copy its stored form. Use it without options."
             )

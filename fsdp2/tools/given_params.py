@@ -1,4 +1,4 @@
-"""The parameters that a user has named for `full_params`: a module's, one, or several."""
+"""Finds the parameters that a user has passed to `full_params`: those of a module, one, or several."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..ext.owners import Owned, owners_by_id
 
 
 class GivenParams(NamedTuple):
-    """The parameters that a user has named, with their owners.
+    """Holds the parameters that a user has passed, with their owners.
 
-    `names`: FQNs of a module's parameters; None: parameters were given. `is_one`: a single parameter was given.
+    `names`: FQNs of a module's parameters. None: parameters were passed. `is_one`: a single parameter was passed.
     """
 
     tensors: list[Tensor]
@@ -26,7 +26,7 @@ class GivenParams(NamedTuple):
 
     @classmethod
     def of(cls, module_or_params: Any, recurse: bool) -> GivenParams:
-        """Returns what `full_params` was given.
+        """Returns the parameters that `full_params` was called with.
 
         Raises:
             TypeError, ValueError: see `full_params`.
@@ -56,21 +56,21 @@ class GivenParams(NamedTuple):
         return cls(tensors, [owners.get(id(tensor)) for tensor in tensors], names, is_one)
 
     def by_group(self) -> dict[FSDPParamGroup, list[FSDPParam]]:
-        """Returns each group with those of its parameters that were given, in the order in which they were given."""
+        """Returns each group with those of its parameters that were passed, in the order in which they were passed."""
         found: dict[FSDPParamGroup, dict[FSDPParam, None]] = {}
         for group, param in filter(None, self.owned):
             found.setdefault(group, {})[param] = None
         return {group: list(params) for group, params in found.items()}
 
-    def show(self, unsharded_of: Callable[[FSDPParam], Tensor]) -> Any:
-        """Returns what a block yields. `unsharded_of` returns the tensor to show for a sharded parameter."""
-        shown = [
+    def yielded(self, unsharded_of: Callable[[FSDPParam], Tensor]) -> Any:
+        """Returns the value that a block yields. `unsharded_of` returns the tensor in place of a sharded parameter."""
+        tensors = [
             unsharded_of(owned.param) if owned else tensor
             for tensor, owned in zip(self.tensors, self.owned, strict=True)
         ]
         if self.names is not None:
-            return dict(zip(self.names, shown, strict=True))
-        return shown[0] if self.is_one else shown
+            return dict(zip(self.names, tensors, strict=True))
+        return tensors[0] if self.is_one else tensors
 
 
 def _as_list(params: Any) -> list[Tensor]:
@@ -84,7 +84,7 @@ def _as_list(params: Any) -> list[Tensor]:
 
 
 def _named_parameters(module: nn.Module, recurse: bool, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields all parameters, under each of their names; without `recurse`, none of other sharded modules inside."""
+    """Yields all parameters, under each of their names. Without `recurse`, it skips other sharded modules inside."""
     for name, param in module._parameters.items():
         if param is not None:
             yield prefix + name, param

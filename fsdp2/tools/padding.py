@@ -1,11 +1,11 @@
-"""Computes what padding costs a group on the wire, and along which dim a parameter needs least of it.
+"""Computes the cost of padding in a group's collectives, and the dim along which a parameter needs least of it.
 
 All ranks' chunks of a parameter are gathered and reduced at one size, that of the largest. So a parameter of few rows
-(128 experts over 256 ranks) crosses the wire in twice its size. Sending true sizes would not help: exchanged in pairs,
-the ranks that hold rows send as much as before, and NCCL's uneven all-gather is a broadcast per rank. Cutting it
-another way for the wire alone takes an all-to-all before each gather and after each reduction, and half of the ranks
-still hold all parameters and optimizer states. Another dim has neither fault; but checkpoints and optimizers see the
-placement, so it is the user's choice: `cheapest_placement`.
+(128 experts over 256 ranks) is sent in twice its size. Sending true sizes would not help: exchanged in pairs, the ranks
+that hold rows send as much as before, and NCCL's uneven all-gather is a broadcast per rank. Cutting it another way for
+collectives alone would take an all-to-all before each gather and after each reduction, and half of the ranks would
+still hold all parameters and optimizer states. Another dim has neither disadvantage; but checkpoints and optimizers see
+the placement, so the user chooses it: `cheapest_placement`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LINE_NBYTES = 128
 MIN_LOGGED_NBYTES = 16 * 1024 * 1024
 MIN_LOGGED_SHARE = 0.25
 _WIDEST = torch.float64.itemsize
-# Kinds of groups whose padding was judged already.
-_judged: set[tuple[object, ...]] = set()
+# The kinds of groups whose padding was examined already.
+_examined: set[tuple[object, ...]] = set()
 
 
 # ---- the cheapest dim
@@ -54,8 +54,8 @@ _judged: set[tuple[object, ...]] = set()
 def gather_cost(spec: ParamSpec) -> float:
     """Returns the cost of gathering one parameter, in bytes on the wire.
 
-    Every rank's padded chunk crosses the wire. Chunks along another dim than 0 interleave in the parameter, and are
-    copied into place run by run, each of which touches whole cache lines.
+    Every rank's padded chunk is sent. Chunks along another dim than 0 interleave in the parameter, and are copied in
+    runs, each of which touches whole cache lines.
     """
     wire = float(spec.compute_nbytes * spec.world_size)
     if spec.dim == 0:
@@ -66,8 +66,8 @@ def gather_cost(spec: ParamSpec) -> float:
 
 
 def cheapest_dim(shape: tuple[int, ...], dtype: torch.dtype, world_size: int, dims: Iterable[int] | None = None) -> int:
-    """Returns the one of `dims` (None: all dims) along which it costs least to gather such a parameter, the first of
-    equal ones.
+    """Returns the dim among `dims` (None: all dims) along which a parameter is cheapest to gather, the first of equal
+    ones.
     """
     dims = range(len(shape)) if dims is None else dims
     specs = [ParamSpec(shape, dtype, dtype, world_size, dim) for dim in dims]
@@ -77,13 +77,13 @@ def cheapest_dim(shape: tuple[int, ...], dtype: torch.dtype, world_size: int, di
 def cheapest_placement(
     mesh: DeviceMesh | None = None, dp_mesh_dims: DataParallelMeshDims | None = None
 ) -> Callable[[nn.Parameter], Shard | None]:
-    """Returns a `shard_placement_fn` that shards each parameter along the dim that is cheapest to gather, mostly dim 0.
+    """Returns a `shard_placement_fn` that shards each parameter along the dim that is cheapest to gather: mostly dim 0.
 
-    It chooses another dim where dim 0 is far from a multiple of the number of ranks: for example for experts, if there
-    are fewer of them than ranks. That saves at least a quarter of the parameter's bytes in each gather, and spreads it
-    and its optimizer states more evenly; it costs a copy per gather, and the memory of what is copied. The choice
-    depends on shapes and dtypes alone, so all ranks choose the same; it may change with their number, which distributed
-    checkpoints allow. Tensor subclasses that say themselves how they are gathered stay at dim 0.
+    It chooses another dim where the size of dim 0 is far from a multiple of the number of ranks: for example for
+    experts, if there are fewer experts than ranks. That saves at least a quarter of the parameter's bytes in each
+    gather, and distributes it and its optimizer states more evenly; it costs a copy per gather, and the memory of the
+    copy. The choice depends on shapes and dtypes alone, so all ranks make the same choice. It may change with the
+    number of ranks, which distributed checkpoints allow. Tensor subclasses that define their own gather stay at dim 0.
 
     Args:
         mesh, dp_mesh_dims: the arguments that `fully_shard` is given.
@@ -102,14 +102,14 @@ def _choose(ranks: DataMesh, parameter: nn.Parameter) -> Shard | None:
         return None
     shape = _largest_local_shape(parameter) if isinstance(parameter, DTensor) else tuple(parameter.shape)
     dims: Sequence[int] = range(len(shape))
-    if isinstance(parameter, DTensor) and len(ranks.shard_axes) > 1:  # which must cut it evenly
+    if isinstance(parameter, DTensor) and len(ranks.shard_axes) > 1:  # several axes must cut it evenly
         dims = [dim for dim in dims if shape[dim] % ranks.size == 0] or [0]
     dim = cheapest_dim(shape, parameter.dtype, ranks.size, dims)
     return Shard(dim) if dim else None
 
 
 def _largest_local_shape(parameter: DTensor) -> tuple[int, ...]:
-    """Returns the largest shape that a rank holds of a DTensor, by which ranks with uneven parts choose alike."""
+    """Returns the shape of the largest shard of a DTensor, with which ranks of uneven shards make the same choice."""
     shape = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         dim = getattr(placement, "dim", None)
@@ -121,7 +121,7 @@ def _largest_local_shape(parameter: DTensor) -> tuple[int, ...]:
 # ---- the report
 
 
-# The largest unit in which a size does not print as 0.0 is used.
+# Units of sizes in a report. It uses the largest one in which a size does not print as 0.0.
 _UNITS = (("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
@@ -148,15 +148,15 @@ class Padded(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterPadding:
-    """Says what padding costs one parameter, of which ranks hold unequal parts.
+    """Describes the padding of one parameter whose shards have different sizes. Print it for a readable text.
 
     Args:
         name: FQN of the parameter.
-        shape: the shape that the ranks which shard it share, less than all under tensor parallelism.
+        shape: the shape that fully_shard cuts. Under tensor parallelism it is that of the local tensor.
         dim: the dim along which it is cut.
-        gather: the bytes of it in a gather.
+        gather: its bytes in a gather.
         cheapest_dim: the dim along which `cheapest_placement` would cut it.
-        cheapest_gather: the bytes of it in a gather then.
+        cheapest_gather: its bytes in a gather if it were cut along that dim.
     """
 
     name: str
@@ -175,14 +175,14 @@ class ParameterPadding:
 
 @dataclass(frozen=True)
 class GroupPadding:
-    """Says what padding costs one group. `str` of it is for people.
+    """Describes the padding of one group. Print it for a readable text.
 
     Args:
         name: FQN of the module.
         num_ranks: the number of ranks that share the parameters.
         gather: the bytes of one gather among all of these ranks, in compute dtypes. One rank gathers nothing.
         reduce: the bytes of one reduction of all gradients, in the dtypes in which they travel.
-        parameters: the parameters that are padded to whole rows, the worst first.
+        parameters: the parameters that are padded to whole rows, those with most padding first.
     """
 
     name: str
@@ -197,11 +197,10 @@ class GroupPadding:
 
 
 def padding_report(module: nn.Module) -> list[GroupPadding]:
-    """Returns what padding costs each group at and below `module`, outermost first: exact numbers, computed from shapes
-    and dtypes.
+    """Returns the exact padding of each group at and below `module`, outermost first, from shapes and dtypes.
 
-    It communicates nothing, and may be called on any rank, and on the meta device, too. Parameters that say themselves
-    how they are gathered count in reductions only.
+    It does not communicate, and may be called on any rank, also for a model on meta. Parameters that define their own
+    gather count in reductions only.
     """
     return [_group_padding(group) for group in groups_below(module) if group.params]
 
@@ -234,8 +233,8 @@ def _group_padding(group: FSDPParamGroup) -> GroupPadding:
 
 
 def gathered_nbytes(layout: GatherLayout) -> int:
-    """Returns the bytes that each rank gives to a gather: its chunk of each parameter, and up to 15 bytes behind the
-    packed ones.
+    """Returns the bytes that each rank contributes to a gather: its chunk of each parameter, and up to 15 bytes after
+    the packed ones.
 
     R rows over W ranks need (-R) mod W rows of padding, so all ranks' payloads together have at most (W - 1) rows of
     each parameter and 15 * W bytes above the parameters' own.
@@ -266,18 +265,18 @@ def _reduce_padding(
 def _parameter_padding(name: str, spec: ParamSpec) -> ParameterPadding:
     dim = cheapest_dim(spec.shape, spec.storage_dtype, spec.world_size)
     cheapest = ParamSpec(spec.shape, spec.storage_dtype, spec.compute_dtype, spec.world_size, dim)
-    here, there = (Padded(each.nbytes, each.compute_nbytes * each.world_size) for each in (spec, cheapest))
-    return ParameterPadding(name, spec.shape, spec.dim, here, dim, there)
+    gather, cheapest_gather = (Padded(each.nbytes, each.compute_nbytes * each.world_size) for each in (spec, cheapest))
+    return ParameterPadding(name, spec.shape, spec.dim, gather, dim, cheapest_gather)
 
 
 # ---- the warning
 
 
 class WasteLog(Observer):
-    """Has the first rank of each mesh log which gathers of a `fully_shard` call bring much padding, and what to do.
+    """Logs, on the first rank of each mesh, which gathers of a `fully_shard` call have much padding, and what to do.
 
-    Of groups that are alike one is logged. It is logged, not warned: a warning that is turned into an error would end
-    one rank only, and one that is not silenced would come from every rank.
+    Of groups that are alike one is logged. It is a log line, not a warning: a warning that is turned into an error
+    would end one rank only, and every rank would print a warning.
     """
 
     def attached(self, root: Any) -> None:
@@ -288,7 +287,7 @@ class WasteLog(Observer):
 
 def _log_waste(group: FSDPParamGroup) -> None:
     is_first = not any(group.mesh.mesh.get_coordinate() or ())
-    if is_first and _padding_numel(group) * _WIDEST >= MIN_LOGGED_NBYTES and not _was_judged(group):
+    if is_first and _padding_numel(group) * _WIDEST >= MIN_LOGGED_NBYTES and not _was_examined(group):
         report = _group_padding(group)
         if report.gather.waste >= max(MIN_LOGGED_NBYTES, MIN_LOGGED_SHARE * report.gather.nbytes):
             logging.getLogger("fsdp2").warning(f"fully_shard({_class_name(group)}): {_advise(report)}")
@@ -300,16 +299,17 @@ def _class_name(group: FSDPParamGroup) -> str:
     return (cls.__bases__[0] if issubclass(cls, FSDPModule) else cls).__name__
 
 
-def _was_judged(group: FSDPParamGroup) -> bool:
+def _was_examined(group: FSDPParamGroup) -> bool:
+    """Returns True if a group of the same kind was examined before, and notes that this one was."""
     shapes = tuple((param.gathered_shape, param.dim, param.local.dtype) for param in group.params)
     kind = (_class_name(group), group.mesh.size, group.settings.policy.param_dtype, shapes)
-    before = kind in _judged
-    _judged.add(kind)
+    before = kind in _examined
+    _examined.add(kind)
     return before
 
 
 def _padding_numel(group: FSDPParamGroup) -> int:
-    """Returns the number of elements in the rows that pad. It is computed for every group, and must be quick."""
+    """Returns the number of elements of padding. It is computed for every group, and must be fast."""
     size, numel = group.mesh.size, 0
     for param in group.params:
         rows = param.gathered_shape[param.dim]

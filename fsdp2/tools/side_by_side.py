@@ -31,11 +31,11 @@ def named_tensors(module: nn.Module, duplicates: bool = False) -> dict[str, Tens
 
 @dataclass
 class Run:
-    """Holds what one forward and backward has shown.
+    """Holds the results of one forward and backward.
 
-    `outputs`: FQN and outputs of each sharded module, in the order in which they ran.
+    `outputs`: FQN and outputs of each sharded module, in the order in which the modules ran.
     `gradients`: by FQN, in the order in which autograd computed them; then None for parameters without one.
-    `is_random`: the forward has drawn random numbers.
+    `is_random`: True if the forward has used random numbers.
     """
 
     outputs: list[tuple[str, list[Tensor]]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Run:
 
 
 class Sides:
-    """Holds the two models, and runs them in all the ways that are asked for."""
+    """Holds the two models, and runs them on the whole batch, or on this rank's rows."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Sides:
         self.whole_tensors = named_tensors(reference, duplicates=True)
         self.dtype = max(self._dtypes(), key=lambda dtype: torch.finfo(dtype).eps)
         self.rtol = math.sqrt(torch.finfo(self.dtype).eps) if rtol is None else rtol
-        # Unsharded weights that modules computed with, and that differ from those of the reference.
+        # The unsharded weights that modules computed with and that differ from those of the reference.
         self.gathered: list[tuple[Held, Distance]] = []
         self._ours: Run | None = None
 
@@ -87,7 +87,7 @@ class Sides:
         return map_tensors(self.batch, lambda t: t.chunk(self.num_ranks)[self.rank] if t.dim() else t)
 
     def rows_like(self, whole: Tensor, part: Tensor) -> Tensor | None:
-        """Returns this rank's part of what the reference returned; None if `part` is no chunk of that along one dim."""
+        """Returns this rank's chunk of an output of the reference; None if `part` is no chunk of it along one dim."""
         uneven = [d for d, (one, two) in enumerate(zip(whole.shape, part.shape, strict=False)) if one != two]
         if self.num_ranks == 1:
             return whole
@@ -99,8 +99,8 @@ class Sides:
 
     @property
     def ours(self) -> Run:
-        """What the sharded model shows on this rank's rows."""
-        if self._ours is None:  # a cached_property would hold a lock, for which ranks that are threads wait
+        """The run of the sharded model on this rank's rows."""
+        if self._ours is None:  # a cached_property would hold a lock, for which other ranks that are threads would wait
             self._ours = self._run_ours()
         return self._ours
 
@@ -108,7 +108,7 @@ class Sides:
         with ExitStack() as handles:
             for name in self.sharded:
                 module = self.model.get_submodule(name)
-                handles.callback(module.register_forward_hook(self._look_at_gathered).remove)
+                handles.callback(module.register_forward_hook(self._compare_unsharded).remove)
             run = self._run(self.model, self.rows)
         for root in dict.fromkeys(group.root for group in self.groups):
             finalize(root)
@@ -117,17 +117,17 @@ class Sides:
 
     @cached_property
     def whole(self) -> Run:
-        """What the reference shows on the whole batch."""
+        """The run of the reference on the whole batch."""
         return self._run_reference(self.batch)
 
     @cached_property
     def own_rows(self) -> Run:
-        """What the reference shows on this rank's rows."""
+        """The run of the reference on this rank's rows."""
         return self._run_reference(self.rows)
 
     @cached_property
     def rounded(self) -> Run | None:
-        """What the reference shows if inputs are rounded as the policies cast them. None: they cast none."""
+        """The run of the reference with inputs rounded as the policies cast them, or None if they cast none."""
         if all(state.input_dtype is None for state in self.sharded.values()):
             return None
         with ExitStack() as handles:
@@ -138,14 +138,14 @@ class Sides:
             return self._run_reference(self.batch)
 
     def _run_reference(self, batch: tuple[Any, ...]) -> Run:
-        came: list[str] = []
+        order: list[str] = []
         named = [(name, p) for name, p in self.reference.named_parameters() if p.requires_grad]
         with ExitStack() as handles:
             for name, p in named:
-                handles.callback(p.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name)).remove)
+                handles.callback(p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name)).remove)
             run = self._run(self.reference, batch)
         gradients = {name: p.grad for name, p in named}
-        run.gradients = {name: gradients[name] for name in [*came, *gradients]}
+        run.gradients = {name: gradients[name] for name in [*order, *gradients]}
         for parameter in self.reference.parameters():
             parameter.grad = None
         return run
@@ -158,7 +158,7 @@ class Sides:
 
         device = self.groups[0].mesh.device
         others = [] if device.type == "cpu" else [device]
-        # Without devices it doesn't matter of what type they are, but "cpu" is refused.
+        # Without devices the type doesn't matter, but torch refuses "cpu".
         kind = others[0].type if others else "cuda"
         with torch.random.fork_rng([other.index for other in others], device_type=kind), torch.enable_grad():
             before = _random_states(others)
@@ -172,7 +172,8 @@ class Sides:
         return run
 
     @torch.no_grad()
-    def _look_at_gathered(self, module: nn.Module, *_: Any) -> None:
+    def _compare_unsharded(self, module: nn.Module, *_: Any) -> None:
+        """Compares the unsharded weights of a sharded module, whose forward has just run, with the reference."""
         used = {param for group in self.groups if module in group.state.modules for param in group.params}
         for held in self.tensors:
             param = held.param
@@ -186,7 +187,7 @@ class Sides:
 
 
 def ties(module: nn.Module) -> dict[str, list[str]]:
-    """Returns FQN of each parameter -> all FQNs of the same one."""
+    """Returns all FQNs of a parameter by each of its FQNs."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -211,7 +212,7 @@ def mean_loss(module: nn.Module, *batch: Any) -> Tensor:
 
 @contextmanager
 def restored(reference: nn.Module, tensors: Sequence[Held], groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
-    """Context: parameters have no gradients inside. Afterwards gradients and buffers are what they were before."""
+    """Context: parameters have no gradients inside. It restores gradients and buffers afterwards."""
     parameters = [*reference.parameters(), *(held.tensor for held in tensors if held.kind != "buffer")]
     gradients = [parameter.grad for parameter in parameters]
     buffers = [*reference.buffers(), *(held.tensor for held in tensors if held.kind == "buffer")]

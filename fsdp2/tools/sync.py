@@ -1,4 +1,4 @@
-"""Gives all ranks the parameters and buffers of the first rank."""
+"""Copies the parameters and buffers of the first rank to all ranks."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ _ALIGNMENT = 16
 
 
 def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Gives all ranks the parameters and buffers of the first rank, in place.
+    """Copies the parameters and buffers of the first rank to all ranks, in place.
 
-    Call it before `fully_shard` if ranks may have built different weights, because they draw from different seeds or
-    only one of them has loaded a checkpoint: the sharded model would be made of parts of different models otherwise.
+    Call it before `fully_shard` if ranks may have built different weights, because they have different seeds or only
+    one of them has loaded a checkpoint: otherwise the sharded model would consist of shards of different models.
     Every rank of the mesh must call it, on models of the same structure. Values are sent in buckets of at most 16 MiB
     (`BUCKET_NBYTES`), which is all the memory that is needed besides the model. Parameters and buffers stay the same
     objects, and are written to in place; a tied parameter is sent once.
 
-    After `fully_shard` it copies what several ranks hold: buffers, parameters that no fully_shard call manages,
-    replicas (HSDP, `replicate`) and scalars. Each shard exists once, so it is an error if ranks have cut theirs from
-    different weights.
+    After `fully_shard` it copies the tensors that several ranks hold: buffers, parameters that no fully_shard call
+    manages, replicas (HSDP, `replicate`) and scalars. Each shard exists once, so it is an error if the shards were cut
+    from different weights.
 
     Args:
         module: the model, or any part of it.
-        mesh: the mesh whose ranks get the values of its first rank. None: all ranks, or, if the model is sharded, those
-            that train it together. Models that differ between ranks (stages of a pipeline), or parameters that tensor
+        mesh: the mesh whose ranks get the values of its first rank. None: all ranks, or, if the model is sharded, the
+            ranks of its mesh. Models that differ between ranks (stages of a pipeline), or parameters that tensor
             parallelism has cut, need the axes of data parallelism, for example `mesh["dp"]`.
 
     Raises:
         TypeError: `module` is no module, or `mesh` no DeviceMesh.
         ValueError: this rank is not part of `mesh`; names, shapes or dtypes differ between ranks; ranks of `mesh` hold
-            different parts of a DTensor. The last two are raised on all ranks, and before anything is sent.
+            different shards of a DTensor. The last two are raised on all ranks, before anything is sent.
         RuntimeError: a parameter or buffer is on meta or uninitialised, or a forward or backward runs, on any rank. It
-            is raised on all ranks, and before anything is sent. Or the shards were cut from different weights, or are
-            as `to_empty` left them.
-        NotImplementedError: a sparse or quantized tensor, or a tensor subclass that does not say what it consists of.
+            is raised on all ranks, before anything is sent. Or the shards were cut from different weights, or were not
+            written to since `to_empty`.
+        NotImplementedError: a sparse or quantized tensor, or a tensor subclass without `__tensor_flatten__`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
@@ -94,10 +94,10 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
 
 
 class _Copies(NamedTuple):
-    """Holds tensors of which the ranks of `groups`, one for each axis of a mesh, must hold equal copies.
+    """Holds one parameter or buffer, of which the ranks of `groups` must hold equal copies.
 
-    `parts`: this rank's, as plain tensors, over the memory of the parameter or buffer; `description`: what ranks
-    compare.
+    `parts`: plain tensors over its memory on this rank, several for a tensor subclass. `groups`: one process group for
+    each axis of a mesh. `description`: a text that ranks compare.
     """
 
     parts: list[Tensor]
@@ -109,7 +109,7 @@ class _Copies(NamedTuple):
 
 
 def _groups_of(below: Iterable[nn.Module]) -> list[FSDPParamGroup]:
-    """Returns the groups of sharded modules among these, and of modules around them that shard their parameters."""
+    """Returns the groups of sharded modules among these, and those of outer modules that shard their parameters."""
     found = dict.fromkeys(group for state in states_among(below) for group in state.groups)
     parameters: list[Any] = [tensor for module in below for tensor in module._parameters.values()]
     for tensor in parameters:
@@ -120,11 +120,11 @@ def _groups_of(below: Iterable[nn.Module]) -> list[FSDPParamGroup]:
 
 
 def _settle(groups: Sequence[FSDPParamGroup]) -> Exception | None:
-    """Reshards the groups. Returns what forbids that, if anything."""
+    """Reshards the groups. Returns the error that forbids it, or None."""
     for group in groups:
         if group.state.running or group.root.backward is not None or group.phase is COPIED:
             return RuntimeError(
-                f"sync_module_states: a forward or backward of {group} runs, or full_params has put copies in place of "
+                f"sync_module_states: a forward or backward of {group} runs, or full_params has registered copies of "
                 "its parameters. Call it between steps."
             )
     try:
@@ -162,7 +162,7 @@ def _copies_of(name: str, tensor: Tensor, ranks: DataMesh) -> _Copies:
 
 
 def _groups_of_copies(name: str, tensor: DTensor, ranks: DataMesh) -> list[dist.ProcessGroup]:
-    """Returns the process groups whose ranks hold the same part of a DTensor as this rank."""
+    """Returns the process groups whose ranks hold the same shard of a DTensor as this rank."""
     mesh = tensor.device_mesh
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     groups = [mesh.get_group(axis) for axis in axes if tensor.placements[axis].is_replicate()]
@@ -172,14 +172,14 @@ def _groups_of_copies(name: str, tensor: DTensor, ranks: DataMesh) -> list[dist.
     others = {rank for group in apart for rank in dist.get_process_group_ranks(group)} - {dist.get_rank()}
     if others & ranks_of(ranks):
         raise ValueError(
-            f"{name}: ranks of {ranks.mesh} hold different parts of it (placements {tensor.placements} on {mesh}). "
+            f"{name}: ranks of {ranks.mesh} hold different shards of it (placements {tensor.placements} on {mesh}). "
             "Pass the axes of data parallelism, for example sync_module_states(model, mesh['dp'])."
         )
     return [*groups, *(group for group in ranks.axis_groups if group not in groups)]
 
 
 def _writable(name: str, part: Tensor) -> Tensor:
-    """Returns a plain view of all that `part` holds, without the dims along which it repeats itself."""
+    """Returns a plain view of the memory of `part`, without expanded dims."""
     if part.is_meta:
         raise RuntimeError(
             f"{name} is on meta: it has no values. On each rank but the first, call model.to_empty(device=...) before; "
@@ -200,7 +200,7 @@ def _writable(name: str, part: Tensor) -> Tensor:
 
 
 def _known_of_replicas(group: FSDPParamGroup) -> Iterator[tuple[_Copies, InitialValues]]:
-    """Yields what is known of the weights from which replicas were cut: ranks must have that of the first one, too."""
+    """Yields the noted values of the weights from which replicas were cut, which must come from the first rank, too."""
     for param, values in known_of(group).items():
         replicas = _replica_groups(param)
         if replicas:
@@ -214,7 +214,7 @@ def _replica_groups(param: FSDPParam) -> list[dist.ProcessGroup]:
 
 
 def _refuse_differences(ranks: DataMesh, descriptions: Sequence[str], problem: Exception | None) -> None:
-    """Raises on all ranks what is a problem on one of them.
+    """Raises the error of one rank on all ranks.
 
     Raises:
         ValueError: ranks describe their models differently.
@@ -225,8 +225,8 @@ def _refuse_differences(ranks: DataMesh, descriptions: Sequence[str], problem: E
         ranks, numbers, "what sync_module_states is to send"
     )
     if any_problem:
-        told = gather_objects((dist.get_rank(), problem), ranks.axis_groups, ranks.device)
-        rank, error = next((rank, error) for rank, error in told if error is not None)
+        problems = gather_objects((dist.get_rank(), problem), ranks.axis_groups, ranks.device)
+        rank, error = next((rank, error) for rank, error in problems if error is not None)
         if problem is not None:
             raise problem
         raise type(error)(f"rank {rank}: {error}")
@@ -236,9 +236,9 @@ def _refuse_differences(ranks: DataMesh, descriptions: Sequence[str], problem: E
     bounds = bounds_over(ranks, sums, "parameters of the modules that sync_module_states was called with")
     index = next(i for i, (least, largest) in enumerate(bounds) if least != largest)
     own = descriptions[index] if index < len(descriptions) else "nothing more"
-    told = sorted(gather_objects((dist.get_rank(), own), ranks.axis_groups, ranks.device))
-    (first, expected), *_ = told
-    other, got = next((rank, each) for rank, each in told if each != expected)
+    of_ranks = sorted(gather_objects((dist.get_rank(), own), ranks.axis_groups, ranks.device))
+    (first, expected), *_ = of_ranks
+    other, got = next((rank, each) for rank, each in of_ranks if each != expected)
     raise ValueError(
         f"sync_module_states: expected the same model on all ranks, got {expected} on rank {first}, and {got} on rank "
         f"{other}. Build the same modules on all ranks; where they differ on purpose (stages of a pipeline), pass the "
@@ -250,7 +250,7 @@ def _refuse_differences(ranks: DataMesh, descriptions: Sequence[str], problem: E
 
 
 def _broadcast(found: Sequence[_Copies], device: torch.device) -> None:
-    """Sends the parts from the first rank of their groups to the others, those of the same groups together.
+    """Sends the parts from the first rank of their groups to the others. Parts with the same groups are sent together.
 
     `device`: the device on which ranks communicate.
     """
@@ -264,11 +264,11 @@ def _broadcast(found: Sequence[_Copies], device: torch.device) -> None:
 
 
 def _broadcast_over(groups: Sequence[dist.ProcessGroup], parts: Sequence[Tensor], device: torch.device) -> None:
-    notices.tell()
+    notices.notify()
     is_first = all(group.rank() == 0 for group in groups)
     size = min(BUCKET_NBYTES, sum(_aligned(part.nbytes) for part in parts))
     bucket = torch.empty(size, dtype=torch.uint8, device=device)
-    # What lies in the bucket: (its memory there, a chunk of a part).
+    # The contents of the bucket: (memory in the bucket, a chunk of a part).
     packed: list[tuple[Tensor, Tensor]] = []
     used = 0
 
@@ -298,7 +298,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _chunks(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Yields views of `tensor`, of at most `most` elements each, that make it up. Its memory may lie in any order."""
+    """Yields views of at most `most` elements each, which together are `tensor`. Its memory may be in any order."""
     if tensor.numel() <= most:
         if tensor.numel():
             yield tensor

@@ -1,4 +1,4 @@
-"""Copies of a group's unsharded parameters, registered in its modules for a while: to read, or to change and save."""
+"""Registers copies of unsharded parameters for a block of `full_params`, and writes them back."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _CHANGED_MEANWHILE = (
 
 
 def copy_unsharded(group: FSDPParamGroup, params: Sequence[FSDPParam], dtype: torch.dtype | None) -> list[Tensor]:
-    """Returns what the ranks share of `params`, in new memory, in the dtypes in which they are stored, or, of
-    floating-point ones, in `dtype`. Every rank must call it.
+    """Returns the unsharded parameters, in new memory, in the dtypes in which they are stored. Floating-point ones are
+    in `dtype`, if that is given. Every rank must call it.
     """
     specs = []
     for spec in (param.spec(group.settings.policy) for param in params):
@@ -49,12 +49,14 @@ class UnshardedCopies:
     def __init__(self, group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
         self._group, self._params = group, params
         self._copies: list[_Copy] = []
-        # Versions of the sharded parameters that were copied.
+        # The versions that the sharded parameters had when they were copied.
         self._versions: tuple[int, ...] = ()
 
-    def lend(self, dtype: torch.dtype | None, device: torch.device, has_data: bool) -> dict[FSDPParam, nn.Parameter]:
+    def register(
+        self, dtype: torch.dtype | None, device: torch.device, has_data: bool
+    ) -> dict[FSDPParam, nn.Parameter]:
         """Registers copies on `device`, in `dtype` or in the dtypes in which the parameters are stored, and returns
-        them. They are on meta if this rank is to have no data. Every rank must call it.
+        them. Without `has_data` they are on meta. Every rank must call it.
         """
         self._group.adopt_replacements(may_be_meta=False)
         self._versions = self._group.shard_versions()
@@ -66,10 +68,10 @@ class UnshardedCopies:
                 self._copies.append(_Copy(param, param.as_unsharded(own, requires_grad=False)))
         return {copy.param: copy.parameter for copy in self._copies}
 
-    def take_back(self) -> None:
-        """Registers the sharded parameters again. What a user has put in place of a copy is kept as its value."""
+    def unregister(self) -> None:
+        """Registers the sharded parameters again. A parameter by which a user has replaced a copy becomes its value."""
         for copy in self._copies:
-            copy.take_back()
+            copy.unregister()
         self._group.end_copies()
 
     def written(self) -> list[str]:
@@ -77,10 +79,10 @@ class UnshardedCopies:
         return [copy.param.name for copy in self._copies if copy.is_written()]
 
     def find_changes(self) -> None:
-        """Finds out which copies must be written back, on whichever rank they were changed. Every rank must call it.
+        """Finds the copies that were changed on any rank and must be written back. Every rank must call it.
 
         Raises:
-            ValueError: ranks have given one different values, or one that its parameter can't take; on every rank.
+            ValueError: a copy has different values on different ranks, or can't be written back. Every rank raises.
         """
         is_current = self._group.shard_versions() == self._versions
         own = [copy.digest(is_current) + bytes([copy.changes_rows()]) for copy in self._copies]
@@ -96,8 +98,8 @@ class UnshardedCopies:
             raise ValueError(f"nothing was written back. {' '.join(problems)}")
 
     def write_back(self) -> None:
-        """Writes the values that `find_changes` has found into the shards. Parameters whose values have not changed are
-        not written to: to autograd, too, they stay what they are.
+        """Writes the copies that `find_changes` has found into the shards. Other parameters are not written to, so that
+        their versions stay the same.
         """
         for copy in self._copies:
             if copy.is_changed:
@@ -105,34 +107,34 @@ class UnshardedCopies:
 
 
 class _Copy:
-    """Holds one copy: `parameter`.
+    """Holds one copy, `parameter`.
 
-    `problem`: why it can't be written back, or None. `is_changed`: True if the rows of any rank were changed.
+    `problem`: the reason why it can't be written back, or None. `is_changed`: True if the shard of any rank changes.
     """
 
     def __init__(self, param: FSDPParam, parameter: nn.Parameter) -> None:
         self.param, self.parameter = param, parameter
         self.problem: str | None = None
         self.is_changed = False
-        self._trace, self._sums = _trace_of(parameter), _sums_of(parameter)
-        # What was registered in each slot of the parameter at the end.
+        self._versions, self._sums = _versions_of(parameter), _sums_of(parameter)
+        # The parameter that was registered in each slot at the end.
         self._found: list[Tensor | None] = []
         param.register(parameter)
 
-    def take_back(self) -> None:
-        """Registers the sharded parameter again."""
+    def unregister(self) -> None:
+        """Registers the sharded parameter again, and notes what was registered."""
         self._found = [slot.module._parameters.get(slot.name) for slot in self.param.slots]
         self.param.register(self.param.sharded)
 
     def is_written(self) -> bool:
         """Returns True if it was modified or replaced."""
         is_replaced = any(each is not self.parameter for each in self._found)
-        return is_replaced or _trace_of(self.parameter) != self._trace or _sums_of(self.parameter) != self._sums
+        return is_replaced or _versions_of(self.parameter) != self._versions or _sums_of(self.parameter) != self._sums
 
     def digest(self, is_current: bool) -> bytes:
-        """Returns a digest of the value to write back, or of what forbids that.
+        """Returns a digest of the value to write back, or of the problem that forbids it.
 
-        `is_current`: the sharded parameters have not changed since they were copied.
+        `is_current`: True if the sharded parameters have not changed since they were copied.
         """
         self.problem = self._find_problem() if is_current else _CHANGED_MEANWHILE
         content = self.problem or int(checksum(self._value()))
@@ -142,7 +144,7 @@ class _Copy:
         replaced = [each is not self.parameter for each in self._found]
         value, copy = self._found[0], self.parameter
         if value is None or any(each is None for each in self._found) or any(replaced) != all(replaced):
-            return "it is gone, or was replaced under some of the names that share it only"
+            return "it was removed, or was replaced under some of its names only"
         if tuple(value.shape) != self.param.shape or value.dtype != self.param.local.dtype:
             stored = f"{self.param.local.dtype} of shape {self.param.shape}"
             return f"expected {stored}, got {value.dtype} of shape {tuple(value.shape)}"
@@ -150,7 +152,7 @@ class _Copy:
             return f"expected placements {_placements_of(copy)}, got {_placements_of(value)}"
         for name, other in zip(self.param.names, self._found, strict=True):
             if other is not None and (_placements_of(other) != _placements_of(value) or not are_alike(value, other)):
-                return f"{name} is the same parameter, but was given other values. Give both the same ones"
+                return f"{name} is the same parameter, but has other values. Give both names the same values"
         return None
 
     def _value(self) -> Tensor:
@@ -159,7 +161,7 @@ class _Copy:
         return local_if_any(value.detach())
 
     def changes_rows(self) -> bool:
-        """Returns True if writing it back would change this rank's shard."""
+        """Returns True if this rank's shard changes when the copy is written back."""
         if self.problem is not None:
             return False
         local = self.param.local
@@ -168,8 +170,8 @@ class _Copy:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copies this rank's rows into its shard."""
-        notices.tell()
+        """Copies this rank's rows of the value into its shard."""
+        notices.notify()
         self.param.local.copy_(self.param.own_rows(self._value()))
 
 
@@ -177,14 +179,14 @@ def _placements_of(tensor: Tensor) -> object:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def _trace_of(copy: Tensor) -> tuple[int, int, int]:
-    """Returns numbers of which one changes with an in-place operation, or when `.data` is assigned."""
+def _versions_of(copy: Tensor) -> tuple[int, int, int]:
+    """Returns numbers of which at least one changes with an in-place operation, or when `.data` is assigned."""
     local = local_if_any(copy)
     return copy._version, local._version, local.data_ptr()
 
 
 def _sums_of(copy: Tensor) -> list[int]:
-    """Returns numbers of which one changes when `.data` is written to, which no version counter shows."""
+    """Returns checksums, which change when `.data` is written to. No version counter shows such writes."""
     return read([word_sum(part) for part in values_of(copy)])
 
 

@@ -1,6 +1,6 @@
-"""A client trains with fsdp2 and, as a control, with torch's own FSDP2; both must train as the plain model does.
+"""Trains a client with fsdp2 and, as a control, with torch's own FSDP2; both must train like the plain model.
 
-The control tells whose fault a failure is, and that a client's code runs on CPU at all.
+The control shows whether fsdp2 or the client causes a failure, and that a client's code runs on CPU at all.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""accelerate: `Accelerator.prepare` with `FullyShardedDataParallelPlugin(fsdp_version=2)`."""
+"""Tests accelerate: `Accelerator.prepare` with `FullyShardedDataParallelPlugin(fsdp_version=2)`."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,6 @@
-"""`python -m fsdp2 script.py`, of a script that Lightning starts again in a second process, and `torchrun -m fsdp2`."""
+"""Tests `python -m fsdp2 script.py`, with a script that Lightning starts again in a second process, and `torchrun -m
+fsdp2`.
+"""
 
 import os
 import subprocess

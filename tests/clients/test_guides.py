@@ -1,6 +1,6 @@
-"""The Python of examples/README.md that needs Transformers, accelerate or peft: see tests/ranks/test_guides.py.
+"""Tests the Python of examples/README.md that needs Transformers, accelerate or peft: see tests/ranks/test_guides.py.
 
-Each snippet runs on two ranks in a folder in which a tiny random Llama stands under the name that it loads.
+Each snippet runs on two ranks in a folder that has a tiny random Llama under the name that the snippet loads.
 """
 
 import os

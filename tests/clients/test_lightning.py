@@ -1,4 +1,4 @@
-"""Lightning: `ModelParallelStrategy` of Fabric, whose `parallelize_fn` calls `fully_shard`, and that of the Trainer."""
+"""Tests Lightning: `ModelParallelStrategy` of Fabric, whose `parallelize_fn` calls `fully_shard`, and of Trainer."""
 
 from collections.abc import Callable
 from functools import partial

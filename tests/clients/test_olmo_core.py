@@ -1,4 +1,4 @@
-"""OLMo-core: `Transformer.apply_fsdp`, in each of its ways to wrap, with its explicit prefetching."""
+"""Tests OLMo-core: `Transformer.apply_fsdp`, in each of its ways to wrap, with its explicit prefetching."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""peft: LoRA and DoRA adapters on a frozen model, sharded by hand, layer by layer."""
+"""Tests peft: LoRA and DoRA adapters on a frozen model, sharded by hand, layer by layer."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,7 @@
-"""torchao: weights that are tensor subclasses and say themselves how FSDP2 gathers them.
+"""Tests torchao: weights that are tensor subclasses and define how FSDP2 gathers them.
 
-They quantise activations over a rank's whole batch, so the oracle is a plain model that sees each rank's rows by
-themselves and averages the gradients.
+They quantise activations over a rank's whole batch, so the oracle is a plain model that sees each rank's rows
+separately and averages the gradients.
 """
 
 from collections.abc import Callable

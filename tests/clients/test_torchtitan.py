@@ -1,4 +1,4 @@
-"""torchtitan: its `parallelize` functions, for a dense model and for one with experts, on several meshes.
+"""Tests torchtitan: its `parallelize` functions, for a dense model and for one with experts, on several meshes.
 
 They ask for sums of gradients (`set_gradient_divide_factor(1)`): its trainer divides losses by the number of tokens.
 """

@@ -1,4 +1,4 @@
-"""transformers: models that shard themselves while they load (`DistributedConfig`), and `Trainer(fsdp=True)`."""
+"""Tests transformers: models that shard themselves while they load (`DistributedConfig`), and `Trainer(fsdp=True)`."""
 
 from collections.abc import Callable
 from functools import partial

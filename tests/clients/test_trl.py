@@ -1,6 +1,6 @@
-"""trl: `SFTTrainer` on a whole model and on adapters, `DPOTrainer` with a frozen reference beside the trained model.
+"""Tests trl: `SFTTrainer` on a whole model and on adapters, `DPOTrainer` with a frozen reference model.
 
-The oracle of the first is plain training; of the others the trainer itself, in one process and not sharded.
+The oracle of the first is plain training; that of the others is the trainer itself, in one process without sharding.
 """
 
 from collections.abc import Callable

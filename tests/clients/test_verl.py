@@ -1,4 +1,4 @@
-"""verl: its FSDP2 helpers on a Llama: wrap, load from rank 0, clip, take adapters merged, keep a copy aside."""
+"""Tests verl: its FSDP2 helpers on a Llama: wrap, load from rank 0, clip, collect merged adapters, keep a copy."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A small random Llama on disk, as clients of the Hugging Face family load one, and the plain training of it."""
+"""Writes a small random Llama to disk, which clients of the Hugging Face family load, and trains it plainly."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""What the ranks of test_nccl.py run, each on a GPU of its own: training in several ways beside a plain model.
+"""Trains in several ways beside a plain model, on the ranks of test_nccl.py, each of which has a GPU.
 
     torchrun --nproc-per-node 2 tests/cuda/ranks_program.py cuda
 
-With `cpu` for `cuda` it runs on gloo: a look at the program itself.
+With `cpu` in place of `cuda` it runs on gloo, which tries the program itself.
 """
 
 import copy

@@ -1,6 +1,7 @@
-"""What only a GPU can show: allocation on its caching allocator, kernels that run behind the host, graphs of them.
+"""Tests what only a GPU can show: allocation on its caching allocator, asynchronous kernels, and graphs of them.
 
-Skipped where there is none. One GPU is enough: NCCL over one rank, and a fake process group for the memory of many.
+The tests are skipped where there is no GPU. One is enough: NCCL over one rank, and a fake process group for the memory
+of many.
 """
 
 import copy
@@ -54,7 +55,7 @@ def test_training_matches_the_plain_model(nccl: None, policy: MixedPrecisionPoli
         sharded.zero_grad()
 
 
-def test_what_travels_in_bf16_is_summed_in_fp32(nccl: None) -> None:
+def test_gradients_sent_in_bf16_are_summed_in_fp32(nccl: None) -> None:
     """The exchange as NCCL has it, then a sum whose parts are not all cast first: that would be twice their memory."""
     sent, output = torch.randn(1024, device="cuda").bfloat16(), torch.empty(1024, device="cuda")
     CoalescedComm(dist.group.WORLD, Purpose()).reduce_scatter([output], [sent], 2.0).wait()
@@ -88,7 +89,7 @@ def test_forward_holds_two_groups() -> None:
         assert 2 * group <= peak <= 2.05 * group
 
 
-def test_the_host_waits_for_the_device_thrice_at_most_where_checks_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_for_the_device_only_at_steps_of_checks_and_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it runs ahead of kernels: no copy that blocks, no value that is read, whatever the dtypes. As torch counts:
     see tests/trace/test_host_syncs.py for more ways.
     """

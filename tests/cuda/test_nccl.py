@@ -1,4 +1,6 @@
-"""What only several GPUs can show: collectives of NCCL between ranks. Skipped where there is one or none."""
+"""Tests what only several GPUs can show: collectives of NCCL between ranks. They are skipped where there are fewer than
+two.
+"""
 
 import subprocess
 import sys

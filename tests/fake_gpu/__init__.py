@@ -1,4 +1,4 @@
-"""A device that is not the CPU, for ranks without a GPU: see README.md. `install` makes it in a forked rank."""
+"""Provides a device that is not the CPU, for ranks without a GPU: see README.md. `install` adds it to a forked rank."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""Failed backwards on the device's own threads; and faults that the device and its clocks must find."""
+"""Tests failed backwards on the device's own threads, and faults that the device and its clocks must find."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -109,7 +109,7 @@ class Forgotten:
         pass
 
 
-def test_what_is_planted_is_found() -> None:
+def test_planted_faults_are_found() -> None:
     """Where nothing is deferred most numbers stay right: the clocks see it, or NaN in memory that is not there yet."""
     gather, copies = comm.CoalescedComm.all_gather, streams.Transfers
 

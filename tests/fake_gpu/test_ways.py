@@ -1,6 +1,6 @@
-"""Training on a device that is not the CPU, on autograd's own threads and streams, beside a plain model on the CPU.
+"""Tests training on a device that is not the CPU, on autograd's own threads and streams, beside a plain model.
 
-The clocks judge all of it: what a GPU would have run in an order in which numbers may be wrong is a failure, too.
+The clocks judge all of it: an order of operations in which a GPU might compute wrong numbers is a failure, too.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,11 @@
-"""A program that trains with the core alone: `from fsdp2.core import ...`, in all ways that the core knows.
+"""Trains with the core alone: `from fsdp2.core import ...`, in all ways that the core supports.
 
-`test_core_alone.py` runs it where the package fsdp2 has the folder core, an empty `__init__.py`, and nothing else. It
-knows no helper of the tests. Four forked ranks run all ways in one launch; in most of them two pairs of ranks train
-the same model apart from each other.
+`test_core_alone.py` runs this program where the package fsdp2 has the folder core, an empty `__init__.py`, and nothing
+else. It uses no helper of the tests. Four forked ranks run all ways in one launch; in most of them two pairs of ranks
+train the same model separately.
 
-Each way trains a model beside a plain one, which gets the whole batch: losses, gradients and parameters must be alike.
+Each way trains a model beside a plain one, which gets the whole batch, and compares losses, gradients and
+parameters.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Gradients of several backwards add up as on a plain model: synchronised each time or at the end, cleared anywhere."""
+"""Tests that gradients of several backwards add up as on a plain model, whenever they are synchronised or cleared."""
 
 import itertools
 from typing import Any
@@ -182,7 +182,7 @@ def test_no_way_to_step_takes_an_unsynchronized_gradient() -> None:
     run_ranks(2, body)
 
 
-def test_gradients_that_wait_are_visible_and_refuse_other_uses() -> None:
+def test_unsynchronized_gradients_are_visible_and_refuse_other_uses() -> None:
     """A clipping or a step before synchronisation would silently use other numbers on each rank, or none."""
 
     def scenario(run: Run) -> None:
@@ -232,7 +232,7 @@ def test_synchronisation_of_some_modules_only() -> None:
     check(scenario, wrap=(blocks, kept))
 
 
-def test_freezing_while_a_gradient_waits() -> None:
+def test_freezing_a_parameter_with_an_unsynchronized_gradient() -> None:
     """The plan of what is reduced together follows what is trainable; what waits for it must not be left out of it."""
 
     def scenario(run: Run, what: str, wrap: Wrap) -> None:
@@ -286,7 +286,7 @@ def test_several_forwards_and_backwards_without_synchronisation() -> None:
     check(scenario, mode=("retain_graph", "two forwards", "reentrant", "non-reentrant"), wrap=WRAPS)
 
 
-def test_evaluation_while_gradients_wait() -> None:
+def test_evaluation_with_unsynchronized_gradients() -> None:
     """Evaluation, gathering and resharding between micro-batches leave what waits alone."""
 
     def scenario(run: Run, mode: Any, wrap: Wrap) -> None:
@@ -307,7 +307,7 @@ def test_evaluation_while_gradients_wait() -> None:
     check(scenario, mode=(torch.no_grad, torch.inference_mode), wrap=(whole, blocks))
 
 
-def test_an_error_while_gradients_wait() -> None:
+def test_an_error_with_unsynchronized_gradients() -> None:
     """The backward that failed leaves nothing behind; the micro-batches before it still count."""
 
     def scenario(run: Run, where: str, sync: bool, wrap: Wrap) -> None:
@@ -335,7 +335,7 @@ def test_an_error_while_gradients_wait() -> None:
     check(scenario, where=("train", "evaluate"), sync=(False, True), wrap=(whole, blocks))
 
 
-def test_an_error_amid_backward_while_gradients_wait() -> None:
+def test_an_error_in_backward_with_unsynchronized_gradients() -> None:
     """After zero_grad, none of what had come, had waited or was on its way turns up again."""
 
     def scenario(run: Run, sync: bool, zero: str, wrap: Wrap) -> None:

@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: LoRA and DoRA train, are saved and are merged as on the plain model.
+"""Tests that LoRA and DoRA adapters of frozen weights are trained, saved and merged as on the plain model.
 
 `trace/test_frozen.py` counts what frozen weights cost, `test_autograd` has frozen modules in general,
 `examples/lora.py` is a whole program.

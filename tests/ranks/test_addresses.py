@@ -1,4 +1,4 @@
-"""What other libraries ask for a sharded tensor's memory: an error that names the parameter and says what to call."""
+"""Tests the error for libraries that read a sharded tensor's memory: it names the parameter and what to call."""
 
 import copy
 import io

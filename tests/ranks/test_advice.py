@@ -1,6 +1,6 @@
-"""Errors whose advice ends well: each is provoked, what it says is done, and then the model trains as a plain one.
+"""Tests that the advice of errors is right: each error is provoked, its advice is followed, and training is exact.
 
-The kind: an error that is followed by another one, which its own advice has led to, has cost the user an hour.
+The fault in question: an error whose advice leads to another error.
 """
 
 import copy

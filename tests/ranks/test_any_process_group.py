@@ -1,8 +1,8 @@
-"""Training over whatever torch.distributed's functions work on: ranks that are threads of one process, process groups
-that are written in Python, groups with a backend for one device only, wrapped and simulated ones.
+"""Tests training over any process group that torch.distributed's functions work on.
 
-The kind: the library takes for granted what a group need not have (a backend for each device, a function for one
-tensor, a mean, a size that stays, a process of its own for each rank).
+It may have ranks that are threads of one process, be written in Python, have a backend for one device only, or be
+wrapped or simulated. The fault in question: the library relies on something that a group need not have (a backend for
+each device, a function for one tensor, a mean, a constant size, one process for each rank).
 """
 
 import copy
@@ -604,7 +604,7 @@ def test_threads_share_no_default_mesh() -> None:
     assert len(set(run_threads(3, body))) == 3
 
 
-def test_threads_that_start_apart_are_told_why() -> None:
+def test_threads_with_different_starts_raise_an_error_with_the_reason() -> None:
     """They share torch's generator: the same seed on all of them gives each other weights. Said on every rank."""
     models = [Net() for _ in range(3)]
 
@@ -631,7 +631,7 @@ def test_a_class_of_modules_is_made_once() -> None:
     assert len(set(run_threads(4, body))) == 1
 
 
-def test_what_threads_shard_at_the_same_time_is_all_known() -> None:
+def test_modules_that_threads_shard_at_the_same_time_are_all_known() -> None:
     """The owner of each parameter is found, whichever thread was interrupted while it noted its own."""
     models = [[nn.Linear(1, 1, bias=False) for _ in range(60)] for _ in range(4)]
 
@@ -647,7 +647,7 @@ def test_what_threads_shard_at_the_same_time_is_all_known() -> None:
 
 
 @pytest.mark.skipif(DISPATCHES_TO_SUBCLASSES, reason="torch asks the class of sharded parameters, and has no table")
-def test_a_handler_is_put_aside_on_one_thread_only() -> None:
+def test_a_handler_is_disabled_on_one_thread_only() -> None:
     """While an operation runs without its handler, another thread that runs it must not lose the handler, nor wait: the
     first may be waiting for it, in a collective.
     """

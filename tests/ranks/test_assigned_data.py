@@ -1,9 +1,9 @@
-"""The kind: a full parameter does not lie in its group's memory any more, with the group's shape, or a local tensor has
-other rows than the layout says.
+"""Tests unsharded parameters that have left their group's memory, and local tensors of another shape than the layout's.
 
 `.data` was assigned while the parameter was unsharded, as Hugging Face's resize_token_embeddings does, or the tensor
-was changed in place. A larger tensor would have a copy write behind the memory of a gradient; a smaller one would put
-bytes that nobody has written into `.grad`; with an equal one, forwards would use what no optimizer trains.
+was changed in place. The faults in question: with a larger tensor a copy would write beyond the memory of a gradient;
+with a smaller one `.grad` would contain uninitialised bytes; with an equal one, forwards would use a tensor that no
+optimizer trains.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`check`: every fault that is planted is found, alone, on every rank alike; a clean model has none."""
+"""Tests that `check` finds every planted fault, and nothing else, on all ranks, and nothing in a correct model."""
 
 import contextlib
 import logging

@@ -1,9 +1,8 @@
-"""Whatever autograd does with a plain model, it does with a sharded one: the same losses, gradients and errors.
+"""Tests that autograd gives a sharded model the losses, gradients and errors of a plain one.
 
-Every test is one *scenario*: a function of a `Run` that builds a model, trains it in some odd way, and shows what can
-be seen from outside. It runs twice, by the same lines: on a plain model and the whole batch, and on forked ranks, each
-with its rows of the batch, where all that is shown is compared with what the plain model showed. fp64: a real
-difference is not rounding.
+Every test is one *scenario*: a function of a `Run` that builds a model, trains it in some unusual way, and shows
+values. It runs twice: on a plain model and the whole batch, and on forked ranks, each with its rows of the batch; the
+shown values are compared. fp64 is used, so that a real difference is not rounding.
 """
 
 import warnings
@@ -321,7 +320,7 @@ def test_a_model_called_inside_the_forward_of_another() -> None:
 # ---- what takes part in the graph ------------------------------------------------------------------------------------
 
 
-def test_unused_parameters_keep_no_gradient() -> None:
+def test_unused_parameters_have_no_gradient() -> None:
     """Modules that are skipped, outputs that are dropped, untouched parameters: None, and no rank waits for them."""
 
     class Skips(nn.Module):
@@ -451,7 +450,7 @@ def test_inputs_with_gradient() -> None:
     check(scenario, wrap=WRAPS)
 
 
-def test_shared_modules_and_tensors_kept_on_self() -> None:
+def test_shared_modules_and_tensors_stored_on_self() -> None:
     """A module used twice, a loss on a tensor that no module returned: only the graph itself knows who is needed."""
 
     class Keeps(nn.Module):
@@ -486,7 +485,7 @@ def test_shared_modules_and_tensors_kept_on_self() -> None:
     check(scenario, wrap=WRAPS)
 
 
-def test_weights_that_a_function_keeps_to_itself() -> None:
+def test_weights_that_a_function_stores() -> None:
     """A fused kernel may put a weight on its context without save_for_backward: it must be there when it is used."""
 
     class FusedLinear(nn.Module):
@@ -641,7 +640,7 @@ class Pair(nn.Module):
         return x if leave_out else torch.tanh(x + self.last(x))
 
 
-def test_a_layer_that_does_not_look_whether_its_weight_has_memory() -> None:
+def test_a_layer_that_does_not_check_if_its_weight_has_memory() -> None:
     """Of the graph of a backward: reading it would end the process."""
 
     def body(rank: int, _: int) -> None:
@@ -661,7 +660,7 @@ def test_a_layer_that_does_not_look_whether_its_weight_has_memory() -> None:
     run_ranks(2, body)
 
 
-def test_what_stays_over_a_step_stays_after_a_graph_of_gradients() -> None:
+def test_parameters_stay_unsharded_over_a_step_after_a_graph_of_gradients() -> None:
     """It is not gathered again."""
 
     def body(rank: int, _: int) -> None:
@@ -962,7 +961,7 @@ def test_activation_checkpointing_by_wrapper() -> None:
     check(scenario, outside=(False, True), use_reentrant=(False, True))
 
 
-def test_checkpointed_modules_called_twice_with_outputs_that_nobody_can_see() -> None:
+def test_checkpointed_modules_called_twice_with_hidden_outputs() -> None:
     """Checkpointing keeps recomputed weights itself: freed after one call, they are missing for the other."""
 
     class Opaque:
@@ -1456,7 +1455,7 @@ def test_optimizer_in_backward_with_checkpointing() -> None:
     check(scenario, use_reentrant=(False, True), wrap=WRAPS)
 
 
-def test_module_hooks_see_what_they_see_on_a_plain_model() -> None:
+def test_module_hooks_see_the_same_as_on_a_plain_model() -> None:
     """Full backward hooks put nodes around a module's inputs and outputs; forward hooks may change either."""
 
     def scenario(run: Run, wrap: Wrap, early: bool) -> None:

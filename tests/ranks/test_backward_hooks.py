@@ -1,7 +1,7 @@
-"""The kind: a hook of a module's reads its weight in backward, when all gradients of its group are there already.
+"""Tests a hook of a module that reads the module's weight in backward, after all gradients of its group.
 
-The oracle trains a plain model on each rank's rows, and averages the gradients: such a hook may add what does not scale
-with the number of rows.
+The oracle trains a plain model on each rank's rows, and averages the gradients: such a hook may add values that do not
+scale with the number of rows.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What the benchmarks compare is the same training: every library's gradients are those of the plain model."""
+"""Tests that the benchmarks compare the same training: every library's gradients are those of the plain model."""
 
 import functools
 import itertools

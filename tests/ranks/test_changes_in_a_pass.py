@@ -1,5 +1,6 @@
-"""What a forward, or code between it and its backward, changes about the parameters of modules that are sharded then:
-those that run later, and may be gathered already, and those that have run.
+"""Tests changes of the parameters of sharded modules inside a forward, or between a forward and its backward.
+
+The modules may run later, and be gathered already, or have run before.
 """
 
 import os
@@ -112,7 +113,7 @@ def settle(model: nn.Module, stays: bool) -> None:
     reason="the program itself writes to what is being gathered, which a hostile scheduler objects to; nobody reads it",
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_later_module_computes_with_what_it_has_when_it_runs(world_size: int) -> None:
+def test_a_later_module_computes_with_the_parameters_it_has_when_it_runs(world_size: int) -> None:
     """From the second pass on its parameters may have been gathered before the change."""
 
     def scenario(run: Run, change: str, stays: bool) -> None:
@@ -146,7 +147,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("reshard_after_forward", [None, False, 2], ids=str)
-def test_a_module_that_runs_twice_computes_with_what_it_has_then(reshard_after_forward: Any) -> None:
+def test_a_module_that_runs_twice_computes_with_the_parameters_it_has_each_time(reshard_after_forward: Any) -> None:
     """Also where full parameters, or a part of them, are left behind by the first run. Of four ranks 2 restore."""
 
     def scenario(run: Run) -> None:
@@ -161,7 +162,7 @@ def test_a_module_that_runs_twice_computes_with_what_it_has_then(reshard_after_f
     check(scenario, world_size=4)
 
 
-def test_what_is_put_in_place_of_a_parameter_before_backward_stays() -> None:
+def test_a_parameter_replaced_before_backward_stays() -> None:
     """Backward computes with what forward has used, as in plain training, and registers that meanwhile."""
 
     def scenario(run: Run) -> None:
@@ -182,7 +183,7 @@ def test_what_is_put_in_place_of_a_parameter_before_backward_stays() -> None:
     check(scenario)
 
 
-def test_backward_refuses_what_another_forward_has_taken_in_place_of_its_parameters() -> None:
+def test_backward_refuses_parameters_replaced_in_another_forward() -> None:
     """Plain training computes with the old ones; here nobody has them any more. The next step is exact."""
 
     def scenario(run: Run, wrap: Any) -> None:
@@ -226,7 +227,7 @@ def test_reading_data_before_backward_is_no_change() -> None:
     check(scenario, wrap=(blocks, whole))
 
 
-def test_what_is_written_through_data_before_backward() -> None:
+def test_writes_through_data_before_backward() -> None:
     """Backward refuses it, by name, for a weight that it needs; a bias it does not."""
 
     def scenario(run: Run, wrap: Any) -> None:
@@ -252,7 +253,7 @@ def test_what_is_written_through_data_before_backward() -> None:
     check(scenario, wrap=(blocks, whole))
 
 
-def test_what_has_been_replaced_keeps_its_values() -> None:
+def test_a_replaced_parameter_keeps_its_values() -> None:
     """Weights of an average take the place of those that train, and these come back."""
 
     def scenario(run: Run, wrap: Any) -> None:

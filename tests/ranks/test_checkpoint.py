@@ -1,7 +1,7 @@
-"""Checkpoints: saved on any number of ranks, loaded on any other, and training goes on as if nothing had happened.
+"""Tests checkpoints: saved on any number of ranks and loaded on any other, they continue the same training.
 
-The uninterrupted run is a plain model on whole batches; a checkpoint that is loaded on as many ranks as saved it must
-continue bitwise like those.
+The uninterrupted run is a plain model on whole batches. A checkpoint that is loaded on as many ranks as saved it must
+continue bitwise like these.
 """
 
 import copy
@@ -342,10 +342,22 @@ def loaded_in_place_and_by_assignment(case: Case, rank: int, world_size: int) ->
 
 
 def whole_tensors_are_refused_without_assignment(case: Case, rank: int, world_size: int) -> None:
-    """A plain model's state dict can't be copied into shards: an error that names the keys."""
-    model, _ = case.make()
-    with pytest.raises(RuntimeError, match=next(iter(dict(model.named_parameters())))):
-        model.load_state_dict(case.plain(seed=99).state_dict())
+    """Neither a plain model's state dict into shards nor one of shards into a plain model: errors name the keys, and
+    what they advise loads both.
+    """
+    (model, _), plain = case.make(), case.plain(seed=99)
+    name, options = next(iter(dict(model.named_parameters()))), StateDictOptions(full_state_dict=True)
+    advice = r"can't be copied into it.*state_dict\.set_model_state_dict\(model, state_dict, options="
+    with pytest.raises(RuntimeError, match=rf"{name}: a plain tensor {advice}"):
+        model.load_state_dict(plain.state_dict())
+    set_model_state_dict(model, plain.state_dict(), options=options)
+    assert_values(model, values(plain), exact=True, name="a full state dict, loaded")
+    other = case.plain()
+    advice = r"of a plain tensor.*state_dict\.get_model_state_dict\(model, options="
+    with pytest.raises(RuntimeError, match=rf"{name}(.|\n)*{advice}"):
+        other.load_state_dict(model.state_dict())
+    other.load_state_dict(get_model_state_dict(model, options=options))
+    assert_values(other, values(plain), exact=True, name="a full state dict, returned")
 
 
 def loading_after_a_forward_that_kept_the_parameters(case: Case, rank: int, world_size: int) -> None:
@@ -429,7 +441,7 @@ def test_state_dicts(world_size: int) -> None:
     )
 
 
-def test_async_save_keeps_the_values_of_its_moment(tmp_path: Path) -> None:
+def test_async_save_writes_the_values_at_its_call(tmp_path: Path) -> None:
     """Training goes on while the file is written, in the very buffers that are being saved."""
 
     def save_and_go_on(case: Case, rank: int, world_size: int) -> None:

@@ -1,6 +1,6 @@
-"""Checkpoints cross between fsdp2 and torch's FSDP2, both ways, and come from FSDP1: users may move, and move back.
+"""Tests that checkpoints can be exchanged between fsdp2 and torch's FSDP2, both ways, and loaded from FSDP1.
 
-What is saved by one library on one mesh is loaded by the other on another, and training goes on. The oracle is a plain
+One library saves a model on one mesh, and the other loads it on another and continues training. The oracle is a plain
 model on whole batches that was never interrupted, in fp64. tests/ranks/test_checkpoint.py has one-axis meshes of 1 to 4
 ranks, tied and frozen parameters, buffers and asynchronous saving.
 """

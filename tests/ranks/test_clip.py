@@ -1,7 +1,7 @@
-"""`clip_grad_norm_`: on every kind of mesh the norm, and what clipping leaves, are those of the plain model.
+"""Tests that `clip_grad_norm_` returns the plain model's norm and scales gradients alike, on every kind of mesh.
 
-The oracle is `torch.nn.utils.clip_grad_norm_` on whole, plain tensors. Most checks need no backward: a gradient equal
-to the parameter's own value lies right on every mesh, and has the same norm on all of them.
+The oracle is `torch.nn.utils.clip_grad_norm_` on full, plain tensors. Most checks need no backward: a gradient equal to
+the parameter's own value is distributed correctly on every mesh, and has the same norm on all of them.
 """
 
 import functools

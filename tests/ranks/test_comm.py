@@ -1,4 +1,4 @@
-"""Pairwise exchange over gloo: every byte arrives, in whatever order it is waited for, and none is sent twice."""
+"""Tests pairwise exchange over gloo: every byte arrives, in any order of waiting, and none is sent twice."""
 
 import random
 from collections.abc import Callable
@@ -239,7 +239,7 @@ def test_all_to_all_exchange(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [3])
-def test_each_function_that_a_group_may_lack_has_another_in_its_place(world_size: int) -> None:
+def test_each_function_that_a_group_may_lack_has_a_replacement(world_size: int) -> None:
     """On gloo, which has all: the first of them, the second without that, and so on, do the same."""
 
     def without_the_first(count: int) -> Comm:
@@ -300,7 +300,7 @@ def what_travels_in_fewer_bits_is_summed(comm: Comm) -> None:
         torch.testing.assert_close(output, total / 3)
 
 
-def test_what_is_no_lack_is_raised_as_it_is() -> None:
+def test_other_errors_than_a_lack_are_raised_unchanged() -> None:
     """A group that fails, because another rank is gone say, isn't asked for something else in its place."""
 
     class Failing(FallbackComm):
@@ -327,7 +327,7 @@ def test_gloo_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch) -
         make_comm(object(), torch.device("cuda"), Purpose())  # type: ignore[arg-type]
 
 
-def test_waiting_twice_is_harmless() -> None:
+def test_a_second_wait_is_harmless() -> None:
     run_on_comm(2, [waiting_twice_is_harmless])
 
 
@@ -363,7 +363,7 @@ class CountingGroup:
 
 
 @pytest.mark.parametrize("world_size", [3])
-def test_ranks_send_what_they_must(world_size: int) -> None:
+def test_ranks_send_the_least_number_of_bytes(world_size: int) -> None:
     """(N - 1) / N of the unsharded parameter or gradient; gloo's own reduce-scatter is an all-reduce: twice that.
 
     Gradients that travel in half the bits: half of it. And a header to each other rank, if they carry names.
@@ -419,7 +419,7 @@ def collectives_of_a_step(hsdp: bool) -> None:
     assert calls.names.count("c10d.allreduce_") == counted.get_total_counts() == 2 * hsdp
 
 
-def test_what_is_counted_on_gloo() -> None:
+def test_counts_on_gloo() -> None:
     """CommDebugMode knows no send and no receive; a dispatch mode does."""
     run_checks(4, [(f"{hsdp=}", lambda hsdp=hsdp: collectives_of_a_step(hsdp)) for hsdp in (False, True)])  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""`compare`: parity shows no difference; each planted fault is named, with its cause, on every rank alike."""
+"""Tests that `compare` finds no difference in equal models, and names each planted fault and its cause on all ranks."""
 
 import copy
 from collections.abc import Callable
@@ -220,7 +220,7 @@ def summed_loss() -> None:
 def sync_left_off() -> None:
     reference, model, batch = odd()
     model.wide.set_requires_gradient_sync(False)
-    assert found(compare(reference, model, batch)) == {"gradients": ("wide.bias", ("unsynced",))}
+    assert found(compare(reference, model, batch)) == {"gradients": ("wide.bias", ("unsynchronized",))}
     assert not groups_of(model.wide)[0].gradients.unsynchronized
     model.wide.set_requires_gradient_sync(True)
     expect_none(compare(reference, model, batch))
@@ -233,7 +233,7 @@ def unmanaged() -> None:
     reference = OddMLP()
     model = copy.deepcopy(reference)
     fully_shard(model, ignored_params={model.single.weight})
-    assert found(compare(reference, model, rows(reference))) == {"gradients": ("single.weight", ("unsynced",))}
+    assert found(compare(reference, model, rows(reference))) == {"gradients": ("single.weight", ("unsynchronized",))}
 
 
 class Waves(TinyModel):
@@ -378,7 +378,7 @@ def replicas() -> None:
     assert comparison.differences[0].rank == 2
     reference, model, batch = odd(mesh=mesh)
     model.set_requires_all_reduce(False)
-    assert found(compare(reference, model, batch)) == {"gradients": ("back.bias", ("unsynced",))}
+    assert found(compare(reference, model, batch)) == {"gradients": ("back.bias", ("unsynchronized",))}
 
 
 def tensor_parallel() -> None:

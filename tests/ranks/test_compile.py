@@ -1,8 +1,8 @@
-"""`torch.compile` of blocks and of whole models: the numbers of the plain model, and no more graphs than must be.
+"""Tests `torch.compile` of blocks and of whole models: the numbers of the plain model, and no more graphs than needed.
 
-Graphs are counted by the backend that gets them. A sharded module is called outside of any graph: what it calls in turn
-may be compiled. Equal blocks share one graph, and no later step makes another. `examples/checkpoint_compile.py` is a
-whole program.
+Graphs are counted by their backend. A sharded module is called outside of any graph; modules that it calls may be
+compiled. Equal blocks share one graph, and no later step makes another. `examples/checkpoint_compile.py` is a whole
+program.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""Modules that run on some ranks only, each step on others: numbers are those of plain training, in which a rank that
-leaves a module out contributes nothing to its gradient.
+"""Tests modules that run on some ranks only, on different ones in each step.
 
-A *plan* says which optional modules each rank runs, in each batch. The oracle runs all ranks' batches one after the
+Numbers are those of plain training, in which a rank that leaves a module out contributes nothing to its gradient. A
+*plan* lists the optional modules that each rank runs, in each batch. The oracle runs all ranks' batches one after the
 other in one process, each with its own plan, and takes the mean of the losses.
 """
 
@@ -340,7 +340,7 @@ def test_it_trains_as_plain_models_do(world_size: int) -> None:
     check_all(world_size, shard_groups)
 
 
-def test_gradients_that_wait() -> None:
+def test_unsynchronized_gradients() -> None:
     check_all(3, shard_groups, accumulate=True)
 
 
@@ -454,7 +454,7 @@ def test_groups_that_are_not_conditional_must_run_everywhere() -> None:
             assert_same(grad, other, 1e-10, 1e-12, "gradient after the error")
 
 
-def test_a_rank_that_dies_at_a_meeting() -> None:
+def test_a_rank_that_dies_at_a_consensus() -> None:
     def body(rank: int, _: int) -> str:
         model = build(Dropped)
         shard_groups(model)
@@ -469,7 +469,7 @@ def test_a_rank_that_dies_at_a_meeting() -> None:
 
 
 def test_copies_are_conditional_too() -> None:
-    """A deep copy has meetings of its own."""
+    """The ranks of a deep copy reach consensus separately."""
     expected = alone(lambda: {"": train_plain(Dropped, 2, False)})
 
     def body(rank: int, world_size: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""deepcopy and pickle of sharded models: a copy has shards of its own, the same settings, and trains like any other."""
+"""Tests deepcopy and pickle of sharded models: a copy has its own shards and the same settings, and trains the same."""
 
 import copy
 import io

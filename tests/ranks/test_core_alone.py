@@ -1,4 +1,4 @@
-"""The core stands alone: with the rest of the package deleted, plain programs train exactly."""
+"""Tests that the core is independent: without the rest of the package, plain programs train exactly."""
 
 import os
 import shutil

@@ -1,5 +1,6 @@
-"""`.data` of DTensors that fully_shard has no part in; of sharded parameters: test_settings, test_replaced_parameters,
-test_changes_in_a_pass. And a sharded parameter that was saved for a gradient, and is written to by its local tensor.
+"""Tests `.data` of DTensors that fully_shard does not manage, and writes to the local tensor of a saved parameter.
+
+test_settings, test_replaced_parameters and test_changes_in_a_pass have `.data` of sharded parameters.
 """
 
 import itertools
@@ -74,7 +75,7 @@ SAVES: dict[str, Callable[[nn.Parameter], Tensor]] = {
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_what_autograd_has_saved_is_refused_when_any_way_to_it_was_written_to(replaced: bool) -> None:
+def test_saved_tensors_are_refused_after_a_write_in_any_way(replaced: bool) -> None:
     def check(write: Callable[[nn.Parameter], object], save: Callable[[nn.Parameter], Tensor]) -> None:
         model = fully_shard(nn.Linear(2, 3, bias=False))
         if replaced:

@@ -1,4 +1,4 @@
-"""DDP around a sharded model, or beside it."""
+"""Tests DDP around a sharded model, or beside it."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def test_replicate_inside_a_sharded_model() -> None:
     run_ranks(2, body)
 
 
-def test_around_what_leaves_the_sharded_parameters_alone() -> None:
+def test_around_a_model_without_its_sharded_parameters() -> None:
     """As whoever trains the rest by DDP says."""
 
     def body(rank: int, _: int) -> None:

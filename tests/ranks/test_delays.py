@@ -1,7 +1,7 @@
-"""Ranks and collectives that are late: nothing is read before it is there, nor freed or overwritten while it is used.
+"""Tests late ranks and collectives: nothing is read before it has arrived, nor freed or overwritten while it is used.
 
-Each rank sleeps for another while, before a collective is issued and before its result is taken, after forward and
-before the optimizer's step. What is waited for too late, or not at all, then shows in the numbers.
+Each rank sleeps for a different time before a collective is issued and before its result is used, after forward and
+before the optimizer's step. A wait that is too late, or is missing, changes the numbers.
 """
 
 import random
@@ -108,7 +108,7 @@ class Averaged(nn.Module):
         return self.last(self.inner(self.first(x)))
 
 
-def test_beside_gradients_that_are_reduced_by_hooks() -> None:
+def test_with_gradients_that_hooks_reduce() -> None:
     """Each all-reduce is under way while the sharded block's own collectives are."""
 
     def scenario(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Operations on DTensors, beside the same on plain tensors."""
+"""Tests operations on DTensors against the same operations on plain tensors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -151,7 +151,7 @@ WRITES: list[Callable[[Tensor, Tensor], object]] = [
 ]
 
 
-def test_what_is_distributed_is_not_written_to_a_plain_tensor() -> None:
+def test_a_dtensor_is_not_written_to_a_plain_tensor() -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         correct_torch()
@@ -215,7 +215,7 @@ EXTREMES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
-def test_extremes_where_some_ranks_hold_nothing(world_size: int) -> None:
+def test_extremes_where_some_ranks_have_empty_shards(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         for plain in values(1):
@@ -286,7 +286,7 @@ OF_PARTS: dict[str, Callable[[Any], Tensor]] = {
 
 
 @pytest.mark.parametrize("world_size", world_sizes(1, 4, nightly=[2]))
-def test_parts_of_numbers(world_size: int) -> None:
+def test_unreduced_numbers(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         meshes = [(init_device_mesh("cpu", (world_size,)), [Shard(0)])]
@@ -301,7 +301,7 @@ def test_parts_of_numbers(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
-def test_gradients_through_parts_of_numbers() -> None:
+def test_gradients_through_unreduced_numbers() -> None:
     def gradient(weight: Any) -> Any:
         weight.requires_grad_()
         penalty = weight.norm(dim=0).sum() + torch.stack([weight.mean(), weight.norm()]).square().sum()
@@ -327,7 +327,7 @@ def test_norms_are_not_made_negative_in_place() -> None:
     run_ranks(2, body)
 
 
-def test_what_is_distributed_alike_is_not_planned() -> None:
+def test_operands_distributed_alike_are_not_planned() -> None:
     """As a step of Adam that takes parameters one by one."""
 
     def body(rank: int, _: int) -> None:
@@ -359,7 +359,7 @@ def test_norms_are_joined_by_one_collective_per_axis(order: float) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_all_have_is_added_where_some_ranks_hold_nothing(world_size: int) -> None:
+def test_a_replicated_operand_is_added_where_some_ranks_have_empty_shards(world_size: int) -> None:
     """As Muon does; and Adam, of a gradient that is the same in all places."""
 
     def body(rank: int, _: int) -> None:
@@ -392,7 +392,7 @@ def test_items() -> None:
         assert one.square().item() == 4
         assert bool(one > 1)
         for number in (numbers.sum(), tensor.isnan().sum(), numbers.max(), numbers.norm()):
-            with pytest.raises(RuntimeError, match=r"a part of the number only\. Call full_tensor\(\)\.item\(\)"):
+            with pytest.raises(RuntimeError, match=r"still to be reduced\. Call full_tensor\(\)\.item\(\)"):
                 number.item()
 
     run_ranks(2, body)

@@ -1,4 +1,4 @@
-"""Ways into a sharded model other than its forward: exact, or refused with what to write, which then is exact."""
+"""Tests ways into a sharded model other than its forward: they are exact, or refused with advice that is exact."""
 
 import copy
 import pickle
@@ -181,7 +181,7 @@ WAYS = {
 }
 
 
-def test_each_way_is_refused_with_what_makes_it_exact() -> None:
+def test_each_way_is_refused_with_advice_that_makes_it_exact() -> None:
     """The error names the line to add, or what to gather; with just that, outputs and gradients are plain ones."""
 
     def scenario(run: Run, way: str) -> None:
@@ -207,7 +207,7 @@ def test_each_way_is_refused_with_what_makes_it_exact() -> None:
     check(scenario, way=tuple(WAYS))
 
 
-def test_a_forward_that_computes_with_what_others_gather() -> None:
+def test_a_forward_that_computes_with_parameters_of_other_modules() -> None:
     """Refused by name, whether it reads the parameter or calls the module inside; the step after it is exact."""
 
     def scenario(run: Run, use: Callable[..., Tensor]) -> None:
@@ -229,7 +229,7 @@ def test_a_forward_that_computes_with_what_others_gather() -> None:
     check(scenario, use=(reads_projection, calls_inner))
 
 
-def test_methods_that_call_what_is_sharded() -> None:
+def test_methods_that_call_sharded_modules() -> None:
     """They need no registration: every call gathers for itself, with a graph through all of them or without."""
 
     def scenario(run: Run) -> None:

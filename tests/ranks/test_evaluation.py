@@ -1,4 +1,4 @@
-"""Forwards without grad, in which full parameters may stay: they are those of the weights as they are now."""
+"""Tests that forwards without grad, after which parameters may stay unsharded, use the present weights."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from helpers import assert_same, run_ranks
 
 
 @pytest.mark.parametrize("way", ["kept", "unshard"])
-def test_forwards_without_grad_compute_with_the_weights_of_now(way: str) -> None:
+def test_forwards_without_grad_compute_with_the_present_weights(way: str) -> None:
     """What stays between forwards is gathered anew when a weight has changed, and a rank that has ended may stop."""
 
     def body(rank: int, world_size: int) -> None:

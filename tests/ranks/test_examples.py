@@ -1,4 +1,4 @@
-"""The short examples as their users run them: what they print is true, and they learn like plain training.
+"""Tests the short examples as their users run them: their output is true, and they learn like plain training.
 
 Their model and batches are the same in all but one, so plain training on one process is the oracle of their losses.
 """

@@ -1,10 +1,10 @@
-"""A mixture of experts: each rank of one mesh axis owns other experts, whose weights the other axis shards further.
+"""Tests a mixture of experts: each rank of one mesh axis has different experts, which the other axis shards.
 
-Tokens travel to their experts and back by all-to-all. The dense part is sharded over all ranks. The oracle is a plain
-model with all experts, on the whole batch; fp64.
+All-to-all sends tokens to their experts and back. The dense part is sharded over all ranks. The oracle is a plain model
+with all experts, on the whole batch, in fp64.
 
-Experts get gradients from the tokens of all ranks, while fully_shard averages over the axis that shards them: as
-everybody does it, the divisor is set to the number of all ranks.
+Experts get gradients from the tokens of all ranks, while fully_shard averages over the axis that shards them: the
+divisor is set to the number of all ranks, as usual.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Parameters that say themselves how they are gathered: a cast for the wire, quantised weights, methods set by hand."""
+"""Tests parameters that define their own gather: a cast for the collective, quantised weights, methods set by hand."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,7 @@
-"""The kind: what a failed backward has left half done meets the next pass, as in "catch out of memory, retry".
+"""Tests passes after a failed backward, as in "catch out of memory, retry".
 
-Autograd drops what a failed backward holds when it likes: on CUDA, a device's thread may do so in the middle of the
-next forward or backward. Nothing may depend on that moment; a new pass drops by itself what an older one has left.
+Autograd frees the graph of a failed backward at any time: on CUDA, a device's thread may do so in the middle of the
+next forward or backward. Nothing may depend on that moment; a new pass drops what an older one has left.
 """
 
 import copy
@@ -206,7 +206,7 @@ def test_a_step_after_a_failed_backward_is_exact(world_size: int, device: str) -
 
 
 @pytest.mark.parametrize("device", ["cpu", fake_gpu.KIND])
-def test_a_backward_that_fails_gives_its_memory_back_before_anything_else_runs(device: str) -> None:
+def test_a_failed_backward_frees_its_memory_before_anything_else_runs(device: str) -> None:
     """By `loss.backward()`: a program that catches it may need that memory at once."""
 
     def check() -> None:

@@ -1,8 +1,7 @@
-"""An exception at every event of an iteration: where all ranks meet it, the next step is exact; where one rank does, no
-other waits for ever.
+"""Tests an exception at every event of an iteration: if all ranks raise, the next step is exact; else none hangs.
 
-Events are what the library does (issue or wait for a collective, allocate, copy, reduce) and what users may hang into
-an iteration (hooks of modules, tensors, parameters and saved tensors).
+Events are what the library does (issue or wait for a collective, allocate, copy, reduce) and the hooks that users may
+register (of modules, tensors, parameters and saved tensors).
 """
 
 import os

@@ -1,6 +1,7 @@
-"""The table of fixes for sharded parameters: each is needed with this torch, helps, and touches nothing else.
+"""Tests the table of fixes for sharded parameters: each is needed with this torch, helps, and changes nothing else.
 
-A program of each fix ends wrong while the fix is off. If one fails because it ends well, the fix can go.
+A program of each fix gives a wrong result while the fix is off. If a test fails because the result is right, the fix
+can be removed.
 """
 
 import copy
@@ -189,7 +190,7 @@ def number_of_a_sum() -> bool:
 
 
 def collective_on_a_weight() -> bool:
-    return raises(lambda: dist.all_reduce(weight().detach()), "full_tensor() has all of it")
+    return raises(lambda: dist.all_reduce(weight().detach()), "Call full_tensor(), on every rank, for the whole tensor")
 
 
 def drawn() -> bool:
@@ -209,7 +210,7 @@ def address() -> bool:
 
 
 def error_of_a_product() -> bool:
-    return raises(lambda: torch.mv(weight(), torch.ones(4)), "weight: each rank holds a part")
+    return raises(lambda: torch.mv(weight(), torch.ones(4)), "weight: each rank holds a shard")
 
 
 def loss_of_a_closure() -> bool:

@@ -1,6 +1,6 @@
-"""Parameters as whole tensors, by `full_params`: differentiable anywhere; or copies, to export, or to edit.
+"""Tests `full_params`: unsharded parameters that are differentiable anywhere, or copies to export or to edit.
 
-The oracle is a plain model, of which every parameter is whole anyway.
+The oracle is a plain model, all of whose parameters are full anyway.
 """
 
 import contextlib
@@ -194,7 +194,7 @@ def test_other_settings() -> None:
     check(scenario, setting=["lists", "a part stays", "they stay", "unused"])
 
 
-def test_what_an_earlier_forward_has_left_is_not_used() -> None:
+def test_parameters_left_by_an_earlier_forward_are_not_used() -> None:
     """Blocks see the parameters as they are now, whatever was kept for a backward that never came."""
 
     def scenario(run: Run, wrap: Wrap) -> None:
@@ -399,10 +399,10 @@ def what_can_not_be_written() -> None:
     for act, text in {
         replace("matrix", torch.ones(3, 7)): "matrix: expected torch.float32 of shape",
         replace("matrix", torch.ones(5, 7).half()): "matrix: expected torch.float32 of shape .* got torch.float16",
-        lambda: model._parameters.pop("scale"): "scale: it is gone",
-        untie: r"first.weight: it is gone, or was replaced under some",
-        give_two: "first.weight: second.weight is the same parameter, but was given other values. Give both",
-        lose_one: "first.weight: it is gone",
+        lambda: model._parameters.pop("scale"): "scale: it was removed",
+        untie: r"first.weight: it was removed, or was replaced under some",
+        give_two: "first.weight: second.weight is the same parameter, but has other values. Give both",
+        lose_one: "first.weight: it was removed",
         step: "the sharded parameters were changed inside the block, by an optimizer, for example. Step before",
     }.items():
         with refused(ValueError, text, model, writeback=True):
@@ -439,7 +439,7 @@ WRITING = (
 )
 
 
-def test_what_is_written() -> None:
+def test_writes() -> None:
     run_checks(2, [(check.__name__, check) for check in WRITING])
 
 

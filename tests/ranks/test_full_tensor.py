@@ -1,4 +1,4 @@
-"""Losses that use `weight.full_tensor()` train like those of the whole batch, wherever the weight is sharded."""
+"""Tests that losses with `weight.full_tensor()` train like those of the whole batch, for any placement."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import fully_shard, replicate
+from fsdp2.dtensor import full_tensor
 from helpers import run_ranks, world_sizes
 from scenarios import Net, Run, check, loss_of, sgd
 
@@ -137,6 +138,27 @@ def test_other_tensors_are_as_they_were() -> None:
     for rank, (theirs, ours) in enumerate(run_ranks(2, body)):
         torch.testing.assert_close(theirs, torch.full((4, 4), rank + 1.0))
         torch.testing.assert_close(ours, torch.full((2, 4), rank + 1.0))
+
+
+def test_calls_on_one_graph_leave_one_hook() -> None:
+    """A graph that lives on, and another through the same parameter, do not take longer with each call."""
+
+    def body(rank: int, _: int) -> None:
+        model = nn.Linear(4, 4)
+        fully_shard(model)
+        scaled = 2 * model.weight
+        (accumulate,) = full_tensor.leaf_nodes([scaled.grad_fn])
+        hooks = []
+        register = full_tensor._DistributedLike.__init__
+        full_tensor._DistributedLike.__init__ = lambda self, leaf: (hooks.append(leaf), register(self, leaf))[1]
+        for _ in range(3):
+            scaled.full_tensor().sum().backward(retain_graph=True)
+            (3 * model.weight).full_tensor().sum().backward()
+        assert len(hooks) == 1
+        assert accumulate.variable is model.weight
+        torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((4, 4), 15.0))
+
+    run_ranks(2, body)
 
 
 def test_gradients_that_were_computed_on_shards() -> None:

@@ -1,4 +1,4 @@
-"""gather.start and reduce.start over gloo, on plain tensors with a layout: no parameter, no module, no hook."""
+"""Tests gather.start and reduce.start over gloo, on plain tensors with a layout, without parameters or modules."""
 
 import dataclasses
 import random

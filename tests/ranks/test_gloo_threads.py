@@ -1,4 +1,4 @@
-"""gloo's threads wait for a core instead of taking that of a thread that sends."""
+"""Tests that gloo's threads wait for a core instead of interrupting a thread that sends."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def train() -> torch.Tensor:
     return full(model.weight.grad)
 
 
-def test_they_interrupt_nobody() -> None:
+def test_they_do_not_interrupt_other_threads() -> None:
     def body(rank: int, world_size: int) -> list[list[int]]:
         before = policies()
         train()
@@ -44,7 +44,7 @@ def test_they_interrupt_nobody() -> None:
         assert sorted(unused) == [os.SCHED_OTHER, os.SCHED_BATCH]
 
 
-def test_what_a_user_has_chosen_stays() -> None:
+def test_the_choice_of_a_user_stays() -> None:
     def body(rank: int, world_size: int) -> None:
         for thread in Path("/proc/self/task").iterdir():
             os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))

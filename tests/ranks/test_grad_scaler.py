@@ -1,7 +1,7 @@
-"""Loss scaling: `torch.amp.GradScaler` scales, skips and backs off on sharded gradients as it does on plain ones.
+"""Tests that `torch.amp.GradScaler` scales, skips and backs off on sharded gradients as it does on plain ones.
 
-An infinity on one rank must be seen by all, or some would step and others not. The oracle is the plain model with a
-plain scaler, on the whole batch; fp64, and scales that are powers of 2, so that nothing is rounded.
+All ranks must see an infinity on one rank, or some would step and others not. The oracle is the plain model with a
+plain scaler, on the whole batch, in fp64 and with scales that are powers of 2, so that nothing is rounded.
 """
 
 import functools

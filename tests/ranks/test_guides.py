@@ -1,9 +1,9 @@
-"""The Python of README.md and examples/README.md, run as it is written.
+"""Tests the Python of README.md and examples/README.md, which is run as it is written.
 
-The kind: a program that a reader copies. Each snippet of examples/README.md runs behind the lines that all share,
-in a folder of its own, on ranks that have not been seeded alike; a check here then compares what it has made with plain
-training on the whole batch. A snippet without a check, and a check without a snippet, fail. Snippets that need
-Transformers and its kin run in tests/clients/test_guides.py.
+Each snippet of examples/README.md runs after the lines that all share, in its own folder, on ranks that have different
+seeds. A check here then compares its result with plain training on the whole batch. A snippet without a check, and a
+check without a snippet, fail. Snippets that need Transformers and similar libraries run in
+tests/clients/test_guides.py.
 """
 
 import os
@@ -203,7 +203,7 @@ def phases(names: Names) -> None:
     assert_equal(names["reference"], reference, 0)
 
 
-@guide("Whole weights")
+@guide("Full weights")
 def whole_weights(names: Names) -> None:
     """What was written is in the shards; the loss that reads the head's weight gives it a gradient of the batch."""
     model, ranks = plain_model(names), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Training where collectives complete as late as they may, and what nobody may read is NaN: a few cases of it.
+"""Tests training where collectives complete as late as possible, and memory that must not be read is NaN: a few cases.
 
 All tests of this folder can run so, see hostile.py.
 """

@@ -1,6 +1,6 @@
-"""HSDP: on every mesh of replicas and shards, gradients and training are those of the plain model on the whole batch.
+"""Tests HSDP: on every mesh of replicas and shards, gradients and training are those of the plain model.
 
-Also what HSDP brought along: reductions in two stages that a user may switch, scale and hook, and ignored parameters.
+It also tests ignored parameters, and the two stages of a reduction, which a user may switch, scale and hook.
 """
 
 import copy

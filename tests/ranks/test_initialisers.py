@@ -1,4 +1,4 @@
-"""Every function of `torch.nn.init`, on sharded parameters and on plain ones, from the same seed."""
+"""Tests every function of `torch.nn.init`, on sharded parameters and on plain ones, from the same seed."""
 
 import inspect
 from collections.abc import Callable
@@ -86,22 +86,22 @@ def test_shards_get_the_values_of_a_plain_tensor(world_size: int) -> None:
     assert min(run_ranks(world_size, body)) > 100
 
 
-def test_places_that_differ_between_ranks_are_refused_on_all() -> None:
+def test_indices_that_differ_between_ranks_are_refused_on_all() -> None:
     """Also in a write of a user's own, along any dim; the parameter is as before."""
 
     def body(rank: int, _: int) -> None:
         model = fully_shard(Weighted((4, 3)))
         for dim in range(2):
-            with torch.no_grad(), pytest.raises(RuntimeError, match=r"expected the same places.*manual_seed"):
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"expected the same indices.*manual_seed"):
                 model.weight[(slice(None),) * dim + (torch.tensor([rank, 2]),)] = 0.0
         torch.manual_seed(rank)
-        with pytest.raises(RuntimeError, match="expected the same places"):
+        with pytest.raises(RuntimeError, match="expected the same indices"):
             INIT.sparse_(model.weight, 0.5)
 
     run_ranks(2, body)
 
 
-def test_a_sharded_parameter_is_not_turned_in_place() -> None:
+def test_a_sharded_parameter_is_not_transposed_in_place() -> None:
     def body(rank: int, _: int) -> None:
         model = fully_shard(Weighted((4, 3)))
         for turn in (lambda w: w.t_(), lambda w: w.transpose_(0, 1), lambda w: w.detach().swapaxes_(0, 1)):

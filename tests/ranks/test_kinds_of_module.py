@@ -1,6 +1,4 @@
-"""Whatever may be called as a module trains exactly when it is sharded: it need not be a class with a forward that is
-called by `module(x)`.
-"""
+"""Tests that modules of any kind train exactly, also without a class that has a forward called by `module(x)`."""
 
 import copy
 import functools
@@ -343,5 +341,5 @@ CHECKS = (
 )
 
 
-def test_what_users_look_up() -> None:
+def test_attributes_that_users_read() -> None:
     run_checks(2, [(each.__name__, each) for each in CHECKS])

@@ -238,7 +238,7 @@ class Tied(Language):
         self.head.weight = self.embed.weight
 
 
-def test_pieces_of_low_precision_gradients() -> None:
+def test_chunks_of_low_precision_gradients() -> None:
     """Sent in one or in many, in the dtype they come in or cast: on two ranks the same to the last bit."""
 
     def gradients(policy: MixedPrecisionPolicy, min_bytes: int) -> list[Tensor]:

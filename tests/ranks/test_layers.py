@@ -1,4 +1,4 @@
-"""Layers that keep statistics or draw random numbers: norms under mixed precision, dropout under recomputation.
+"""Tests layers that keep statistics or use random numbers: norms in mixed precision, dropout under recomputation.
 
 All other layers are in the models of test_parity and test_random_models.
 """

@@ -1,4 +1,4 @@
-"""Parameters of one call on meshes of their own, as `shard_placement_fn` chooses: one group for each mesh."""
+"""Tests parameters of one call on several meshes, which `shard_placement_fn` chooses: one group for each mesh."""
 
 import copy
 from collections.abc import Callable

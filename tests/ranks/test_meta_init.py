@@ -1,4 +1,4 @@
-"""A model built on the meta device, sharded there, and only then given memory and values."""
+"""Tests models that are built on meta, sharded there, and given memory and values afterwards."""
 
 import copy
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""The tables of examples/README.md for programs that come from torch's FSDP2, FSDP1, DDP and DeepSpeed, row by row.
+"""Tests the tables of examples/README.md for programs that come from torch's FSDP2, FSDP1, DDP and DeepSpeed.
 
-The kind: a sentence "in place of X write Y". Y is written here and trains, on every rank, what a plain model trains on
-the whole batch, or does what X did. A row without a program, and a program without a row, fail: its first cell names a
-row. Rows of the table of differences from torch's FSDP2 name the test that holds them.
+Each row says "in place of X write Y". Here Y is written. It trains on every rank what a plain model trains on the whole
+batch, or does what X did. A row without a program, and a program without a row, fail: its first cell identifies a row.
+Rows of the table of differences from torch's FSDP2 name their tests.
 """
 
 import re
@@ -605,9 +605,9 @@ def norm_of_all() -> None:
     "`fully_shard(model).set_requires_gradient_sync(False)` in a program that a type checker reads",
 )
 def typed() -> None:
-    model = fully_shard(build())
+    model = build()
+    fully_shard(model).set_requires_gradient_sync(False)
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(False)
     assert isinstance(model, Net)
 
 

@@ -1,8 +1,8 @@
-"""The kind: an operation of fsdp2's own reaches a mode that a user has put in force.
+"""Tests that no operation of fsdp2 itself reaches a mode that a user has put in force.
 
-A mode then records, counts or replaces what is none of the model's operations. Selective activation checkpointing
-numbers the operations that it sees: one that runs in forward and not in recomputation has others take its number, and
-gradients are those of other values.
+Otherwise the mode would record, count or replace operations that are not those of the model. Selective activation
+checkpointing numbers the operations that it sees: one that runs in forward and not in recomputation would shift the
+numbers of the others, and gradients would be computed from wrong values.
 """
 
 import contextlib
@@ -208,7 +208,7 @@ def test_selective_checkpoints_save_what_the_model_computes() -> None:
     run_checks(2, checks)
 
 
-def test_a_selective_checkpoint_around_all_blocks_and_what_full_params_lends() -> None:
+def test_a_selective_checkpoint_around_all_blocks_and_full_params() -> None:
     class Around(Net):
         def run(self, x: Tensor) -> Tensor:
             for block in self.blocks:
@@ -235,7 +235,7 @@ def test_a_selective_checkpoint_around_all_blocks_and_what_full_params_lends() -
 # ---- what else a user may have put in force
 
 
-def test_hooks_of_a_users_run_in_the_users_modes() -> None:
+def test_hooks_of_a_user_run_in_the_users_modes() -> None:
     """A hook on a parameter computes for the user, though it is fsdp2 that calls it."""
 
     def check() -> None:
@@ -249,7 +249,7 @@ def test_hooks_of_a_users_run_in_the_users_modes() -> None:
     run_checks(2, [("hook", check)])
 
 
-def test_saved_tensor_hooks_of_a_users_see_what_the_plain_model_saves() -> None:
+def test_saved_tensor_hooks_of_a_user_see_the_tensors_of_the_plain_model() -> None:
     def count(model: nn.Module) -> list[tuple[int, ...]]:
         saved: list[tuple[int, ...]] = []
 
@@ -275,7 +275,7 @@ def test_saved_tensor_hooks_of_a_users_see_what_the_plain_model_saves() -> None:
     run_checks(2, [("counted", check), ("save_on_cpu", check_on_cpu)])
 
 
-def test_a_transform_inside_a_mode_computes_what_the_plain_model_does() -> None:
+def test_a_transform_inside_a_mode_computes_like_the_plain_model() -> None:
     def check() -> None:
         model, plain = make_pair()
         found = []

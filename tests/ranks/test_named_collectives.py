@@ -1,6 +1,6 @@
-"""Ranks that are out of step: all raise, naming who is doing what; nothing is mixed; the next step is exact.
+"""Tests that all ranks raise if they are out of step, with the collective of each, and that the next step is exact.
 
-A rank that does not come, or has died: the others say where each rank was, as soon as the process group gives up.
+If a rank does not come, or has died, the others report where each rank was, as soon as the process group times out.
 """
 
 import logging
@@ -440,7 +440,7 @@ def assert_tells_where(text: str, rank: int, level: int) -> None:
     assert re.search(r"\(while gathering layers\.[45], \d+ bytes; forward, step 1\)", text), text
 
 
-def test_who_sleeps_or_has_raised_is_named() -> None:
+def test_ranks_that_sleep_or_have_raised_are_named() -> None:
     def body(rank: int, size: int) -> str:
         return fate(rank, (0, 1, 0, 1), (lambda: time.sleep(3 * TIMEOUT_S)) if rank < 6 else raise_on_purpose)
 
@@ -449,7 +449,7 @@ def test_who_sleeps_or_has_raised_is_named() -> None:
             assert_tells_where(text, rank, rank // 3 % 2)
 
 
-def test_who_has_died_is_named(tmp_path: Path) -> None:
+def test_dead_ranks_are_named(tmp_path: Path) -> None:
     def body(rank: int, size: int) -> None:
         (tmp_path / str(rank)).write_text(fate(rank, (0, 1), lambda: os._exit(1)))
 

@@ -1,4 +1,4 @@
-"""Normalisation layers under mixed precision: their weights are cast, their buffers are left alone.
+"""Tests normalisation layers in mixed precision: their weights are cast, their buffers are not.
 
 The oracle computes with cast copies of the weights on one process. Every rank has the same rows, so that a batch norm
 sees the same statistics as that process, and the mean over ranks is each rank's own gradient.

@@ -1,4 +1,4 @@
-"""Scalars, and parameters whose memory lies otherwise than in rows, in models compared with their plain copies."""
+"""Tests scalars, and parameters that are not contiguous, in models that are compared with plain copies."""
 
 import copy
 from collections.abc import Callable

@@ -1,6 +1,7 @@
-"""CPUOffloadPolicy beside a device from which and to which copies arrive late (see stand_in.py): whoever does not wait
-for them computes with NaN, and whoever writes to what is still being copied is told so. And optimizers that step in
-backward, with offload and without.
+"""Tests CPUOffloadPolicy with a device whose copies arrive late (see simulated_device.py), and optimizers in backward.
+
+A reader that does not wait for a copy computes with NaN, and a write to memory that is still being copied is an error.
+Optimizers step in backward with and without offload.
 """
 
 import threading
@@ -22,22 +23,24 @@ from fsdp2.dtensor.write_notices import notices
 from fsdp2.ext import large_gradients
 from helpers import assert_same, full, run_ranks
 from scenarios import WIDTH, MayFail, Net, Run, check, loss_of, sgd
-from stand_in import StandIn, apart
+from simulated_device import SimulatedTransfers, simulated_device
 
 OFFLOAD = CPUOffloadPolicy()
 
 
 @contextmanager
-def offloaded(run: Run, model: Any, mesh: tuple[int, int] | None = None, **options: Any) -> Iterator[StandIn]:
+def offloaded(
+    run: Run, model: Any, mesh: tuple[int, int] | None = None, **options: Any
+) -> Iterator[SimulatedTransfers]:
     """In it, the children and blocks of `model` are groups whose shards rest apart from the stand-in."""
-    with apart() as stand_in:
+    with simulated_device() as transfers:
         if run.sharded:
             options |= {"offload_policy": OFFLOAD, "mesh": init_device_mesh("cpu", mesh or (run.world_size,))}
         for child in model.children():
             for module in child if isinstance(child, nn.ModuleList) else [child]:
                 run.shard(module, **options)
         run.shard(model, **options)
-        yield stand_in
+        yield transfers
 
 
 def show(run: Run, name: str, model: nn.Module, mesh: tuple[int, int] | None) -> None:
@@ -161,27 +164,27 @@ def step_by(model: nn.Module, foreach: bool) -> None:
 
 @pytest.mark.skipif(not DISPATCHES_TO_SUBCLASSES, reason="nothing tells of writes: the host waits behind each forward")
 @pytest.mark.parametrize("way", WRITES)
-def test_who_writes_to_shards_waits_for_their_copies(way: str) -> None:
+def test_writes_to_shards_wait_for_their_copies(way: str) -> None:
     """Not before, at the end of a forward; unless somebody has got a local tensor. The stand-in tells who does not."""
 
     def body(rank: int, size: int) -> None:
         run = Run(rank, size, [])
         model: Any = run.build(Net)
         x = torch.ones(2, WIDTH, dtype=torch.float64)
-        with offloaded(run, model) as stand_in, torch.no_grad():
+        with offloaded(run, model) as transfers, torch.no_grad():
             for _ in range(3):
                 model(x)
-                stand_in.log.clear()
-                is_told = notices.are_told
+                transfers.log.clear()
+                is_seen = notices.are_seen
                 WRITES[way](model)
-                assert stand_in.log.count("host waits") == is_told
-            assert notices.are_told == (way != "the local tensor")
-            notices.are_told = True
+                assert transfers.log.count("host waits") == is_seen
+            assert notices.are_seen == (way != "the local tensor")
+            notices.are_seen = True
             model(x)
             model.head.weight._local_tensor.mul_(0.5)
             with pytest.raises(RuntimeError, match=r"^head: a shard was written to by its private local tensor"):
                 model(x)
-            stand_in._arrived.clear()  # it has noticed, too
+            transfers._arrived.clear()  # it has noticed, too
 
     run_ranks(2, body)
 
@@ -271,7 +274,7 @@ def test_an_optimizer_that_steps_in_backward_with_replicas_and_checkpointing(mon
     check(steps_in_backward, 2, offload=(True, False), mode=("accumulation",), mesh=((2, 1),), kind=(Net, Recomputes))
 
 
-def test_steps_in_backward_beside_halves_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_in_backward_with_gradients_sent_in_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half of a gradient, which arrives on the thread that computes, ends in no step beside the others'."""
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
     monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)

@@ -1,7 +1,7 @@
-"""Optimizers and learning-rate schedulers of torch, on sharded parameters: each trains as it trains the plain model.
+"""Tests torch's optimizers and learning-rate schedulers on sharded parameters: each trains like on the plain model.
 
-Elsewhere: optimizers that step in backward, in test_autograd and test_settings; ones made at odd moments, in
-test_sharded_view; checkpoints of AdamW, in test_checkpoint.
+test_autograd and test_settings have optimizers in backward, test_sharded_view optimizers that are built at unusual
+times, test_checkpoint checkpoints of AdamW.
 """
 
 import copy
@@ -98,7 +98,7 @@ MIXED: dict[str, Make] = {
 }
 
 
-def test_plain_parameters_beside_sharded_ones() -> None:
+def test_plain_and_sharded_parameters_together() -> None:
     """Ignored ones, whose gradients the user averages. All at once, in lists that hold both."""
 
     def scenario(run: Run, name: str) -> None:

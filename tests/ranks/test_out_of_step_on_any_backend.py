@@ -1,9 +1,8 @@
-"""Ranks out of step, or alone, on a backend whose collectives carry no headers: a process group written in Python takes
-the place of NCCL.
+"""Tests ranks that are out of step, or alone, on a backend without headers: a process group in Python replaces NCCL.
 
-The kind: without headers, a collective takes whatever the others give. The debug level finds out on any backend that
-ranks are about to do different things, before anything is sent; without it, a rank that waits for one that does not
-come ends with the process group's timeout, and its error says what it was doing.
+Without headers, a collective takes any data that the others send. At the debug level ranks detect on any backend that
+they are about to do different things, before anything is sent. Without it, a rank that waits for an absent one ends
+with the process group's timeout, and its error says what it was doing.
 """
 
 import re

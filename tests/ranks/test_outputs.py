@@ -1,4 +1,4 @@
-"""What a module returns, keeps and takes: any type, hidden tensors, views changed in place, weights themselves."""
+"""Tests what a module returns, stores and takes: any type, hidden tensors, views changed in place, weights."""
 
 import collections
 import copy
@@ -339,7 +339,7 @@ def test_a_weight_as_output_can_be_read_after_backward(how: str) -> None:
     check(scenario)
 
 
-def test_tensors_kept_on_self() -> None:
+def test_tensors_stored_on_self() -> None:
     """Losses on attributes that forward leaves behind, at every level, and read in the next forward as well."""
 
     class Router(nn.Module):

@@ -1,11 +1,12 @@
-"""Sharded training computes what plain single-process training computes: losses, every gradient, every parameter.
+"""Tests that sharded training computes what plain single-process training computes: losses, gradients, parameters.
 
-Two oracles, both plain torch:
-- the *whole* batch on an unsharded copy of the model: independent of any idea of ranks; equal within fp32 rounding, for
-  a mean over the batch is summed in another order than the average over the ranks' slices, and bitwise on one rank;
-- the batch *slice by slice*, gradients averaged by hand: what the ranks should compute to the last bit, so it also
-  holds where low precision makes the whole batch a poor judge. Two terms add up in one order only: bitwise on 1 and 2
-  ranks.
+There are two oracles, both plain torch:
+- the *whole* batch on an unsharded copy of the model, which is independent of ranks. It is equal within fp32 rounding,
+  because a mean over the batch is summed in another order than the average over the ranks' slices, and bitwise equal on
+  one rank;
+- the batch *slice by slice*, with gradients averaged by hand: the ranks should compute this bitwise, so it also holds
+  where low precision makes the whole batch a poor oracle. Two terms have only one order of addition: it is bitwise on 1
+  and 2 ranks.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""A program that nobody edited, with torch's names, run by `python -m fsdp2`: every process of it has ours."""
+"""Tests an unedited program with torch's names, run by `python -m fsdp2`: each of its processes uses fsdp2."""
 
 import os
 import subprocess

@@ -1,8 +1,8 @@
-"""The kind: memory that a user has given up is still held.
+"""Tests that memory is freed when a user moves a model off the device.
 
 Trainers for reinforcement learning move model, gradients and optimizer state off the device between two phases, by
 `param.data = param.data.to(elsewhere)` or `module.to(elsewhere)`, and back. Here the device is the CPU, and elsewhere
-is memory of Python's, or meta: what torch has allocated is counted by its profiler.
+is memory of Python, or meta: the profiler counts the memory that torch has allocated.
 """
 
 import copy
@@ -138,7 +138,7 @@ def test_offloaded_parameters_leave_no_memory(
     count(body, world_size)
 
 
-def test_training_goes_on_after_all_was_away() -> None:
+def test_training_continues_after_all_memory_was_moved() -> None:
     """Parameters, gradients and an optimizer's state: a step in one phase, and the next in another."""
 
     def body(rank: int, world_size: int) -> None:

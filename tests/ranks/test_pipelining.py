@@ -1,7 +1,7 @@
-"""Pipelines of torch.distributed.pipelining whose stages are sharded: two stages or more times two data-parallel ranks.
+"""Tests pipelines of torch.distributed.pipelining with sharded stages: two or more times two data-parallel ranks.
 
 The oracle is the whole model on the whole batch, in one process. A schedule runs each micro-batch forward and backward
-by itself, keeps gradients unsynchronised, and asks for their reduction outside any backward pass; zero-bubble ones
+by itself, keeps gradients unsynchronized, and asks for their reduction outside any backward pass; zero-bubble schedules
 compute the gradients of inputs and those of weights in two passes, neither of which is `backward`.
 """
 
@@ -300,7 +300,7 @@ def accumulates(run: Run, finish: Callable[[Any], None]) -> None:
         run.step(f"step {step}", model, optimizer)
 
 
-def test_waiting_gradients_are_reduced_outside_backward() -> None:
+def test_unsynchronized_gradients_are_reduced_outside_backward() -> None:
     check(accumulates, finish=(finish_by_groups, finish_at_root, finish_by_handle))
 
 

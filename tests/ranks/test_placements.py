@@ -1,7 +1,7 @@
-"""Where shards lie: along which dim, in which memory, and among how many ranks a part of them stays after forward.
+"""Tests placements: the dim of shards, their memory, and the ranks that keep a part of the parameters after forward.
 
-None of it may change what is computed. The oracle is a plain model: on the whole batch in fp64; in bf16, where that is
-a poor judge, slice by slice, with gradients averaged by hand.
+None of these may change numbers. The oracle is a plain model: on the whole batch in fp64; in bf16, where that is a poor
+oracle, slice by slice, with gradients averaged by hand.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from fsdp2.core.state import groups_below
 from helpers import Differences, assert_same, assert_same_names, chunk_of, full, run_checks, shard_batch, world_sizes
 from models import ConvNet, Experts, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd
-from stand_in import apart
+from simulated_device import simulated_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
 
@@ -614,7 +614,7 @@ def a_kth_stays_after_forward(k: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [4, 6])
-def test_a_part_stays_after_forward(world_size: int) -> None:
+def test_a_secondary_partition_stays_after_forward(world_size: int) -> None:
     """Cut among few ranks, parameters lie otherwise than among all: other chunks, other padding."""
     parts = {4: (1, 2, 4), 6: (2, 3)}[world_size]
     if world_size == 4:
@@ -647,7 +647,7 @@ def batch(run: Run, seed: int) -> Tensor:
     return run.batch(seed=seed, rows=ROWS)
 
 
-def test_what_stays_is_not_used_for_anything_but_backward() -> None:
+def test_the_secondary_partition_is_used_only_in_backward() -> None:
     """Another forward, or an optimizer step, comes between a forward and its backward, or in place of that."""
 
     def scenario(run: Run, between: str) -> None:
@@ -703,7 +703,7 @@ def test_what_stays_is_not_used_for_anything_but_backward() -> None:
     check(scenario, 4, between=between)
 
 
-def test_a_part_stays_with_checkpointing_and_several_forwards() -> None:
+def test_a_secondary_partition_with_checkpointing_and_several_forwards() -> None:
     """What is gathered, shrunk and gathered again, in any order, is the same parameters."""
 
     def scenario(run: Run, mode: str, k: int) -> None:
@@ -770,7 +770,7 @@ def staged(check: Callable[[Case], None]) -> Callable[[Case], None]:
 
     @functools.wraps(check)
     def run(case: Case) -> None:
-        with apart():
+        with simulated_device():
             mesh = case.device_mesh()
             group = groups_below(case.shard_one(case.plain(), mesh))[0]
             assert group.parameters.storage_device != DataMesh(mesh, mesh.ndim - 1).device
@@ -808,7 +808,7 @@ def test_staged_shards_in_other_orders() -> None:
 
     def scenario(run: Run, mode: str) -> None:
         model = run.build(Net)
-        with apart():
+        with simulated_device():
             blocks_of(run, model, True, offload_policy=OFFLOAD)
             optimizer = sgd(model)
             for step in range(3):

@@ -1,4 +1,4 @@
-"""Plain numbers that differ between ranks beside DTensors that are computed from shards, in losses."""
+"""Tests plain numbers that differ between ranks in losses with DTensors that are computed from shards."""
 
 import operator
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def whole_of(tensor: DTensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mesh", ["shards", "replicas"])
-def test_functions_that_meet_a_number_of_a_ranks_own_say_so(mesh: str) -> None:
+def test_functions_of_a_number_that_differs_between_ranks_raise(mesh: str) -> None:
     """Whose gradients depend on it; and are exact where all ranks have the same."""
 
     def body(rank: int, size: int) -> None:

@@ -142,5 +142,5 @@ def test_random_calls_are_exact_or_refused(world_size: int, first: int) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "recipe"), FOUND.values(), ids=FOUND)
-def test_what_has_failed_before(world_size: int, recipe: Recipe) -> None:
+def test_earlier_failures(world_size: int, recipe: Recipe) -> None:
     assert not failures([recipe], world_size)

@@ -1,4 +1,4 @@
-"""Random operations on DTensors, beside the same on plain tensors."""
+"""Tests random operations on DTensors against the same on plain tensors."""
 
 from collections.abc import Callable
 from typing import Any

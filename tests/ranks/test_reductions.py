@@ -1,4 +1,4 @@
-"""Gradients of what is computed of whole sharded parameters, where one rank lacks what decides."""
+"""Tests gradients of reductions of full sharded parameters, where one rank lacks the deciding element."""
 
 import math
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def weights() -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor:UserWarning")  # torch's, in the gradient of a product
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom is:UserWarning")  # of what a rank holds
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_a_penalty_beside_a_loss_has_the_plain_gradient(world_size: int) -> None:
+def test_a_penalty_added_to_a_loss_has_the_plain_gradient(world_size: int) -> None:
     """The kind: an operation whose gradient reduces again, or counts, by what is no dim of the local shard: extremes
     (which divide by how many elements are the largest: `sum` over no dims), `dist`, views by negative dims.
     """

@@ -1,4 +1,4 @@
-"""Pruning and parametrizations of what is sharded already: refused by name; what is said to do works."""
+"""Tests that pruning and parametrizing sharded parameters is refused by name, and that the advice works."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Users convert, move, replace and reload parameters after sharding: training goes on as a plain model's would.
+"""Tests parameters that users convert, move, replace and reload after sharding: the model trains like the plain one.
 
 Every check does to the sharded model what it does to a plain one, and then trains both.
 """

@@ -1,4 +1,4 @@
-"""Whole copies on every rank, axes named out of a larger mesh, and parameters that compute in a dtype of their own."""
+"""Tests `replicate`, axes of a larger mesh given by name, and parameters that compute in their own dtype."""
 
 import copy
 from collections.abc import Callable

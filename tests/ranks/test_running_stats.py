@@ -1,4 +1,4 @@
-"""What BatchNorm and its like keep for evaluation is the mean of what the ranks keep, once a step is over."""
+"""Tests that running statistics of BatchNorm and similar layers are averaged over the ranks after each step."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Backward that learns of gradients only by what modules returned: exact for these, refused for any other."""
+"""Tests backward without saved-tensor hooks: exact for gradients that enter by outputs of modules, and refused for
+others.
+"""
 
 import pytest
 import torch
@@ -74,7 +76,7 @@ def test_a_module_that_runs_twice_and_one_that_is_frozen() -> None:
     check(scenario, wrap=(blocks, leaves))
 
 
-def test_a_group_that_runs_twice_in_what_is_checkpointed() -> None:
+def test_a_group_that_runs_twice_in_a_checkpoint() -> None:
     """It is freed behind the second forward's backward, and needed again by the first one's."""
 
     class Checkpointed(nn.Module):

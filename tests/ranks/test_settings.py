@@ -1,6 +1,6 @@
-"""Every setter of FSDPModule changes how a step is done, and not its numbers: held against plain training.
+"""Tests that every setter of FSDPModule leaves the numbers of a step as they are, against plain training.
 
-That each setting has an effect is shown in tests/trace/test_every_setting.py, without ranks.
+tests/trace/test_every_setting.py tests that each setting has an effect, without ranks.
 """
 
 import copy
@@ -223,7 +223,7 @@ def test_a_setting_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "reentrant", "non-reentrant"])
-def test_weights_that_backward_needs_are_gathered_though_it_was_told_not_to(recompute: str) -> None:
+def test_weights_that_backward_needs_are_gathered_in_spite_of_the_setting(recompute: str) -> None:
     """Only what nothing reads stays away: an embedding's weight, not a linear layer's, also under checkpointing."""
 
     def scenario(run: Run) -> None:
@@ -374,7 +374,7 @@ def train_around(run: Run, model: nn.Module, change: Callable[[Run, nn.Module], 
     run.params("last", model)
 
 
-def test_full_parameters_that_were_kept_are_not_used_once_they_are_stale() -> None:
+def test_stale_unsharded_parameters_are_not_used() -> None:
     """set_reshard_after_backward(False): whatever changes a parameter, the next forward computes with the new value."""
 
     def scenario(run: Run, change: str, wrap: Wrap) -> None:
@@ -386,7 +386,7 @@ def test_full_parameters_that_were_kept_are_not_used_once_they_are_stale() -> No
     check(scenario, change=tuple(CHANGES), wrap=(kept,))
 
 
-def test_full_parameters_are_not_stale_after_what_torch_does_not_count() -> None:
+def test_unsharded_parameters_are_not_stale_after_changes_that_torch_does_not_count() -> None:
     """Operations through a plain tensor's `.data` leave versions as they are: users call reshard."""
 
     def scenario(run: Run, change: str, wrap: Wrap) -> None:
@@ -417,7 +417,7 @@ class Shift(nn.Module):
         return x + self.embed((x > 0).sum(1)) + self.shift
 
 
-def test_full_parameters_that_changed_between_forward_and_backward_are_stale() -> None:
+def test_unsharded_parameters_changed_between_forward_and_backward_are_stale() -> None:
     """The versions of what was gathered are those at the gather, not those at the backward that found it kept."""
 
     def scenario(run: Run, when: str, wrap: Wrap) -> None:
@@ -468,7 +468,7 @@ def test_optimizer_in_backward_with_full_parameters_that_stay() -> None:
     check(scenario, foreach=(True, False), wrap=(whole, blocks, kept))
 
 
-def test_full_parameters_that_stay_through_errors_evaluation_and_unshard() -> None:
+def test_parameters_that_stay_unsharded_through_errors_evaluation_and_unshard() -> None:
     def scenario(run: Run, wrap: Wrap) -> None:
         model = run.build(MayFail)
         wrap(run, model)
@@ -643,7 +643,7 @@ def test_the_old_name_of_the_divide_factor() -> None:
     check(scenario)
 
 
-def test_the_hook_gets_what_becomes_gradients() -> None:
+def test_the_hook_gets_the_gradients() -> None:
     """One call per reduction, with the flat reduced shards in the reduce dtype, before `.grad` and its hooks."""
 
     def both_dtypes() -> None:
@@ -707,7 +707,7 @@ def test_custom_collectives_get_tensors_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_a_custom_reduce_scatter_delivers_is_used(is_async: bool) -> None:
+def test_the_result_of_a_custom_reduce_scatter_is_used(is_async: bool) -> None:
     def scenario(run: Run, factor: float | None) -> None:
         model = run.build(Net)
         whole(run, model)
@@ -907,7 +907,7 @@ def test_reset_after_an_error() -> None:
     check(scenario, when=("forward", "backward"), twice=(False, True), wrap=(whole, leaves))
 
 
-def test_reset_drops_what_waits() -> None:
+def test_reset_drops_unsynchronized_gradients() -> None:
     """In an accumulation: gradients that wait for synchronisation are gone, those reduced before it stay."""
 
     def scenario(run: Run, failed: str, reduced: bool, wrap: Wrap) -> None:
@@ -1056,7 +1056,7 @@ def test_a_method_that_is_not_registered_works_on_shards() -> None:
     run_checks(2, [("checks", checks)])
 
 
-def test_roots_that_share_what_bounds_their_reductions() -> None:
+def test_roots_that_share_the_bound_of_their_reductions() -> None:
     """Two stages of a pipeline, each a root: their backwards take turns, and the gradients of both are exact."""
 
     def scenario(run: Run, when: str, wrap: Wrap, settings: tuple[str, ...]) -> None:
@@ -1140,7 +1140,7 @@ def test_reductions_in_flight_when_roots_begin_to_share() -> None:
     check(scenario, order=("12", "21"), finalizes=("12", "21"))
 
 
-def test_a_failed_backward_leaves_what_another_root_has_in_flight() -> None:
+def test_a_failed_backward_leaves_reductions_of_another_root_in_flight() -> None:
     def scenario(run: Run, shares: bool) -> None:
         first, second = run.build(MayFail), run.build(MayFail, seed=2)
         for stage in (first, second):
@@ -1158,7 +1158,7 @@ def test_a_failed_backward_leaves_what_another_root_has_in_flight() -> None:
     check(scenario, shares=(False, True))
 
 
-def test_a_reduction_of_what_waits_that_fails() -> None:
+def test_a_failing_reduction_of_unsynchronized_gradients() -> None:
     """Half begun, it leaves nothing that another finalisation would deliver as if it were all."""
 
     def scenario(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Outside forward and backward users see the sharded parameters, always the same objects; no full copy is stale."""
+"""Tests that users see the same sharded parameters outside forward and backward, and never stale unsharded ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -134,7 +134,7 @@ def test_an_optimizer_built_at_any_time_trains() -> None:
     check(scenario, when=("after evaluation", "between", "after backward"), wrap=WRAPS)
 
 
-def test_inside_a_forward_modules_see_full_parameters() -> None:
+def test_inside_a_forward_modules_have_unsharded_parameters() -> None:
     """Their shapes, their values and `requires_grad` are those of the plain model; hooks of users see them as well."""
 
     class Looks(nn.Module):
@@ -170,7 +170,7 @@ def test_inside_a_forward_modules_see_full_parameters() -> None:
     check(with_batches_of_seven)
 
 
-def test_full_parameters_are_back_after_a_zero_grad_that_raises() -> None:
+def test_parameters_are_unsharded_again_after_a_zero_grad_that_raises() -> None:
     class Raises(nn.Linear):
         def zero_grad(self, set_to_none: bool = True) -> None:
             raise ValueError("on purpose")
@@ -376,7 +376,7 @@ def test_reshard_after_forward_changed_between_steps() -> None:
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_what_users_put_on_parameters_before_sharding_is_kept() -> None:
+def test_attributes_of_parameters_before_sharding_are_preserved() -> None:
     """Attributes, `requires_grad`, hooks; on the object that `parameters()` gives, through steps and evaluation."""
 
     def scenario(run: Run, wrap: Wrap) -> None:

@@ -1,4 +1,4 @@
-"""Each situation of situations.py ends as its line says: EXACT, or LOUD with the right message."""
+"""Tests that each situation of situations.py ends as it states: EXACT, or LOUD with the right message."""
 
 import functools
 from typing import Any

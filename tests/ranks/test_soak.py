@@ -1,4 +1,4 @@
-"""Many steps, with errors, evaluation, accumulation and state dicts between them, leave nothing behind.
+"""Tests many steps, with errors, evaluation, accumulation and state dicts between them, for leaks.
 
 FSDP2_NIGHTLY=1 python -m pytest tests/ranks/test_soak.py    # 2,000 steps, in place of 100
 """

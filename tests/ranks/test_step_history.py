@@ -1,4 +1,4 @@
-"""Ranks find out that their optimizers have not done the same; and what is the same is no error."""
+"""Tests that ranks detect different optimizer steps, and that equal steps are no error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def forwards_until_raised(model: nn.Module, optimizer: Any, most: int) -> int:
     return 0
 
 
-def test_a_step_too_many_is_found_when_ranks_look_next() -> None:
+def test_an_additional_step_is_found_at_the_next_check() -> None:
     """In the 1st, 2nd, 4th, ... forward."""
 
     def body(rank: int, size: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class PerParameter:
     zero_grad = step
 
 
-def test_no_error_where_ranks_step_on_what_they_have() -> None:
+def test_no_error_where_ranks_step_on_different_parameters() -> None:
     def body(rank: int, size: int) -> int:
         model = build()
         optimizer = PerParameter(model)
@@ -139,7 +139,7 @@ def test_divisors_are_compared_where_collectives_say_nothing() -> None:
         assert "Call set_gradient_divide_factor on all ranks, with the same factor" in text
 
 
-def test_what_ranks_compare_keeps_its_place() -> None:
+def test_each_compared_number_has_a_fixed_index() -> None:
     """The kind: numbers that are on the host of one rank, and on the device of another, where a parameter was loaded on
     one rank only, or is there on one only. And any order and number of them.
     """

@@ -1,7 +1,8 @@
-"""`sync_module_states`: ranks that have built different weights train those of the first.
+"""Tests `sync_module_states`: ranks that have built different weights train those of the first rank.
 
-The kind: whatever of a model ranks may hold differently (parameters and buffers of any dtype and strides, replicas,
-what no fully_shard call manages) is the first rank's afterwards, or an error on all ranks says by name why it can't be.
+Every tensor of a model that may differ between ranks (parameters and buffers of any dtype and strides, replicas,
+parameters that no fully_shard call manages) is equal to the first rank's afterwards, or all ranks raise an error that
+names it and the reason.
 """
 
 from collections.abc import Callable
@@ -193,7 +194,7 @@ def parts_of_tensor_parallelism_stay() -> None:
     local = torch.full((3, 4), float(mine()))
     model.weight = nn.Parameter(DTensor.from_local(local, mesh["tp"], [Shard(0)]))
     for wrong in (None, mesh, mesh["tp"]):
-        with pytest.raises(ValueError, match=r"parameter weight: ranks of .* hold different parts.*mesh\['dp'\]"):
+        with pytest.raises(ValueError, match=r"parameter weight: ranks of .* hold different shards.*mesh\['dp'\]"):
             sync_module_states(model, wrong)
     assert torch.equal(model.weight.to_local(), local)
     model.bias.data.fill_(mine())

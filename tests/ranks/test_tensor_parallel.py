@@ -1,4 +1,4 @@
-"""Tensor parallelism inside, sharding outside: parameters that are DTensors already are cut further.
+"""Tests sharding of parameters that tensor parallelism has made DTensors.
 
 The oracle is a plain model on the whole batch: the ranks of one tensor-parallel group see the same rows. Models are in
 fp64, so that another order of summation is far below the tolerance.

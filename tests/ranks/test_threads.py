@@ -1,5 +1,7 @@
-"""The kind: what is remembered for one thread only. Forward, backward and steps may each run on any thread, as long as
-there is one after the other: programs call `backward` on a worker thread, and autograd has threads of its own.
+"""Tests forward, backward and steps on different threads, one after the other.
+
+Programs call `backward` on a worker thread, and autograd has threads of its own. The fault in question: a fact that is
+stored for one thread only.
 """
 
 import copy

@@ -1,6 +1,6 @@
-"""examples/train_gpt.py as its users run it: the loss curve does not depend on who shards, over how many ranks.
+"""Tests examples/train_gpt.py as its users run it: the losses do not depend on --impl or on the number of ranks.
 
-Plain training on one process is the oracle. One run is by torchrun, since the launcher is part of what is tested:
+Plain training on one process is the oracle. One run uses torchrun, because the launcher is part of the test:
 test_torchrun_passes_sigterm_on.
 """
 
@@ -86,7 +86,7 @@ def test_other_implementations_learn_like_plain_training(
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_resumed_run_goes_on_as_if_uninterrupted(
+def test_resumed_run_continues_as_if_uninterrupted(
     ranks: int, tmp_path: Path, sharded_run: tuple[Path, tuple[Curve, Curve]]
 ) -> None:
     """Weights, both moments of AdamW, its step count and the order of the data must cross to other shard sizes."""
@@ -94,7 +94,7 @@ def test_resumed_run_goes_on_as_if_uninterrupted(
     expected_losses = {step: loss for step, loss in losses.items() if step > SAVED_STEP}
     expected_validations = {step: bits for step, bits in validations.items() if step >= SAVED_STEP}
     checkpoint = folder / f"step-{SAVED_STEP:06}"
-    says = f"Resumed from {checkpoint}: training goes on with step {SAVED_STEP + 1}."
+    says = f"Resumed from {checkpoint}: training continues with step {SAVED_STEP + 1}."
     resumed = train(tmp_path, IMPL, ranks, "--resume", str(checkpoint), says=says)
     assert_same(resumed, (expected_losses, expected_validations))
 
@@ -116,7 +116,7 @@ def terminates_in(steps: dict[int, int]) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("steps", [{1: 4}, {0: 4, 1: 6}, {0: 4, 1: 4}], ids=str)
-def test_a_run_that_gets_sigterm_saves_and_goes_on_as_if_uninterrupted(
+def test_a_run_that_gets_sigterm_saves_and_continues_as_if_uninterrupted(
     steps: dict[int, int], tmp_path: Path, sharded_run: tuple[Path, tuple[Curve, Curve]]
 ) -> None:
     """One rank, or all, in the same step or not: they agree on the first, save, and end without an error. All save what
@@ -134,7 +134,7 @@ def test_a_run_that_gets_sigterm_saves_and_goes_on_as_if_uninterrupted(
         assert stopped | resumed == pytest.approx(losses, abs=1e-4)
 
 
-def test_killed_while_a_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
+def test_killed_while_a_checkpoint_replaces_another(tmp_path: Path) -> None:
     """One of an earlier run, of the same step: there is a whole one at any moment."""
     losses, _ = train(tmp_path, IMPL, 2, "--steps", "3", "--save-every", "2")
     shutil.rmtree(tmp_path / "step-000003")

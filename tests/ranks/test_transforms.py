@@ -1,4 +1,4 @@
-"""`torch.func`'s transforms around the forward of a sharded module, and inside it."""
+"""Tests `torch.func`'s transforms around the forward of a sharded module, and inside it."""
 
 from collections import OrderedDict
 from collections.abc import Callable

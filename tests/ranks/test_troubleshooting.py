@@ -1,7 +1,7 @@
-"""The table of error messages in examples/README.md: each is what a program gets that makes the mistake.
+"""Tests the table of error messages in examples/README.md: a program with each mistake gets the message.
 
-The kind: a text that a reader searches for. Each row is known by its first cell; its program must raise on every rank,
-with that text in the error. A row without a program, and a program without a row, fail.
+The first cell of a row is a text that a reader searches for. The row's program must raise on every rank, with that text
+in the error. A row without a program, and a program without a row, fail.
 """
 
 import re
@@ -99,6 +99,11 @@ def inner_module() -> None:
 @says("got mixed torch.Tensor and DTensor")
 def functional() -> None:
     nn.functional.linear(torch.ones(2, 8), shard(build()).head.weight)
+
+
+@says("a plain tensor can't be copied into it")
+def full_state_dict() -> None:
+    shard(build()).load_state_dict(build().state_dict())
 
 
 @says("of a plain tensor of shape")

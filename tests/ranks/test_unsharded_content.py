@@ -1,5 +1,7 @@
-"""Writes through `.data`: to full parameters inside the forward that computes with them, which would be lost; to shards
-whose full parameters stay, which would not be computed with.
+"""Tests writes through `.data`, which no version counter shows.
+
+Writes to unsharded parameters inside the forward that computes with them would be lost; writes to shards whose
+parameters stay unsharded would not be used.
 """
 
 import copy
@@ -181,7 +183,7 @@ class FailsOnce(nn.Module):
         return x
 
 
-def test_no_alarm_without_a_write() -> None:
+def test_no_error_without_a_write() -> None:
     """After a forward that failed half-way, of which nothing was compared; where forwards nest; with NaN in weights."""
 
     def scenario(run: Run) -> None:
@@ -239,7 +241,7 @@ def assert_is_refused_once(model: Any, plain: Tower, x: Tensor) -> None:
     assert_same(model(x), plain(x), 0, 1e-6, "the next forward")
 
 
-def test_a_shard_that_was_written_to_while_full_parameters_stay() -> None:
+def test_a_shard_that_was_written_to_while_parameters_stay_unsharded() -> None:
     """Where no version shows it. The 2nd and the 4th forward are checked."""
 
     def body(_: int, __: int) -> None:
@@ -258,7 +260,7 @@ def test_a_shard_that_was_written_to_while_full_parameters_stay() -> None:
     run_ranks(2, body)
 
 
-def test_what_unshard_has_gathered_is_written_to() -> None:
+def test_writes_after_unshard() -> None:
     def body(_: int, __: int) -> None:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
         model, plain = sharded_and_plain()
@@ -269,7 +271,7 @@ def test_what_unshard_has_gathered_is_written_to() -> None:
     run_ranks(2, body)
 
 
-def test_no_alarm_where_full_parameters_stay() -> None:
+def test_no_error_where_parameters_stay_unsharded() -> None:
     """Cast ones, offloaded ones, NaN, changes that versions show, and parameters of which some ranks hold no row."""
 
     def body(_: int, __: int) -> None:

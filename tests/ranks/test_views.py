@@ -1,4 +1,4 @@
-"""Views of DTensors, read and written to, beside the same of plain tensors; of sharded parameters: test_situations."""
+"""Tests reads of and writes to views of DTensors against plain tensors. (test_situations: sharded parameters.)"""
 
 import copy
 import itertools

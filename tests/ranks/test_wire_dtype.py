@@ -1,7 +1,7 @@
-"""Gradients that travel in fewer bits than they are summed in: each rank's is rounded once, and the sums are not.
+"""Tests gradients that are sent in fewer bits than they are summed in: each rank's are rounded once, sums are not.
 
 The oracle is plain: every rank's gradients of the unsharded model, rounded by hand, added in rank order and divided in
-the reduce dtype. gloo adds them in that order, too, so gradients are equal to the last bit on any number of ranks.
+the reduce dtype. gloo adds them in that order, too, so gradients are bitwise equal on any number of ranks.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from fsdp2.core.state import groups_below
 from fsdp2.ext import large_gradients
 from fsdp2.ext.gloo import PairwiseComm
 from helpers import Differences, assert_same, full, run_checks, world_sizes
-from stand_in import apart
+from simulated_device import simulated_device
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -208,7 +208,7 @@ def check_gradients(case: Case) -> None:
             patches.enter_context(mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1))
             patches.enter_context(mock.patch.object(large_gradients, "MIN_PIECE_BYTES", 16))
         if case.offload:
-            patches.enter_context(apart())
+            patches.enter_context(simulated_device())
         model = plain_model()
         shard(case, model)
         run_passes(case, model)
@@ -246,7 +246,7 @@ NESTED = [Case(policy, nested=True) for policy in POLICIES]
 
 
 @pytest.mark.parametrize("world_size", world_sizes(1, 2, 3, nightly=[4]))
-def test_gradients_are_means_of_what_ranks_send(world_size: int) -> None:
+def test_gradients_are_means_of_the_sent_values(world_size: int) -> None:
     """One rounding too many or too few, a sum of two in bf16, a wrong offset: each moves a bit."""
     more = [Case(policy, last_dim=True) for policy in POLICIES]
     apart = [Case(policy, offload=True, direct=direct) for policy in ("bf16", "fp32") for direct in (True, False)]
@@ -269,7 +269,7 @@ def test_replicas_sum_in_the_reduce_dtype(mesh: tuple[int, int]) -> None:
     run_cases(mesh[0] * mesh[1], cases)
 
 
-def test_gradients_that_waited_are_rounded_when_they_leave() -> None:
+def test_unsynchronized_gradients_are_rounded_when_they_are_sent() -> None:
     """They add up in the reduce dtype; beside fresh ones of the wire dtype, in a bucket or on their own. Ranks know how
     others' travel, though only on some of them a gradient has waited.
     """
@@ -305,7 +305,7 @@ def waits_inside_a_pass() -> None:
         assert_same(full(param.grad), mean(sums), 0, 0, f"{name}.grad")
 
 
-def test_gradients_that_waited_inside_a_pass_are_not_rounded() -> None:
+def test_gradients_accumulated_inside_a_pass_are_not_rounded() -> None:
     run_checks(2, [("waits inside a pass", waits_inside_a_pass)])
 
 
@@ -353,7 +353,7 @@ def padding_counts_what_travels() -> None:
         assert reported_padding("bf16 as it comes") == 4 * 16 * 24
 
 
-def test_padding_report_counts_what_travels() -> None:
+def test_padding_report_counts_the_sent_bytes() -> None:
     run_checks(2, [("padding", padding_counts_what_travels)])
 
 

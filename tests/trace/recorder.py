@@ -1,13 +1,13 @@
-"""Records what a model's groups do, as lines of text: event, group, bytes.
+"""Records the events of a model's groups as lines of text: event, group, bytes.
 
-    gather  a gather begins             bytes of the gathered group, all ranks' parts
+    gather  a gather begins             bytes of the gathered group, of all ranks
     run     a module's forward begins
     back    the first gradient inside a module's backward is computed
-    reduce  a reduction begins          bytes that this rank puts in
+    reduce  a reduction begins          bytes that this rank contributes
     sum     a sum between replicas      bytes of this rank's shards
     free    the unsharded parameters are freed
 
-It wraps what passes through the narrow places (a group's Comm, `reshard`), and changes nothing else.
+It wraps the few functions through which all of them pass (a group's Comm, `reshard`), and changes nothing else.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A process group like NCCL's, on the simulated streams of vector_clocks.py, and a count of host synchronisations."""
+"""Simulates a process group like NCCL's on the streams of vector_clocks.py, and counts host synchronisations."""
 
 from __future__ import annotations
 

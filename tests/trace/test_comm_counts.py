@@ -1,7 +1,8 @@
-"""How many collectives a step takes in each mode, as torch's CommDebugMode counts them: the table in fsdp2/README.md.
+"""Tests how many collectives a step issues in each mode, as torch's CommDebugMode counts them: the table in
+fsdp2/README.md.
 
-On one of four ranks whose peers are simulated, through the interface that NCCL has, too. tests/ranks/test_comm.py
-counts on gloo, where ranks send and receive instead, which CommDebugMode does not know.
+It runs on one of four ranks whose peers are simulated, also through the interface of NCCL. tests/ranks/test_comm.py
+counts on gloo, where ranks send and receive instead, which CommDebugMode does not see.
 """
 
 import dataclasses
@@ -122,14 +123,14 @@ def allow_ahead(model: Any, blocks: int, less: int = 0) -> None:
     ],
     ids=["one block", "two blocks", "less than a block", "none ahead", "not to be gathered", "to be freed"],
 )
-def test_what_backward_would_gather_as_it_begins_stays(change: Callable[[Any], None], stay: int) -> None:
+def test_groups_that_backward_needs_first_stay_unsharded(change: Callable[[Any], None], stay: int) -> None:
     """Behind the last block, as much as is gathered ahead of it, if nobody wants otherwise."""
     model = build()
     change(model)
     assert steps(model).gathers == BLOCKS - stay
 
 
-def test_what_stays_for_backward_is_gathered_if_freed_by_hand() -> None:
+def test_groups_that_stay_for_backward_are_gathered_if_freed_by_hand() -> None:
     model = build(reshard_after_forward=False)
     steps(model)
     with CommDebugMode() as seen:
@@ -167,7 +168,7 @@ def test_accumulation(hsdp: bool) -> None:
         assert step(model) == Counts(GROUPS, GROUPS, GROUPS * sync, GROUPS * sync * hsdp)
 
 
-def test_accumulation_that_keeps_everything() -> None:
+def test_accumulation_without_resharding() -> None:
     """As torch's users write it: what stays after one micro-batch is not gathered for the next, the last included."""
     model = build(reshard_after_forward=False)
     seen = []
@@ -179,7 +180,7 @@ def test_accumulation_that_keeps_everything() -> None:
     assert step(model) == Counts(forward=GROUPS, reduces=GROUPS)
 
 
-def test_large_groups_reduce_in_parts() -> None:
+def test_large_groups_reduce_in_several_buckets() -> None:
     """From 1 MiB on, at most four, while backward goes on; they gather in one launch all the same."""
     width, depth = 512, 8  # 1 MiB in each weight
     model = build(Net(width, depth), reshard_after_forward=True)

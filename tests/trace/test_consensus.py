@@ -1,6 +1,7 @@
-"""What ranks say to each other where some modules are conditional, and what they do for others that run more.
+"""Tests the messages between ranks where some modules are conditional, and what a rank does for others that run more.
 
-On one of four ranks, whose peers are played by a script: the least request of all ranks, one consensus after the other.
+It runs on one of four ranks. A script plays its peers: it gives the least request of all ranks, one consensus after the
+other.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def build() -> Any:
 
 
 @pytest.mark.parametrize(("device", "warnings"), [("cuda", 1), ("cpu", 0)])
-def test_what_a_consensus_on_a_device_costs_is_said_once(device: str, warnings: int) -> None:
+def test_the_cost_of_a_consensus_on_a_device_is_logged_once(device: str, warnings: int) -> None:
     """At the first one, on the first rank: not where a model is built, which may never run."""
 
     def agree(_: Any, request: int, event: int) -> tuple[int, int, int]:
@@ -133,7 +134,7 @@ def test_others_that_run_the_tower_are_joined() -> None:
     ]
 
 
-def test_ranks_at_different_places_raise() -> None:
+def test_ranks_in_different_modules_raise() -> None:
     def all_reduce(tensor: Tensor, group: Any, *, largest: bool) -> None:
         tensor[1] = max(int(tensor[1]), -event("tower.0", REDUCE))
         tensor[2] = max(int(tensor[2]), event("root", GATHER))

@@ -1,6 +1,6 @@
-"""Bytes that a step copies, read and written, above what the plain model does: held against the limit, exactly counted.
+"""Tests the exact number of bytes that a step copies, read and written, beyond those of the plain model.
 
-On one of many ranks whose peers are simulated.
+It runs on one of many ranks whose peers are simulated.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ SLACK = {"fp32": 0.01, "bf16/fp32": 0.11}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_matrices_are_gathered_and_reduced_in_place(precision: str) -> None:
+def test_matrices_are_gathered_and_reduced_without_copies(precision: str) -> None:
     """One cast each way under mixed precision, nothing otherwise; a staging buffer would cost 4 bytes and more."""
     with fake_world(64):
         mesh = dist.init_device_mesh("cpu", (64,))

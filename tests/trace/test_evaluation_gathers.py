@@ -1,7 +1,8 @@
-"""The kind: a gather of what is there already. How often each group is gathered in forwards without grad.
+"""Tests how often each group is gathered in forwards without grad. The fault in question: a gather of data that is
+unsharded already.
 
-Token by token, a model generates in as many forwards as there are tokens: a gather of each group in each of them costs
-more than all else. examples/README.md has these counts ("Evaluation and generation").
+A model generates text in as many forwards as there are tokens: a gather of each group in each of them costs more than
+all else. examples/README.md has these counts ("Evaluation and generation").
 """
 
 from collections.abc import Callable, Iterator
@@ -76,7 +77,7 @@ def test_without_a_setting_each_forward_gathers_each_group() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_stays_after_forward_is_gathered_once(mode: Any) -> None:
+def test_groups_that_stay_unsharded_are_gathered_once(mode: Any) -> None:
     with counted(reshard_after_forward=False) as (model, gathers):
         generate(model, mode=mode)
         assert gathers() == GROUPS
@@ -85,7 +86,7 @@ def test_what_stays_after_forward_is_gathered_once(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("choice", [None, True])
-def test_what_unshard_has_gathered_is_not_gathered_again(choice: bool | None) -> None:
+def test_groups_unsharded_by_hand_are_not_gathered_again(choice: bool | None) -> None:
     """It stays through forwards of other lengths, until `reshard` frees it."""
     with counted(reshard_after_forward=choice) as (model, gathers):
         for module in sharded_modules(model):
@@ -165,7 +166,7 @@ def test_pinned_groups_stay_pinned_when_a_weight_changes() -> None:
         assert gathers() == 1
 
 
-def test_a_pass_with_grad_ends_what_unshard_has_begun() -> None:
+def test_a_pass_with_grad_ends_the_effect_of_unshard() -> None:
     with counted(reshard_after_forward=True) as (model, gathers):
         for module in sharded_modules(model):
             module.unshard()
@@ -175,7 +176,7 @@ def test_a_pass_with_grad_ends_what_unshard_has_begun() -> None:
         assert gathers() == 2 * GROUPS
 
 
-def test_a_gather_ahead_is_no_wish_to_keep() -> None:
+def test_a_group_gathered_ahead_does_not_stay_unsharded() -> None:
     """`unshard(async_op=True)` that a forward finishes: a user's own prefetching, in evaluation, too."""
     with counted(reshard_after_forward=True) as (model, gathers):
         for _ in range(2):
@@ -185,7 +186,7 @@ def test_a_gather_ahead_is_no_wish_to_keep() -> None:
             assert gathers() == GROUPS
 
 
-def test_a_forward_that_raises_keeps_nothing() -> None:
+def test_after_a_forward_that_raises_nothing_stays_unsharded() -> None:
     """It may have written to what it has gathered."""
     with counted(reshard_after_forward=False) as (model, gathers):
         generate(model)

@@ -1,8 +1,8 @@
-"""No option is accepted and ignored: methods of FSDPModule, arguments of fully_shard, fields of its policy of dtypes.
+"""Tests that each method of FSDPModule, argument of fully_shard and field of its policy has an effect.
 
-Held against what one step does (tests/ranks/test_settings.py: its numbers stay the same), on one of four ranks whose
-peers are simulated. A method, an argument or a field without a check here fails. test_settings_on_topologies.py has the
-other topologies.
+A setting is compared with what one step does (its numbers stay the same: tests/ranks/test_settings.py), on one of four
+ranks whose peers are simulated. A method, an argument or a field without a check here fails.
+test_settings_on_topologies.py has the other topologies.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from fsdp2 import (
 from fsdp2.core import streams
 from fsdp2.core.state import groups_below, groups_of
 from helpers import fake_world
-from stand_in import Stream, apart
+from simulated_device import Stream, simulated_device
 
 RANKS = 4
 
@@ -647,7 +647,7 @@ def placements() -> None:
 
 @checks("fully_shard(offload_policy)")
 def offload() -> None:
-    with apart():
+    with simulated_device():
         assert groups_of(build(offload_policy=CPUOffloadPolicy()))[0].parameters.buffers._stage is not None
     assert groups_of(build())[0].parameters.buffers._stage is None
 
@@ -728,7 +728,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("method", "flag"), FLAGS)
-def test_what_is_not_a_bool_is_refused_by_name(method: str, flag: str) -> None:
+def test_values_other_than_bools_are_refused_by_name(method: str, flag: str) -> None:
     """A truthy object must not count as True: nothing has changed then."""
     model = build()
     for wrong in (1, 0, None, "yes", torch.tensor(True)):
@@ -815,7 +815,7 @@ def test_settings_of_communication_hold_together(settings: tuple[str, ...]) -> N
     assert in_force == {name: name in settings for name in COMMUNICATION}
 
 
-def test_an_accumulation_that_keeps_unsharded_parameters_gathers_once() -> None:
+def test_an_accumulation_without_resharding_gathers_once() -> None:
     """set_reshard_after_backward(False): gathers in the first micro-batch only, and again after an optimizer step."""
     model = build(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
@@ -838,7 +838,7 @@ def test_an_accumulation_that_keeps_unsharded_parameters_gathers_once() -> None:
     assert sorted(gathers(lines)) == ["b0", "b1", "root"]
 
 
-def test_storage_that_is_kept_stays_where_it_is() -> None:
+def test_kept_storage_has_a_stable_address() -> None:
     """set_keep_unsharded_storage: the same address in each forward, though other memory is taken in between."""
 
     def addresses(keep: bool) -> set[tuple[int, ...]]:

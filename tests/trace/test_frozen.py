@@ -1,6 +1,6 @@
-"""What frozen weights cost: their shards and their gathers; no gradient, no reduction, no memory in backward.
+"""Tests what frozen weights cost: their shards and their gathers; no gradient, no reduction, no memory in backward.
 
-G: bytes of one full group, a frozen matrix and two thin factors.  A: of the factors.
+G is the bytes of one unsharded group, a frozen matrix and two thin factors. A is the bytes of the factors.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
-"""One whole iteration, as text. Regenerate with EXPECTTEST_ACCEPT=1, and read the difference before you keep it.
+"""Tests the events of one whole iteration, as text. Regenerate it with EXPECTTEST_ACCEPT=1, and read the difference.
 
-Three blocks (4 x 4 weight and bias each: 80 bytes) under a root with a weight and bias of its own, 4 ranks, one of them
-simulated. The first iteration is not shown: it has no recorded order yet, hence no gathers ahead in forward.
+The model has three blocks (4 x 4 weight and bias each: 80 bytes) and a weight and bias in the root, on 4 ranks, one of
+which is simulated. The first iteration is not shown: it has no recorded order yet, so it gathers nothing ahead in
+forward.
 """
 
 from unittest import mock
@@ -246,7 +247,7 @@ reduce b0    128
 free   b0""",
         )
 
-    def test_gradients_on_a_narrower_wire(self) -> None:
+    def test_gradients_sent_in_a_narrower_dtype(self) -> None:
         """As above, but what goes out to be summed in fp32 is half as large, too."""
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16)
         self.assertExpectedInline(

@@ -1,7 +1,7 @@
-"""How often the host waits for the device in each step: only where checks are due, see fsdp2/checks/check_times.py.
+"""Tests how often the host waits for the device in a step: only when checks are due (check_times.py).
 
-The kind: a check, or a piece of bookkeeping, that reads a number off the device where it is computed. On a GPU the host
-then stands still until all kernels that were launched before have run, once for each such place: for each group, each
+The fault in question: a check, or some bookkeeping, reads a number from the device where it is computed. On a GPU the
+host then waits until all kernels that were launched before have run, once for each such read: for each group, each
 parameter, each input. A read of a tensor counts, whatever its device; so does a copy of host memory to the device.
 """
 
@@ -77,7 +77,7 @@ WAYS: tuple[Callable[[Net], None], ...] = (plain, cast, kept, some_unmanaged, ac
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_the_host_waits_thrice_at_most_where_checks_are_due_and_never_elsewhere(way: Callable[[Net], None]) -> None:
+def test_the_host_waits_only_at_steps_of_checks_and_three_times(way: Callable[[Net], None]) -> None:
     """Whatever is checked, for however many groups: of one root, in one pass."""
     copies, to_device = Counter[str](), compare_ranks._to_device
 
@@ -113,7 +113,7 @@ def test_the_host_waits_thrice_at_most_where_checks_are_due_and_never_elsewhere(
     assert not simulation.problems, "\n".join(simulation.problems)
 
 
-def test_a_block_of_full_params_reads_once_what_was_written_in_all_groups() -> None:
+def test_a_block_of_full_params_reads_the_checks_of_all_groups_once() -> None:
     with simulated_world(4) as simulation:
         model = Net()
         plain(model)

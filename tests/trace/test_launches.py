@@ -1,5 +1,6 @@
-"""What gathers and reductions would launch on a GPU, on one of many simulated ranks, for blocks of real sizes: see
-benchmarks/launches.py, which has the rules by which CUDA needs one kernel or many.
+"""Tests how many kernels gathers and reductions would launch on a GPU, for blocks of real sizes.
+
+It runs on one of many simulated ranks. benchmarks/launches.py has the rules by which CUDA needs one kernel or many.
 """
 
 import functools
@@ -132,7 +133,7 @@ def test_copies_of_one_call_have_one_pair_of_dtypes(ranks: int, few: int) -> Non
     assert copies.splits == (2 if ranks > 1 else 0)
 
 
-def test_the_meter_tells_one_launch_from_many() -> None:
+def test_the_meter_distinguishes_one_launch_from_many() -> None:
     """By sizes, strides, dtypes, and the numbers that fit into one kernel."""
     x, y, double, half = torch.zeros(64, 8), torch.zeros(64, 8), torch.zeros(8).double(), torch.zeros(64, 8).half()
     alike, other = [torch.zeros(4) for _ in range(65)], [torch.zeros(4) for _ in range(65)]

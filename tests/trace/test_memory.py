@@ -1,6 +1,7 @@
-"""Formulas for what a step may hold, held against every allocation that is counted.
+"""Tests formulas for the memory of a step on every allocation, all of which are counted.
 
-G: bytes of one full group.  S = G / ranks: of its shard.  All blocks are equal; activations are far below a percent.
+G is the bytes of one unsharded group, S = G / ranks those of its shard. All blocks are equal; activations are far below
+a percent.
 """
 
 import dataclasses
@@ -159,7 +160,7 @@ def test_forward_without_resharding_holds_all_groups() -> None:
     assert BLOCKS * GROUP <= measure(reshard_after_forward=False)["forward"] <= BLOCKS * GROUP + SLACK
 
 
-def test_fp32_step_holds_two_groups_and_the_gradients_on_their_way() -> None:
+def test_fp32_step_holds_two_groups_and_the_gradients_in_flight() -> None:
     """One matrix each is a bucket, and its gradient is sent from where autograd put it.
 
     The peak comes when the second block has three gradients, two of them on their way and one just computed, while the
@@ -175,7 +176,7 @@ def test_optimizer_in_backward_holds_no_gradients_but_those_on_their_way() -> No
     assert 0.98 * expected <= measure(in_backward=True)["step"] <= expected + SLACK
 
 
-def test_mixed_precision_step_holds_two_groups_and_the_gradients_on_their_way() -> None:
+def test_mixed_precision_step_holds_two_groups_and_the_gradients_in_flight() -> None:
     """As above, but a bucket is packed into fp32, twice its size, before it is sent.
 
     The peak comes when the second block's last gradient is packed, while the one before it is on its way.
@@ -186,7 +187,7 @@ def test_mixed_precision_step_holds_two_groups_and_the_gradients_on_their_way() 
     assert 0.98 * expected <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= expected + SLACK
 
 
-def test_large_matrices_are_cast_and_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_matrices_are_cast_and_sent_in_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, but of the fp32 copies three halves are there at once, two of them on their way, not two wholes."""
     monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 1 << 16)
     full = GROUP / 2
@@ -195,7 +196,7 @@ def test_large_matrices_are_cast_and_sent_in_halves(monkeypatch: pytest.MonkeyPa
     assert 0.98 * expected <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= expected + SLACK
 
 
-def test_many_small_matrices_are_as_many_bytes_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_matrices_have_as_many_bytes_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, of eight buckets: three of the eighths in which a group is sent are there at once."""
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
     full = 8 * DIM * DIM * 2
@@ -205,7 +206,7 @@ def test_many_small_matrices_are_as_many_bytes_on_their_way(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("pairwise", [False, True])
-def test_bf16_wire_step_holds_each_gradient_twice_while_it_travels(
+def test_bf16_wire_step_holds_each_gradient_twice_while_it_is_sent(
     pairwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket is sent from where autograd put it; what arrives is as large (gloo: without this rank's own slice).

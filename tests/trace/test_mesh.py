@@ -1,4 +1,4 @@
-"""The mesh of calls that name none."""
+"""Tests the mesh of calls that pass none."""
 
 import copy
 import gc

@@ -1,5 +1,6 @@
-"""What CPUOffloadPolicy copies, and when: the order of events in one iteration, seconds on simulated links, and how
-much of the CPU's memory is page-locked. On one of many ranks.
+"""Tests what CPUOffloadPolicy copies, and when, on one of many ranks.
+
+It has the order of events in one iteration, seconds on simulated links, and the bytes of page-locked memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from fsdp2.core import buckets, param_group, schedule
 from fsdp2.core.mesh import DataMesh
 from fsdp2.core.state import groups_below
 from helpers import fake_world
-from stand_in import DEVICE, Late, StandIn, apart
+from simulated_device import DEVICE, LateTransfer, SimulatedTransfers, simulated_device
 
 OFFLOAD = CPUOffloadPolicy()
 
@@ -32,17 +33,17 @@ class TestOrder(expecttest.TestCase):
         gradients, for which the host waits at the end only; at the end of forward it waits for nothing.
         """
 
-        def begin(self: StandIn, target: Tensor, source: Tensor, then: Callable[[], Any]) -> Late:
+        def begin(self: SimulatedTransfers, target: Tensor, source: Tensor, then: Callable[[], Any]) -> LateTransfer:
             transfer = start_in(self, target, source, then)
             self._run_first()  # gathers are traced where they are launched
             return transfer
 
-        start_in = StandIn.start_in
-        with fake_world(4), apart() as stand_in, mock.patch.object(StandIn, "start_in", begin):
+        start_in = SimulatedTransfers.start_in
+        with fake_world(4), simulated_device() as transfers, mock.patch.object(SimulatedTransfers, "start_in", begin):
             model = Root()
             for module in (model.b0, model.b1, model.b2, model):
                 fully_shard(module, offload_policy=OFFLOAD)
-            stand_in.log = lines = record(model)
+            transfers.log = lines = record(model)
             for _ in range(2):
                 lines.clear()
                 model(torch.ones(2, 4)).sum().backward()
@@ -153,7 +154,7 @@ def exposed_seconds(per_collective: float, per_copy: float) -> float:
 
 
 @pytest.mark.parametrize(("per_collective", "per_copy"), [(0.2, 0.2), (0.5, 0.4), (0.1, 0.8), (0.01, 0.9)])
-def test_first_copy_and_last_return_are_all_that_is_exposed(per_collective: float, per_copy: float) -> None:
+def test_only_the_first_copy_and_the_last_return_are_exposed(per_collective: float, per_copy: float) -> None:
     """Of a block's time of compute. A copy on the stream that computes, or one that the host waits for, would show with
     its whole length in every block: nine gathers and five reductions here.
     """
@@ -184,12 +185,12 @@ def test_page_locked_memory_is_bounded(buckets_of_one: int, mode: str, gradients
     finds its place again.
     """
     assert schedule.MAX_RETURNING == buckets.MAX_BUCKETS_OF_COPIES == 2 * buckets.MAX_BUCKETS
-    with apart() as stand_in:
+    with simulated_device() as transfers:
         model = Stack()
         for module in (*model, model):
             fully_shard(module, offload_policy=OFFLOAD)
         shards = sum(group.parameters.buffers.shards.nbytes for group in groups_below(model))  # type: ignore[union-attr]
-        assert stand_in.peak == shards == 24 * buckets_of_one
+        assert transfers.peak == shards == 24 * buckets_of_one
         if mode == "in backward":
             model.set_optimizer_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(4):
@@ -197,6 +198,6 @@ def test_page_locked_memory_is_bounded(buckets_of_one: int, mode: str, gradients
             if mode != "gradients add up":
                 model.zero_grad()
         most = schedule.MAX_RETURNING + 1  # and the one whose place is sought
-        assert stand_in.peak <= shards + (gradients_kept + most) * buckets_of_one
+        assert transfers.peak <= shards + (gradients_kept + most) * buckets_of_one
         model.zero_grad()
-        assert stand_in.live == shards
+        assert transfers.live == shards

@@ -1,5 +1,7 @@
-"""How much communication a step exposes, on a simulated link beside simulated compute: exact, and no matter how busy
-the machine is. Everything else takes no time there: what it costs is counted in test_host_calls.py.
+"""Tests how much communication a step exposes, on a simulated link beside simulated compute.
+
+The numbers are exact, whatever the load of the machine. All else takes no time in the simulation: its cost is counted
+in test_host_calls.py.
 """
 
 import pytest
@@ -11,7 +13,7 @@ SLACK = 3 * BLOCKS * LATENCY_SECONDS  # four reductions per block rather than on
 
 
 @pytest.mark.parametrize("per_compute", [0.1, 0.3, 1.0])
-def test_first_gather_and_last_bucket_are_all_that_is_exposed(per_compute: float) -> None:
+def test_only_the_first_gather_and_the_last_bucket_are_exposed(per_compute: float) -> None:
     """A gather or reduction that is awaited where it is issued would show with its whole length.
 
     The last reduction is a quarter of a block's.
@@ -24,7 +26,7 @@ def test_first_gather_and_last_bucket_are_all_that_is_exposed(per_compute: float
 
 @pytest.mark.parametrize("layers", [8, 16])
 @pytest.mark.parametrize("per_compute", [0.3, 0.56, 0.66])
-def test_compute_waits_in_no_block_that_hides_a_gather_and_a_reduction(layers: int, per_compute: float) -> None:
+def test_compute_does_not_wait_in_a_block_that_hides_a_gather_and_a_reduction(layers: int, per_compute: float) -> None:
     """Reductions in fp32 take twice as long as gathers in bf16, so that both take 3/2 of `per_compute` backwards of a
     block. Many buckets must not mean that few bytes are on their way: the last eighth alone is exposed.
     """

@@ -1,4 +1,4 @@
-"""The padding report beside what the collectives of a step are counted to send; and what of it is logged, to whom."""
+"""Tests that the padding report equals what collectives send, and which part of it is logged on which rank."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, cheapest_placement, fully_shard, padding_report, replicate
-from fsdp2.tools.padding import Padded, _judged
+from fsdp2.tools.padding import Padded, _examined
 from helpers import fake_world
 
 POLICIES = {
@@ -54,7 +54,7 @@ def shard(model: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world_size", [2, 3, 7, 96, 256, 512])
-def test_the_report_is_what_is_sent(world_size: int, policy: str) -> None:
+def test_the_report_equals_the_sent_bytes(world_size: int, policy: str) -> None:
     """All that a rank puts into collectives, times their number, is what the report says of all groups together."""
     with fake_world(world_size):
         for place in (None, cheapest_placement()):
@@ -160,7 +160,7 @@ class Wide(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _nothing_said_yet() -> None:
-    _judged.clear()
+    _examined.clear()
 
 
 def test_large_padding_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,10 +1,11 @@
-"""A setting that reaches only a part of a model, where it should reach all, is refused by the first optimizer step.
+"""Tests that the first optimizer step refuses a setting that reaches only a part of a model, where it should reach all.
 
-The kind: `set_gradient_divide_factor` on the root only, whose default is `recurse=False` as torch's, scales gradients
-of the root's own group against those of its blocks, and training goes on. Members: the factor of one block; of a root
-that has no parameters; of one of several roots that one optimizer steps; of groups that two optimizers share out; a
-factor that is set, or a group that is unfrozen, after the first step; the optimizer in backward, also where it steps on
-a thread of its own; a closure; and functions of the user's on a module without parameters, which no group would call.
+The fault in question: `set_gradient_divide_factor` on the root only, whose default is `recurse=False` like torch's,
+scales gradients of the root's own group against those of its blocks, and training continues. Its variants are the
+factor of one block; of a root without parameters; of one of several roots that one optimizer steps; of groups that two
+optimizers share; a factor that is set, or a group that is unfrozen, after the first step; the optimizer in backward,
+also on its own thread; a closure; and functions of the user on a module without parameters, which no group would
+call.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard, replicate
 from fsdp2.checks import partial_settings
 from helpers import fake_world
-from stand_in import apart
+from simulated_device import simulated_device
 
 RANKS = 4
 
@@ -90,7 +91,7 @@ def test_of_one_of_several_roots() -> None:
         step(model)
 
 
-def test_of_what_two_optimizers_share_out() -> None:
+def test_groups_that_two_optimizers_share() -> None:
     model = make()
     model.set_gradient_divide_factor(1)
     model(torch.ones(2, 4)).sum().backward()
@@ -124,7 +125,7 @@ def test_of_a_group_that_is_unfrozen_later() -> None:
 @pytest.mark.parametrize("offloads", [False, True])
 def test_in_backward(offloads: bool) -> None:
     """The optimizer in backward; offloaded, on a thread of its own."""
-    with apart() if offloads else nullcontext():
+    with simulated_device() if offloads else nullcontext():
         model = make(**({"offload_policy": CPUOffloadPolicy()} if offloads else {}))
         model.set_gradient_divide_factor(1)
         model.set_optimizer_in_backward(sgd(model))
@@ -171,11 +172,11 @@ def on_each() -> Any:
 
 
 @pytest.mark.parametrize("build", [on_different_meshes, as_many_as_there_are, on_each, make])
-def test_what_may_be(build: Callable[[], Any]) -> None:
+def test_harmless_settings(build: Callable[[], Any]) -> None:
     step(build())
 
 
-def test_groups_that_replicate_beside_groups_that_shard() -> None:
+def test_replicated_and_sharded_groups_together() -> None:
     """They lie on the same axes of one mesh, so their gradients come from the same batch."""
     model = make(replicate)
     step(model)
@@ -207,7 +208,7 @@ def test_a_function_that_no_group_calls(method: str) -> None:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_it_is_looked_at_once(in_backward: bool) -> None:
+def test_it_is_checked_once(in_backward: bool) -> None:
     """Until a setting changes: a step in steady state compares two integers."""
     model = make()
     optimizer, looks = sgd(model), []

@@ -1,11 +1,11 @@
-"""Every setting on every topology: it works, it is harmless because what it asks for holds anyway, or it is refused.
+"""Tests that every setting on every topology works, has no effect because it holds anyway, or is refused.
 
-The kind: what a user sets is accepted and ignored, since on the mesh at hand there is nothing that it could act on.
-`TABLE` says for each setting and topology which of the three it is, and the tests compare that with what a model does
-in two steps, on one rank whose peers are simulated. The judge is someone who runs one program on 1 and on 8 ranks: what
-is legitimate on several must run on one; a function that several ranks would never call, or a number that they would
-never use, is refused. What holds anyway must say so in its docstring. That a setting does what it says is held by
-test_every_setting.py (one of four ranks) and ranks/test_settings.py (numbers).
+The fault in question: a setting is accepted and ignored, because there is nothing that it could affect on the mesh.
+`TABLE` has the expected case for each setting and topology, and the tests compare that with what a model does in two
+steps, on one rank whose peers are simulated. The judgement is that of a user who runs one program on 1 and on 8 ranks:
+a setting that is legitimate on several ranks must work on one; a function that several ranks would never call, or a
+number that they would never use, is refused. A docstring must say where a setting holds anyway. test_every_setting.py
+(one of four ranks) and ranks/test_settings.py (numbers) test that a setting does what it says.
 """
 
 import dataclasses
@@ -497,7 +497,7 @@ def test_the_outcome_is_that_of_the_table(setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", [setting for setting, row in TABLE.items() if H in row.cells[:-1]])
-def test_what_holds_anyway_is_documented(setting: str) -> None:
+def test_settings_that_hold_anyway_are_documented(setting: str) -> None:
     """In the docstring of the method, of the function that takes the argument, or of the policy that has the field."""
     name = {"FSDP2_DEBUG": "set_debug_level", "CPUOffloadPolicy(pin_memory)": "CPUOffloadPolicy"}.get(setting, setting)
     owner = getattr(FSDPModule, name, None) or getattr(fsdp2, name, None)
@@ -543,7 +543,7 @@ def test_values_that_ask_for_nothing() -> None:
         ("set_post_optim_event", 1),
     ],
 )
-def test_what_could_not_be_used_is_refused_by_its_type(method: str, value: Any) -> None:
+def test_unusable_values_are_refused_by_type(method: str, value: Any) -> None:
     """Also where it would not be used."""
     for topology in (TOPOLOGIES["4 ranks"], TOPOLOGIES["1 rank"]):
         with fake_world(topology.ranks), pytest.raises(TypeError, match=r"^\w+: expected a"):

@@ -1,8 +1,8 @@
-"""The order of streams is right in every way of training: no race, and no memory that goes back while it is used.
+"""Tests that streams are ordered correctly in every way of training: no race, and no memory is reused while it is used.
 
-On a GPU the caching allocator hands freed memory to the next kernel of the stream that it belongs to, and numbers are
-wrong once in a while where another stream still uses it. On a CPU other threads write to what a collective receives.
-Here the order alone is judged, whatever the times: see vector_clocks.py.
+On a GPU the caching allocator gives freed memory to the next kernel of its stream, and numbers are wrong once in a
+while where another stream still uses it. On a CPU other threads write to the outputs of a collective. Here only the
+order is judged, whatever the times: see vector_clocks.py.
 """
 
 import dataclasses
@@ -482,7 +482,7 @@ def test_two_models(name: str, on_one_stream: bool) -> None:
         judge(simulation)
 
 
-def test_one_stream_waits_for_nobody() -> None:
+def test_a_single_stream_does_not_wait() -> None:
     """But for a stream beside it, which waits for it."""
     with simulated_world(RANKS) as simulation:
         for name in ("fp32", "kept part", "hsdp bf16", "extensions"):
@@ -503,7 +503,7 @@ def test_compute_waits_for_sums_between_replicas_only(name: str) -> None:
         assert simulation.collective_waits["all-reduce", "main"] > 10
 
 
-def test_compute_does_not_wait_for_pieces_to_be_sent() -> None:
+def test_compute_does_not_wait_until_chunks_are_sent() -> None:
     """Those of a lone, cast gradient are packed and sent one after the other, beside the backward that goes on."""
     with simulated_world(RANKS) as simulation:
         program = Program(simulation, MODELS["bf16"]())
@@ -523,7 +523,7 @@ def delete(program: Program) -> None:
     gc.collect()
 
 
-def test_what_is_deleted_in_flight() -> None:
+def test_models_deleted_in_flight() -> None:
     """A model goes with reductions that nobody has waited for: their memory, of several streams, is not used again
     before they are through. Likewise where the last backward ran on another stream, or the model is
     deleted on one.

@@ -1,4 +1,4 @@
-"""The table of phases, as a table: each transition that programs make is in it, and each of its entries is made."""
+"""Tests the table of phases: each transition that programs make is in it, and programs make each of its entries."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +16,7 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.policy import COPIED, SHARDED, TRANSITIONS, Phase
 from fsdp2.core.state import groups_below
 from helpers import fake_world
-from stand_in import apart
+from simulated_device import simulated_device
 
 Transition = tuple[Phase, Phase]
 
@@ -142,7 +142,7 @@ def replicates() -> Any:
 
 
 def offloads() -> Any:
-    with apart():
+    with simulated_device():
         model = build(offload_policy=CPUOffloadPolicy(pin_memory=False))
         for _ in range(3):
             step(model)

@@ -1,24 +1,25 @@
 """Simulates the streams of a GPU on the CPU, and judges the order of all work by vector clocks.
 
-Every operation runs at once, with its real numbers. Beside that, the simulation writes down on which stream a GPU would
-have queued it, which bytes it reads and writes, and which work of other streams it is ordered behind. A stream's clock
-says, for each stream, how much of that one's work lies behind it; `wait_stream`, events and collectives merge clocks.
+Every operation runs at once, with its real numbers. The simulation also notes on which stream a GPU would have queued
+it, which bytes it reads and writes, and after which work of other streams it is ordered. The clock of a stream holds,
+for each stream, how much of that stream's work it is ordered after; `wait_stream`, events and collectives merge clocks.
 
-Each process group has a stream of its own, as over NCCL: a collective runs there, behind all that the current stream
-was given, and `Work.wait()` orders the current stream behind it. Memory behaves as in CUDA's caching allocator: a block
-belongs to the stream that was current when it was allocated, and goes back to it when its storage is freed or resized
+Each process group has its own stream, as over NCCL: a collective runs there, after all work that the current stream has
+so far, and `Work.wait()` orders the current stream after it. Memory behaves as in CUDA's caching allocator: a block
+belongs to the stream that was current when it was allocated, and is returned to it when its storage is freed or resized
 to 0; then that stream's next operation may write to it.
 
 `problems` counts what is wrong:
-    race        two streams access the same bytes, one of them writes, and neither is ordered behind the other
-    early free  a block has gone back, and its stream begins another operation while some other may still use the block
+    race        two streams access the same bytes, one of them writes, and neither is ordered after the other
+    early free  a block was returned, and its stream begins another operation while some other may still use the block
     use of freed memory
 
 `host_waits` counts what makes the host wait for the device: see `count_host_waits` in simulated_world.py, which has the
 process groups, too.
 
-What it cannot show: autograd runs a node on the stream of its forward, and the simulation on the current stream; a test
-says by `Simulation.on_stream` where backward changes streams. Copies between the CPU and the device look alike.
+The simulation has limits. Autograd runs a node on the stream of its forward, but the simulation on the current stream;
+a test states by `Simulation.on_stream` where backward changes streams. It does not distinguish copies between the CPU
+and the device from others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `fully_shard` and the methods it adds refuse, by name and before anything has changed; and what they accept."""
+"""Tests what `fully_shard` and the methods that it adds refuse, before anything has changed, and what they accept."""
 
 import abc
 import copy
@@ -383,7 +383,7 @@ def test_replicas_have_no_wire_dtype() -> None:
         fully_shard(Block(), mp_policy=policy)
 
 
-def test_what_was_a_parameter_gets_no_gradient() -> None:
+def test_a_removed_parameter_gets_no_gradient() -> None:
     """Whoever still holds it would compute with what nobody trains. The hooks of the parameter are not its own."""
     seen = []
     with fake_world(2):

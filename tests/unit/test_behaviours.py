@@ -1,4 +1,4 @@
-"""The table of behaviours that PyTorch's tests pin (tests/BEHAVIOURS.md) names tests that exist."""
+"""Tests that the table of behaviours that PyTorch's tests pin (tests/BEHAVIOURS.md) names tests that exist."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""The suite that measures: its arithmetic, its table, and that it runs."""
+"""Tests the benchmarks: their arithmetic, their table, and that they run."""
 
 import dataclasses
 import json
@@ -76,7 +76,7 @@ def test_collectives_pass_the_link_one_by_one(link: Link) -> None:
 
 
 @pytest.mark.parametrize("clock", [Clock(), SimulatedClock()], ids=["real", "simulated"])
-def test_waiting_lasts_until_the_collective_is_through_and_no_longer(clock: Clock) -> None:
+def test_a_wait_lasts_until_the_collective_has_ended_and_no_longer(clock: Clock) -> None:
     link, start = Link(clock, latency=0.05), clock.now()
     work = link.send("gather", 0)
     assert not work.is_completed()
@@ -103,7 +103,7 @@ def test_floor_of_exposed_communication() -> None:
     assert floor_seconds(transfer=3, forward=2, backward=4, blocks=4) == 6 + 3 * 1 + 2 * 2
 
 
-def test_table_tells_ratios_and_the_distance_to_the_limit() -> None:
+def test_the_table_has_ratios_and_the_distance_to_the_limit() -> None:
     """Of the first library to each other one. DDP shards nothing, so it lacks a row."""
     times = {"fsdp2": [1.0, 2.0, 6.0], "torch": [4.0, 4.0, 4.0], "ddp": [2.0, 1.0, 3.0]}
     rows = [
@@ -141,7 +141,7 @@ def test_libraries_of_jobs() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about FSDP1 and about collectives of its own
 @pytest.mark.parametrize("name", SUITES["overlap"].peers)
-def test_what_peers_wait_for_takes_time(link: Link, name: str) -> None:
+def test_waits_for_peers_take_time(link: Link, name: str) -> None:
     """A collective by another name than those which the timed group knows would be free."""
     step = build_step(PEERS[name], SHAPE, "fp32")
     repeat(2, step)
@@ -154,7 +154,7 @@ def test_what_peers_wait_for_takes_time(link: Link, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "bytes_per_parameter"), [("ddp", 2 * 4), ("simple", 4 + 4), ("fsdp1", 3 * 4)])
-def test_what_peers_send_is_known(name: str, bytes_per_parameter: int) -> None:
+def test_the_data_of_peers_is_known(name: str, bytes_per_parameter: int) -> None:
     """An all-reduce; a gather and a reduction; two gathers and a reduction, but one gather for the root's vector."""
     with fake_world(4):
         mesh = dist.init_device_mesh("cpu", (4,))
@@ -219,7 +219,7 @@ else:
 """
 
 
-def test_what_a_machine_cannot_do_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suites_that_a_machine_cannot_run_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda name: f"/sbin/{name}")
     rows, failed, left_out = measure(list(plan_jobs(parse_arguments(["gloo-1gbit", "--quick"]), None)))
@@ -227,7 +227,7 @@ def test_what_a_machine_cannot_do_is_left_out_with_the_reason(monkeypatch: pytes
     assert left_out == ["gloo-1gbit 2 (needs root)"]
 
 
-def test_callgrind_counts_what_is_watched(tmp_path: Path) -> None:
+def test_callgrind_counts_the_measured_function(tmp_path: Path) -> None:
     """As it writes them; a row is above the plain model."""
     (tmp_path / "counts.1").write_text("events: Ir\nfn=(1) main\n1 700\ntotals: 123456\n")
     assert instructions.total(tmp_path / "counts.1") == 123456
@@ -268,7 +268,7 @@ ON_CPU = Setup(
 )
 
 
-def test_what_needs_a_gpu_runs_on_a_cpu() -> None:
+def test_programs_for_a_gpu_run_on_a_cpu() -> None:
     """Where there is nothing to count, but each library is wrapped, and the wire counts bytes: two gathers, one sum."""
     rows = [row for part in (measure_calls, measure_memory, measure_time, measure_exposed) for row in part(ON_CPU)]
     assert {name for row in rows for name in row.values} == {"fsdp2", "torch"}
@@ -294,7 +294,7 @@ def test_bisection(largest: int) -> None:
     assert find_largest(lambda n: n <= largest, 16) == min(largest, 16)
 
 
-def test_calls_of_the_runtime_are_told_from_kernels() -> None:
+def test_calls_of_the_runtime_are_distinguished_from_kernels() -> None:
     assert kind_of_call("cudaLaunchKernelExC") == kind_of_call("cuLaunchKernel") == "kernel launches"
     assert kind_of_call("cudaMemcpyAsync") == "copies and fills"
     assert kind_of_call("cudaMemcpy") == kind_of_call("cudaStreamSynchronize") == "device-wide and stream waits"
@@ -326,7 +326,7 @@ def test_a_session_begins_with_correctness() -> None:
 
 
 @pytest.mark.parametrize("world", one_of_many.WORLDS)
-def test_what_a_session_begins_with_runs_on_a_cpu(world: str) -> None:
+def test_the_first_program_of_a_session_runs_on_a_cpu(world: str) -> None:
     """Every way of training ends as the plain model, which one GPU is to show of kernels and streams."""
     for name in one_of_many.ways_in(world):
         one_of_many.run("cpu", world, name)
@@ -343,7 +343,7 @@ def test_a_way_that_fails_costs_no_others(monkeypatch: pytest.MonkeyPatch, capsy
     assert "one of 8 simulated ranks, divided by 3: FAILED: step 0: " in told
 
 
-def test_a_session_reports_what_it_has(tmp_path: Path) -> None:
+def test_a_session_reports_its_results_so_far(tmp_path: Path) -> None:
     """Rows of parts that have ended, and the end of the log of one that had no time."""
     row = Row("cuda", "step ms", "N=64", {"fsdp2": 1.0, "torch": 2.0})
     (tmp_path / "rows.jsonl").write_text(json.dumps(dataclasses.asdict(row)) + "\n")

@@ -1,4 +1,4 @@
-"""What NCCL and its like are asked for, on a stand-in for one of eight ranks that all hold the same."""
+"""Tests the calls to NCCL and similar backends, on a simulated process group of eight ranks with equal values."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

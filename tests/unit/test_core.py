@@ -1,6 +1,6 @@
-"""The size and the shape of the core, counted: what an expert must read to know the engine.
+"""Tests the size and the structure of the core, which an expert must read to understand the engine.
 
-Nothing of fsdp2 is imported here; the counts walk syntax trees. Each message lists what counts most.
+Nothing of fsdp2 is imported here; the tests count in syntax trees. Each message lists the largest counts.
 """
 
 import ast

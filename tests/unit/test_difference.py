@@ -1,4 +1,4 @@
-"""Distances are those of pencil and paper; each hint is given for its own fault and for no other."""
+"""Tests that distances are those computed by hand, and that each hint is given for its own fault and for no other."""
 
 import math
 
@@ -25,7 +25,7 @@ def test_distances() -> None:
     assert measure(torch.tensor([7]), torch.tensor([14])).relative == 0.5
 
 
-def test_what_is_not_finite() -> None:
+def test_values_that_are_not_finite() -> None:
     """It equals itself, and is infinitely far from all else."""
     odd = torch.tensor([math.nan, math.inf, -math.inf, 2.0])
     assert measure(odd, odd).relative == 0
@@ -44,7 +44,7 @@ def test_scales(factor: float, hints: list[str]) -> None:
     assert explain_scale(EXPECTED * factor * noise, EXPECTED, 4, RTOL) == hints
 
 
-def test_what_is_no_scale() -> None:
+def test_differences_without_a_scale() -> None:
     assert explain_scale(EXPECTED + 1, EXPECTED, 4, RTOL) == []
     assert explain_scale(EXPECTED, torch.zeros(2, 2), 4, RTOL) == []
     assert explain_scale(EXPECTED * math.nan, EXPECTED, 4, RTOL) == []

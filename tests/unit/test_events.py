@@ -1,4 +1,4 @@
-"""Observers are told of the events that they follow, in their order, and of no others."""
+"""Tests that a root calls the observers that follow an event, in their order, and no others."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def happen(events: Events, *names: str) -> None:
             notify(None)
 
 
-def test_an_observer_is_told_of_what_it_follows_in_its_place_among_the_others() -> None:
+def test_an_observer_is_called_in_order_for_the_events_it_follows() -> None:
     noted: list[str] = []
     first, second = Noting("first", noted), Noting("second", noted)
     events = Events([first, second])
@@ -47,7 +47,7 @@ def test_an_observer_is_told_of_what_it_follows_in_its_place_among_the_others() 
     assert Noting("third", noted).ignored == {"gathered"}
 
 
-def test_an_event_in_which_an_observer_stops_to_follow_reaches_the_others() -> None:
+def test_an_event_in_which_an_observer_unfollows_reaches_the_others() -> None:
     noted: list[str] = []
 
     class Once(Noting):
@@ -60,6 +60,6 @@ def test_an_event_in_which_an_observer_stops_to_follow_reaches_the_others() -> N
     assert noted == ["once pass_began", "always pass_began", "always pass_began"]
 
 
-def test_an_event_that_there_is_not_is_an_error() -> None:
+def test_an_unknown_event_is_an_error() -> None:
     with pytest.raises(AttributeError, match="pass_begun is no event of fsdp2; there are attached, pass_began"):
         _ = Events().pass_begun

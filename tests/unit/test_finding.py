@@ -1,4 +1,4 @@
-"""Findings are the same whatever rank computes them, and name those that differ."""
+"""Tests that findings are the same whichever rank computes them, and that they name the ranks that differ."""
 
 from fsdp2.tools.finding import KINDS, Finding, compare_layouts, compare_sums, merge
 
@@ -9,7 +9,7 @@ def test_one_finding_for_each_kind() -> None:
     assert merge({0: {}, 1: {}}) == []
 
 
-def test_equal_parts_are_compared() -> None:
+def test_equal_shards_are_compared() -> None:
     """Ranks 0 and 2, and 1 and 3, hold the same rows of the first; all hold the second; each its own of the third."""
     names = [("rows", "parameter"), ("scale", "buffer"), ("own", "parameter"), ("left", "unmanaged")]
     sums, batches = (
@@ -27,7 +27,7 @@ def test_equal_parts_are_compared() -> None:
     ]
 
 
-def test_parts_of_ranks_that_get_the_same_rows_are_compared() -> None:
+def test_shards_of_ranks_that_get_the_same_rows_are_compared() -> None:
     """Ranks 0 and 1 hold the same rows, 2 and 3 the others; 0 and 2 train on one batch, 1 and 3 on the same."""
     names, batches = [("rows", "parameter"), ("scale", "buffer")], {0: 0, 1: 1, 2: 0, 3: 1}
     sums = {rank: [(rank // 2, rank // 2), (0, 7)] for rank in range(4)}

@@ -1,11 +1,11 @@
-"""Callbacks at places of the autograd graph."""
+"""Tests the callbacks at nodes of the autograd graph."""
 
 import torch
 
 from fsdp2.core.autograd import after_tensors
 
 
-def test_all_gradients_are_waited_for_in_each_backward() -> None:
+def test_the_hook_runs_after_all_gradients_in_each_backward() -> None:
     """Also behind a backward that reached some of the tensors only."""
     leaf = torch.ones(1, requires_grad=True)
     one, other = leaf * 2, leaf * 3

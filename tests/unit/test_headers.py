@@ -1,4 +1,4 @@
-"""What a header says: the same for the same collective of the same group, and for no other."""
+"""Tests that the header of a collective is the same on all ranks for one collective of one group, and for no other."""
 
 import weakref
 
@@ -38,7 +38,7 @@ def message(header: Header) -> Tensor:
     [{"name": "layers.4"}, {"kind": "reducing"}, {"numel": 9}, {"dtype": torch.int32}, {"name": "x" * 300}],
     ids=str,
 )
-def test_what_differs_is_noticed(other: dict) -> None:
+def test_differences_are_found(other: dict) -> None:
     assert not differ(message(header()), header())
     assert differ(message(header(**other)), header())
 
@@ -69,7 +69,7 @@ def test_the_phase_is_compared_and_the_step_is_not() -> None:
     assert text_of(headers[1].data).startswith("gathering a (forward, step 4)")
 
 
-def test_a_purpose_does_not_keep_what_runs_its_group() -> None:
+def test_a_purpose_does_not_keep_its_group_alive() -> None:
     purpose = Purpose("a")
     purpose.root = weakref.ref(Pass("forward", 3))
     assert placed_header(purpose, "gathering", []).text.startswith("gathering a (by hand, step 0)")

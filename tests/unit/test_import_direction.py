@@ -1,4 +1,4 @@
-"""The architecture, held by reading the source: who may import whom, and who may touch what.
+"""Tests the architecture by reading the source: which module may import which, and which may use what.
 
 Nothing of fsdp2 is imported here; each rule walks the syntax trees and reports `file:line: what is wrong`.
 """
@@ -314,7 +314,7 @@ WHEN_IMPORTED = PACKAGE / "bridge" / "when_imported.py"
 
 
 @pytest.mark.parametrize("path", [WHEN_IMPORTED, PACKAGE / STARTUP], ids=lambda path: path.stem)
-def test_what_runs_before_every_program_imports_the_standard_library_alone(path: Path) -> None:
+def test_code_that_runs_before_every_program_imports_only_the_standard_library(path: Path) -> None:
     """Torch takes seconds to import; and a program may have to set environment variables before."""
     imported = {dotted.partition(".")[0] for _, dotted, _ in Source(path, PACKAGE).imports}
     assert imported <= sys.stdlib_module_names

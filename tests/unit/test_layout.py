@@ -1,4 +1,4 @@
-"""Where bytes lie: properties over many random groups, and a few cases to check with pencil and paper."""
+"""Tests the offsets of parameters and gradients in buffers, for many random groups, and for a few simple cases."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -151,7 +151,7 @@ def test_few_parameters_are_operations_of_their_own_unless_they_are_large() -> N
         assert all(specs[i].numel <= smallest for i in gathered.packed)
 
 
-def test_what_needs_no_cast_is_the_segment_to_send() -> None:
+def test_gradients_that_need_no_cast_are_the_segment_to_send() -> None:
     """Then the shard buffer is the collective's input: its packed part must look exactly like a segment."""
     for specs, world_size, direct_min_bytes in random_groups():
         layout = gather_layout(tuple(specs), world_size, direct_min_bytes)

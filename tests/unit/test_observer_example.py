@@ -1,4 +1,4 @@
-"""The example of an observer in the architecture's README runs as written, and prints what the README says."""
+"""Tests that the example of an observer in fsdp2/README.md runs as written, and prints what the README says."""
 
 import re
 from pathlib import Path

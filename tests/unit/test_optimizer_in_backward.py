@@ -1,4 +1,4 @@
-"""What an optimizer in backward refuses, and that it leaves the optimizer as it was."""
+"""Tests which optimizers `set_optimizer_in_backward` refuses, and that it leaves an optimizer unchanged."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def build() -> nn.Sequential:
     return fully_shard(model)
 
 
-def test_refuses_what_it_cannot_step() -> None:
+def test_refuses_optimizers_that_it_cannot_step() -> None:
     model, other = build(), nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"optimizer: expected a torch\.optim\.Optimizer or None, got 0\.1"):
         model.set_optimizer_in_backward(0.1)
@@ -37,7 +37,7 @@ def test_refuses_what_it_cannot_step() -> None:
         model.set_optimizer_in_backward(mixed)
 
 
-def test_what_needs_all_gradients_is_refused_after_steps() -> None:
+def test_functions_that_need_all_gradients_are_refused_after_steps() -> None:
     """A clip, or a second step, of gradients that are None would do nothing, and say nothing."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What a user gets from `pip install fsdp2` and `import fsdp2`."""
+"""Tests what a user gets from `pip install fsdp2` and `import fsdp2`."""
 
 import inspect
 import re
@@ -23,7 +23,7 @@ def test_public_name_is_importable_and_documented(name: str) -> None:
         assert not doc.startswith(f"{name}("), f"fsdp2.{name} has only the docstring that @dataclass made"
 
 
-def test_all_is_sorted_out() -> None:
+def test_all_names_are_classified() -> None:
     """`__all__` has no duplicates and leaves out no class or function that `fsdp2/__init__.py` brings in."""
     public = {
         name

@@ -1,4 +1,4 @@
-"""Padding: counted chunk by chunk, bounded, to multiples of 16 bytes, and least along the dim that is chosen."""
+"""Tests that padding is counted chunk by chunk, bounded, a multiple of 16 bytes, and least along the chosen dim."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +94,7 @@ def test_padding_is_bounded(name: str) -> None:
 
 
 @pytest.mark.parametrize(("wire", "parts"), [(F32, 8), (BF16, 4)])
-def test_gradients_that_are_cast_to_be_sent_travel_in_smaller_parts(wire: torch.dtype, parts: int) -> None:
+def test_gradients_that_are_cast_are_sent_in_smaller_chunks(wire: torch.dtype, parts: int) -> None:
     """Of twelve equal matrices that compute in bf16; sent as they come, three at a time, else one by one."""
     specs = [ParamSpec((1024, 1024), F32, BF16, 8)] * 12
     buckets = find_buckets(specs, [F32] * 12, [wire] * 12, range(12), CPU)
@@ -172,7 +172,7 @@ def test_another_dim_saves_a_quarter_of_the_bytes(name: str) -> None:
         assert dim == 0 or saved >= here.nbytes / 4, (shape, world_size)
 
 
-def test_full_parameters_along_another_dim_need_no_room_for_padding() -> None:
+def test_unsharded_parameters_along_another_dim_need_no_memory_for_padding() -> None:
     specs = [ParamSpec((3, 5, 64), F32, F32, 4, dim=1), ParamSpec((3, 64), F32, F32, 4)]
     layout = gather_layout(tuple(specs), 4, 1 << 30)
     assert layout.unsharded_offsets == (0, 3 * 5 * 64 * 4)
@@ -187,7 +187,7 @@ def choose(place: Callable[[nn.Parameter], Shard | None], param: nn.Parameter) -
     return 0 if placement is None else placement.dim
 
 
-def test_it_looks_at_the_ranks_that_shard() -> None:
+def test_only_the_ranks_that_shard_count() -> None:
     """Replicas hold whole copies: only the others count."""
     with fake_world(256):
         every, halves = cheapest_placement(), cheapest_placement(init_device_mesh("cpu", (2, 128)))
@@ -197,7 +197,7 @@ def test_it_looks_at_the_ranks_that_shard() -> None:
     assert [choose(place, experts) for place in (every, halves, *by_name)] == [1, 0, 0, 1]
 
 
-def test_what_has_no_other_dim_stays() -> None:
+def test_parameters_without_another_dim_stay() -> None:
     with fake_world(256):
         place = cheapest_placement()
         assert place(nn.Parameter(torch.ones(()))) is None
@@ -211,7 +211,7 @@ def test_what_has_no_other_dim_stays() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_tensor_parallelism_agree(rank: int) -> None:
+def test_ranks_of_tensor_parallelism_compute_the_same(rank: int) -> None:
     """The first has 33 of 65 rows, the other 32, which divide by the number of ranks."""
     with fake_world(64, rank):
         mesh = init_device_mesh("cpu", (32, 2), mesh_dim_names=("dp", "tp"))

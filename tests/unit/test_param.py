@@ -1,4 +1,4 @@
-"""Hooks that users put on sharded parameters."""
+"""Tests hooks that users register on sharded parameters."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""patch_torch() and what programs written for torch's FSDP2 look at: names, classes, states, torch's own objects."""
+"""Tests patch_torch() and what programs for torch's FSDP2 use: names, classes, states, torch's own objects."""
 
 import importlib
 import os
@@ -101,7 +101,7 @@ def test_calls_nest_and_count(client: Any) -> None:
     assert client.shard is torchs[0]
 
 
-def test_what_the_user_replaced_stays(client: Any) -> None:
+def test_names_that_the_user_replaced_stay(client: Any) -> None:
     with patch_torch():
         client.shard = print
     assert client.shard is print
@@ -135,7 +135,7 @@ def test_classes() -> None:
     assert not isinstance(nn.Linear(1, 1), patch.ReplicateModule)
 
 
-def test_torchs_own_works_meanwhile_for_those_who_kept_it() -> None:
+def test_references_to_torchs_own_functions_continue_to_work() -> None:
     kept = (torch_fsdp.fully_shard, torch_fsdp.FSDPModule)
     with fake_world(2), patch_torch():
         model = kept[0](nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -195,7 +195,7 @@ def test_state_under_torchs_names() -> None:
     assert fully_shard.state(nn.Linear(1, 1)) is None  # type: ignore[attr-defined]
 
 
-def test_roots_that_share_reductions_are_seen_to() -> None:
+def test_all_roots_that_share_reductions_are_finished() -> None:
     with fake_world(2):
         first, second = fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))
     assert first._get_fsdp_state()._comm_ctx is not second._get_fsdp_state()._comm_ctx

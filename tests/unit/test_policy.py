@@ -1,4 +1,4 @@
-"""Policies are checked when they are built, can't change afterwards, and answer which dtype is used where."""
+"""Tests that policies are checked when they are built, can't change afterwards, and return the dtype of each use."""
 
 import copy
 import dataclasses
@@ -83,7 +83,7 @@ def test_a_wire_of_more_bits_than_are_summed_is_refused(wire: torch.dtype, summe
         (F32, F32, F32, F32),
     ],
 )
-def test_gradients_never_travel_in_more_bits_than_they_are_summed_in(
+def test_gradients_are_never_sent_in_more_bits_than_they_are_summed_in(
     wire: torch.dtype | None, summed: torch.dtype | None, stored: torch.dtype, sent: torch.dtype
 ) -> None:
     assert MixedPrecisionPolicy(reduce_dtype=summed, wire_dtype=wire).sent_dtype(stored) == sent
@@ -102,7 +102,7 @@ def test_gradients_never_travel_in_more_bits_than_they_are_summed_in(
         (F32, F32, BF16, F32),
     ],
 )
-def test_gradients_may_travel_as_they_come(
+def test_gradients_may_be_sent_in_their_own_dtype(
     wire: torch.dtype | None, summed: torch.dtype | None, comes_in: torch.dtype, sent: torch.dtype
 ) -> None:
     """Unless the policy says in what; in another dtype of as many bits they would be rounded."""

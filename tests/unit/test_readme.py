@@ -1,4 +1,4 @@
-"""What the READMEs name exists, and what exists is named in them."""
+"""Tests that what the READMEs name exists, and that the READMEs name what exists."""
 
 import ast
 import inspect
@@ -48,7 +48,7 @@ def test_a_link_leads_somewhere(file: str, link: str) -> None:
         assert anchor in anchors(target)
 
 
-def test_the_shop_window_is_small() -> None:
+def test_the_public_api_is_small() -> None:
     assert len(TEXTS["README.md"].splitlines()) < 200
 
 
@@ -58,7 +58,7 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
-def test_what_users_may_call_is_named() -> None:
+def test_public_functions_are_named() -> None:
     arguments = [*inspect.signature(fsdp2.fully_shard).parameters]
     names = {*fsdp2.__all__, *public_methods(), *arguments}
     assert sorted(name for name in names if not re.search(rf"\b{name}\b", FOR_USERS)) == []

@@ -1,4 +1,4 @@
-"""Gradients to shards of their mean, for many random groups and world sizes: all ranks simulated in this process."""
+"""Tests reductions for many random groups and numbers of ranks, all of which are simulated in this process."""
 
 import itertools
 import random
@@ -125,7 +125,7 @@ def start_piece(
     return large_gradients._start_piece(gradients[comm.rank], plan, Reduction(comm), outputs[comm.rank], *piece)  # type: ignore[arg-type]
 
 
-def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_chunks_are_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has arrived, and is finished, when the second is packed. Even and uneven rows, or none."""
     monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
     for rows, columns, world_size in itertools.product((1, 3, 8, 9, 24), (5, 8, 20), (2, 4, 8)):
@@ -148,7 +148,7 @@ def test_halves_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(flat[offset : offset + expected.numel()].double(), expected.flatten())
 
 
-def test_what_is_not_sent_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_not_sent_in_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent from where it lies; several gradients; what a hook is to see, or replicas to sum, as a whole."""
     monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
     cast, direct = ParamSpec((8, 8), F32, BF16, 2), ParamSpec((8, 8), F32, F32, 2)
@@ -247,7 +247,7 @@ def test_one_rank_rounds_as_many_do(wire_dtype: torch.dtype, reduce_dtype: torch
     assert torch.equal(flat.as_strided((3, 2), (2, 1), offset), gradient.to(wire_dtype).float())
 
 
-def test_abandoned_reduction_waits_before_it_gives_up_its_buffers() -> None:
+def test_abandoned_reduction_waits_before_it_frees_its_buffers() -> None:
     """After an error the ranks still write into them."""
 
     class Waited(RankComm):
@@ -263,7 +263,7 @@ def test_abandoned_reduction_waits_before_it_gives_up_its_buffers() -> None:
     assert comm.count == 1
 
 
-def test_what_has_no_reduction_to_wait_for_is_summed_between_replicas_at_once() -> None:
+def test_gradients_without_a_reduce_scatter_are_summed_between_replicas_at_once() -> None:
     """Not only when the next bucket is packed: with parameters on every rank, that is all the communication."""
 
     class Replicas(RankComm):
@@ -278,7 +278,7 @@ def test_what_has_no_reduction_to_wait_for_is_summed_between_replicas_at_once() 
     assert [tensor.sum() for tensor in replicas.outputs] == [8]
 
 
-def test_one_that_has_waited_beside_a_fresh_one() -> None:
+def test_an_unsynchronized_and_a_new_gradient_together() -> None:
     """In the reduce dtype beside the wire dtype: torch's one operation that packs many at once takes equal dtypes."""
     specs = tuple(ParamSpec(shape, F32, BF16, 2) for shape in ((4, 2), (8,)))
     layout = bucket_layout(specs, range(2), F32, RankComm.direct_min_bytes, BF16)
@@ -294,7 +294,7 @@ def test_one_that_has_waited_beside_a_fresh_one() -> None:
 
 @pytest.mark.parametrize("rows", [(9, 2, 8, 5), (4, 8, 12), (4, 1, 3)], ids=["uneven", "even", "single"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_one_operation_packs_what_many_do(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+def test_one_operation_packs_the_same_as_many(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
     """Also where it casts and pads: rows that don't divide, fewer than ranks, and a tail."""
     specs = tuple(ParamSpec((each, columns), F32, dtype, 4) for columns, each in enumerate(rows, start=1))
     layout = bucket_layout(specs, range(len(rows)), F32, 1 << 40)
@@ -323,7 +323,9 @@ def test_one_operation_packs_what_many_do(dtype: torch.dtype, rows: tuple[int, .
         (4, 4, F32, False),
     ],
 )
-def test_what_one_operation_packs_on_cpus(rows: int, columns: int, dtype: torch.dtype, expected: bool) -> None:
+def test_gradients_that_one_operation_packs_on_a_cpu(
+    rows: int, columns: int, dtype: torch.dtype, expected: bool
+) -> None:
     """Where it pads or casts it copies twice: only what is little. Gradients of a row for each rank need no views."""
     specs = (ParamSpec((rows, columns), F32, dtype, 4),) * 2
     plan = ReducePlan(bucket_layout(specs, range(2), F32, 1 << 40), specs, 4, CPU)
@@ -347,7 +349,7 @@ def test_segments_are_used_again_when_they_have_been_read() -> None:
     assert [segments.of_ranks[:3, :5].unique().item() for segments in (first, second)] == [3, 2]
 
 
-def test_segments_are_given_back_once() -> None:
+def test_segments_are_released_once() -> None:
     """A reduction that is abandoned behind its end does not take them from the next, which travels in them."""
 
     class Alone(RankComm):
@@ -381,7 +383,7 @@ def test_padding_that_a_hook_sees_is_zero() -> None:
     assert torch.equal(sent.view(4, -1), torch.nn.functional.pad(torch.ones(3, 5), (0, 3, 0, 1)))
 
 
-def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
+def test_chunks_are_the_padded_gradient_cut_across_all_ranks() -> None:
     """Whatever the rows: even, uneven, fewer than ranks; and each piece is a multiple of 16 bytes."""
     for rows, columns, ranks, count in itertools.product((1, 5, 8, 33), (1, 8, 12), (2, 3, 8), (1, 3, 16)):
         spec = ParamSpec((rows, columns), F32, BF16, ranks)
@@ -403,6 +405,6 @@ def test_pieces_are_the_padded_gradient_cut_across_all_ranks() -> None:
             assert torch.equal(packed, padded[:, first:last])
 
 
-def test_pieces_are_not_too_small() -> None:
+def test_chunks_are_not_too_small() -> None:
     assert split_pieces(1024, 4, 4, 16, 4096) == [(0, 256), (256, 512), (512, 768), (768, 1024)]
     assert split_pieces(1024, 4, 4, 16, 1 << 20) == [(0, 1024)]

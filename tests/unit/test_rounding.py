@@ -1,4 +1,4 @@
-"""Which inputs a cast to fewer bits damages: those that hold whole numbers that it makes others of."""
+"""Tests which inputs a cast to fewer bits damages: those that hold whole numbers that it would change."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def rounded(tensors: list[Tensor], dtype: torch.dtype) -> set[int]:
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_whole_numbers_that_become_others(name: str) -> None:
+def test_whole_numbers_that_a_cast_changes(name: str) -> None:
     found = rounded([torch.randn(3), DAMAGED[name]], torch.bfloat16)
     assert tells_of_numbers(found)
     assert found <= set(DAMAGED[name].flatten().tolist())
@@ -61,7 +61,7 @@ def test_up_to_which_number(dtype: torch.dtype, last: int) -> None:
     assert tells_of_numbers(found(last))
 
 
-def test_of_dtensors_this_ranks_part_is_looked_at() -> None:
+def test_only_this_ranks_shard_of_a_dtensor_is_checked() -> None:
     """Inputs on the mesh of the parameters (`dp_mesh_dims`): DTensors can't be indexed by a mask."""
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))

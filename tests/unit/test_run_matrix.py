@@ -1,4 +1,4 @@
-"""The script that runs the tests on several releases of torch counts what pytest has reported."""
+"""Tests that the script that runs the tests on several releases of torch counts the results that pytest reports."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is expected to run next, after a run that follows its record and after one that departs from it."""
+"""Tests which group is expected next, in a run that follows the recorded order and in one that departs from it."""
 
 from collections.abc import Iterator
 

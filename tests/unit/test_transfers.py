@@ -1,4 +1,4 @@
-"""What the copies ask of streams and events, read off stand-ins for these: a GPU tells whether that is enough."""
+"""Tests the calls that copies make to streams and events, on stubs. Only a GPU shows if they are sufficient."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp2.core.streams import Transfers
-from stand_in import Stream
+from simulated_device import Stream
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield seen
 
 
-def test_a_copy_in_and_what_is_launched_behind_it(lines: list[str]) -> None:
+def test_a_copy_to_the_device_and_later_kernels(lines: list[str]) -> None:
     transfers = Transfers(torch.device("cpu"), pin=False)
     target, source = torch.zeros(3), torch.arange(3.0)
     copy = transfers.start_in(target, source, lambda: lines.append("launch") or "launched")  # type: ignore[func-returns-value]
@@ -31,7 +31,7 @@ def test_a_copy_in_and_what_is_launched_behind_it(lines: list[str]) -> None:
     assert torch.equal(target, source)
 
 
-def test_the_host_waits_once_and_not_for_what_is_through(lines: list[str]) -> None:
+def test_the_host_waits_once_and_not_for_finished_copies(lines: list[str]) -> None:
     """A wait for a stream, or for an event that has passed, costs a call into the driver, and orders nothing."""
     transfers = Transfers(torch.device("cpu"), pin=False)
     transfers.settle()
@@ -45,7 +45,7 @@ def test_the_host_waits_once_and_not_for_what_is_through(lines: list[str]) -> No
         assert lines == ["host waits for in"] * (not is_through)
 
 
-def test_a_copy_out(lines: list[str]) -> None:
+def test_a_copy_to_the_cpu(lines: list[str]) -> None:
     """To new memory, for which the host waits."""
     source = torch.arange(3.0)
     copy = Transfers(torch.device("cpu"), pin=False).start_out(source)

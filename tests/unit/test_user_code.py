@@ -1,4 +1,4 @@
-"""Tensors are found, and cast, in whatever users pass to a forward; what they passed stays as it was."""
+"""Tests that tensors are found and cast in any inputs of a forward, and that the inputs themselves do not change."""
 
 import collections
 import dataclasses
@@ -190,7 +190,7 @@ def test_tensors_are_found(build: Callable[[Any], Any], look: Callable[[Any], An
     ],
     ids=["itself", "plain object", "set", "frozenset", "read-only mapping", "namespace"],
 )
-def test_tensors_are_found_in_what_is_never_cast(container: Callable[[Tensor], Any]) -> None:
+def test_tensors_are_found_in_objects_that_are_never_cast(container: Callable[[Tensor], Any]) -> None:
     tensor = torch.ones(2)
     assert [found is tensor for found in tensors_in(container(tensor))] == [True]
 
@@ -235,7 +235,7 @@ def test_cast_makes_a_copy_of_the_same_kind(build: Callable[[Any], Any], look: C
 
 @ALL
 @pytest.mark.parametrize("tensor", [torch.ones(2, dtype=BF16), torch.ones(2, dtype=torch.int64), None], ids=str)
-def test_what_needs_no_cast_is_returned_itself(
+def test_values_that_need_no_cast_are_returned_unchanged(
     build: Callable[[Any], Any], look: Callable[[Any], Any], tensor: Any
 ) -> None:
     """Users may look for their own object, and a copy costs."""

@@ -1,4 +1,4 @@
-"""Has fsdp2 take the place of torch's FSDP2 in the program that this process is about to run.
+"""Replaces torch's FSDP2 by fsdp2 in the program that this process is about to run.
 
 Python runs this file before a program if this folder is on PYTHONPATH: see __main__.py of the package. It does not
 import torch, since most processes that a program starts do not need it.
@@ -25,13 +25,13 @@ def load(name, spec):
 def patch(module):
     spec = getattr(sys.modules.get(REPLICATE), "__spec__", None)
     if getattr(spec, "_initializing", False) and module.__name__ != REPLICATE:
-        return  # it was the first to import torch's FSDP2, and must have it to itself until it is complete
+        return  # this module imported torch's FSDP2 first, and needs torch's own classes until it is complete
     if find_spec(basename(PACKAGE)) is None:  # the package is run from its folder, and not installed
         sys.path.append(dirname(PACKAGE))
     import_module(basename(PACKAGE)).patch_torch()
 
 
-def run_the_one_behind():
+def run_hidden_sitecustomize():
     """Runs another sitecustomize.py, which this one hides."""
     spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if realpath(folder) != HERE])
     if spec is not None:
@@ -42,4 +42,4 @@ NAME = "_fsdp2_when_imported"
 tool = load(NAME, spec_from_file_location(NAME, join(PACKAGE, "bridge", "when_imported.py")))
 for name in ("torch.distributed.fsdp", REPLICATE, "torch.distributed.pipelining.stage"):
     tool.when_imported(name, patch)
-run_the_one_behind()
+run_hidden_sitecustomize()

@@ -1,5 +1,7 @@
-"""A device that is the CPU's own memory, for machines without an accelerator: what is copied to it and from it arrives
-as late as it may, so that whoever reads too early, or writes too early to what is copied, gets NaN or an error.
+"""Simulates a device in the CPU's own memory, for machines without an accelerator.
+
+Copies to it and from it arrive as late as they may, so that a reader that does not wait gets NaN, and a write to memory
+that is being copied an error.
 """
 
 import threading
@@ -21,10 +23,10 @@ DEVICE = torch.device("cpu", 0)
 """Not equal to `cpu`, where shards rest."""
 
 
-class Late:
+class LateTransfer:
     """A Transfer that is made when it is waited for. Meanwhile its target holds NaN."""
 
-    def __init__(self, owner: "StandIn", target: Tensor, source: Tensor, then: Callable[[], Any]) -> None:
+    def __init__(self, owner: "SimulatedTransfers", target: Tensor, source: Tensor, then: Callable[[], Any]) -> None:
         self.source = source
         self._owner, self._target, self._then = owner, target, then
         self._as_it_was = source.clone()
@@ -52,7 +54,7 @@ class Late:
         return self._result
 
 
-class StandIn:
+class SimulatedTransfers:
     """Takes the place of Transfers. Each direction is a queue, of which nothing runs before somebody waits for it.
 
     `log`: what is copied, and when that is known to have been done, as the lines that `recorder.py` writes:
@@ -65,10 +67,10 @@ class StandIn:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.live = self.peak = 0
-        self._inward: deque[Late] = deque()
-        self._outward: set[Late] = set()
+        self._inward: deque[LateTransfer] = deque()
+        self._outward: set[LateTransfer] = set()
         # What the device has waited for, but the host, as yet, not for the device.
-        self._arrived: list[Late] = []
+        self._arrived: list[LateTransfer] = []
         # Steps in backward run on another thread.
         self._lock = threading.RLock()
 
@@ -87,13 +89,13 @@ class StandIn:
         with self._lock:
             self.live -= nbytes
 
-    def start_in(self, target: Tensor, source: Tensor, then: Callable[[], Any]) -> Late:
-        transfer = Late(self, target, source, then)
+    def start_in(self, target: Tensor, source: Tensor, then: Callable[[], Any]) -> LateTransfer:
+        transfer = LateTransfer(self, target, source, then)
         self._write("in", source)
         self._inward.append(transfer)
         return transfer
 
-    def run_until(self, transfer: Late) -> None:
+    def run_until(self, transfer: LateTransfer) -> None:
         """The device waits: for all that was begun before, too."""
         self._write("wait", transfer.source)
         while transfer in self._inward:
@@ -105,7 +107,7 @@ class StandIn:
         with self._lock:
             self._arrived.append(first)
 
-    def start_out(self, source: Tensor) -> Late:
+    def start_out(self, source: Tensor) -> LateTransfer:
         target = self.allocate(source.numel(), source.dtype)
         self._write("out", source)
         with self._lock:
@@ -115,12 +117,12 @@ class StandIn:
             self._forget(arrived)
             return target
 
-        transfer = Late(self, target, source, landed)
+        transfer = LateTransfer(self, target, source, landed)
         with self._lock:
             self._outward.add(transfer)
         return transfer
 
-    def land(self, transfer: Late) -> None:
+    def land(self, transfer: LateTransfer) -> None:
         """The host waits: for what the device had waited for before, too. Then others take the device's memory."""
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.002)  # and nobody may count on the other thread's being fast
@@ -142,7 +144,7 @@ class StandIn:
         self.settle()
         assert not self._outward, "nobody has waited for a copy to the CPU"
 
-    def _forget(self, transfers: tuple[Late, ...]) -> None:
+    def _forget(self, transfers: tuple[LateTransfer, ...]) -> None:
         """The host knows that they have been made: from now on it may write to what was copied."""
         with self._lock:
             for transfer in transfers:
@@ -152,15 +154,15 @@ class StandIn:
 
 
 @contextmanager
-def apart() -> Iterator[StandIn]:
+def simulated_device() -> Iterator[SimulatedTransfers]:
     """In it, models are sharded on the stand-in: with CPUOffloadPolicy, shards and gradients rest apart from it."""
-    stand_in = StandIn()
+    transfers = SimulatedTransfers()
     with (
         mock.patch.object(DataMesh, "device", DEVICE),
-        mock.patch.object(param_group, "make_transfers", return_value=stand_in),
+        mock.patch.object(param_group, "make_transfers", return_value=transfers),
     ):
-        yield stand_in
-        stand_in.check_end()
+        yield transfers
+        transfers.check_end()
 
 
 class Stream:
