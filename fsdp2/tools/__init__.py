@@ -1,1 +1,1 @@
-"""Provides functions that a user calls besides training: unsharded parameters, audits, comparisons, clipping, padding reports."""
+"""Provides functions besides training: unsharded parameters, audits, comparisons, clipping, padding reports."""
