@@ -206,7 +206,7 @@ def _find_in_values(tensors: Sequence[Held], groups: Sequence[FSDPParamGroup]) -
         "unwritten": [held.name for held in tensors if (held.param or held.tensor) in unwritten],
         "not finite": _not_finite((held.name, held.tensor) for held in parameters),
         "gradients not finite": _not_finite(reduced),
-        "unsynced": unsynchronized,
+        "unsynchronized": unsynchronized,
         **find_partial(groups),
         "unmanaged": [h.name for h in tensors if h.kind == "unmanaged" and h.tensor.requires_grad and not alone],
     }

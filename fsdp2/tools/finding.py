@@ -43,7 +43,7 @@ KINDS = {
     "that memory held, unless a collective, a foreach operation or .data has filled it. Initialise or load it.",
     "not finite": "Expected finite values. Look for an overflow, a bad batch, or memory that was never initialised.",
     "gradients not finite": "Expected finite values. Clear them (zero_grad), or leave this step out.",
-    "unsynced": "These gradients are unsynchronized; an optimizer would step without them. Call "
+    "unsynchronized": "These gradients are unsynchronized; an optimizer would step without them. Call "
     "set_requires_gradient_sync(True) (HSDP: set_requires_all_reduce(True), too) before the last backward.",
     "divided apart": "Gradients of one model are scaled against each other. Call "
     "model.set_gradient_divide_factor(factor, recurse=True) on the root, or give each sharded module the same factor.",

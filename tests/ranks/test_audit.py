@@ -177,11 +177,11 @@ def uninitialised() -> None:
     expect(check(loaded))
 
 
-def unsynced() -> None:
+def unsynchronized() -> None:
     model = sharded()
     model.wide.set_requires_gradient_sync(False)
     train(model)
-    expect(check(model), ("unsynced", ALL[:2], BOTH))
+    expect(check(model), ("unsynchronized", ALL[:2], BOTH))
     model.wide.set_requires_gradient_sync(True)
     train(model)
     expect(check(model))
@@ -305,7 +305,7 @@ TWO_RANKS: list[Callable[[], None]] = [
     unmanaged,
     buffers_differ,
     uninitialised,
-    unsynced,
+    unsynchronized,
     not_finite,
     ranks_differ,
     settings_of_a_part,
@@ -348,7 +348,7 @@ def partial_sums_wait() -> None:
     model = sharded(mesh=init_device_mesh("cpu", (2, 2)))
     model.set_requires_all_reduce(False)
     train(model)
-    expect(check(model), ("unsynced", ALL, (0, 1, 2, 3)))
+    expect(check(model), ("unsynchronized", ALL, (0, 1, 2, 3)))
 
 
 def several_meshes() -> None:

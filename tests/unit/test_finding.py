@@ -4,8 +4,10 @@ from fsdp2.tools.finding import KINDS, Finding, compare_layouts, compare_sums, m
 
 
 def test_one_finding_for_each_kind() -> None:
-    found = merge({2: {"unsynced": ["a", "b"], "on meta": []}, 0: {"unsynced": ["b", "c"], "unmanaged": ["d"]}})
-    assert found == [Finding("unsynced", ("b", "c", "a"), "", (0, 2)), Finding("unmanaged", ("d",), "", (0,))]
+    found = merge(
+        {2: {"unsynchronized": ["a", "b"], "on meta": []}, 0: {"unsynchronized": ["b", "c"], "unmanaged": ["d"]}}
+    )
+    assert found == [Finding("unsynchronized", ("b", "c", "a"), "", (0, 2)), Finding("unmanaged", ("d",), "", (0,))]
     assert merge({0: {}, 1: {}}) == []
 
 
@@ -48,6 +50,8 @@ def test_layouts() -> None:
 
 
 def test_text_is_bounded() -> None:
-    finding = Finding("unsynced", tuple("abcdefg"), "why", tuple(range(9)))
-    assert str(finding) == f"unsynced: a, b, c, d and 3 more (rank 0, 1, 2, 3, ...); why. {KINDS['unsynced']}"
+    finding = Finding("unsynchronized", tuple("abcdefg"), "why", tuple(range(9)))
+    assert (
+        str(finding) == f"unsynchronized: a, b, c, d and 3 more (rank 0, 1, 2, 3, ...); why. {KINDS['unsynchronized']}"
+    )
     assert [Finding(kind, ("a",)).is_note for kind in KINDS].count(True) == 2
