@@ -114,7 +114,7 @@ class _Unchecked:
     def unpack(self, saved: Any) -> Tensor:
         tensor, owner = saved
         if owner is not None:
-            owner.use_in_backward()
+            owner.before_unpack()
         return tensor
 
 

@@ -94,7 +94,7 @@ class SavedTensors:
             if tensor._version != before:
                 _refuse("a tensor", tensor, "torch.autograd.set_detect_anomaly(True) finds what needs it")
         else:
-            owner.use_in_backward()
+            owner.before_unpack()
             now = owner.versions
             if now is not before and now != before:
                 names = owner.parameters.changed_names(tensor, before, now)

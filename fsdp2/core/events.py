@@ -25,19 +25,21 @@ class Observer:
     """Follows all groups under one root. Override what is needed; the methods do nothing here.
 
     `root` is a Root, `state` the FSDPState of one sharded module, `group` an FSDPParamGroup, `param` an FSDPParam. What
-    a method raises ends the pass in which it is called. A method must do the same on all ranks if it communicates.
+    a method raises propagates to the caller of the event. A method must do the same on all ranks if it communicates.
+    Observers are called in the order in which `extend` got them. Forwards that checkpointing runs again send
+    `forward_failed` and `pass_failed`, and no other event of forwards.
 
-    `ignored`: names of events that the observer overrides and is not told of now. A class may name those that it needs
-    at times only: `root.events.follow` and `root.events.ignore` change it, so that a steady step runs what it needs.
+    `ignored`: names of events that the observer overrides and is not told of now; `root.events.follow` and
+    `root.events.ignore` change it. A class names there those events that it needs at times only.
     """
 
     ignored: frozenset[str] = frozenset()
 
     def attached(self, root: Any) -> None:
-        """The root, its groups and their names are known. It happens again when an outer module is sharded."""
+        """A new root knows its groups and their names. An outer module's root makes other observers."""
 
     def pass_began(self, root: Any) -> None:
-        """The outermost forward begins; nothing has been gathered for it."""
+        """A forward pass begins: a sharded module is called outside of others, or the root itself is."""
 
     def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         """A forward is about to cast floating-point tensors among `inputs` to `dtype`."""
@@ -46,17 +48,17 @@ class Observer:
         """A module's forward begins; its unsharded parameters are registered."""
 
     def forward_ended(self, group: Any) -> None:
-        """The module's own forward has returned; the unsharded parameters are still there."""
+        """The module's call, hooks included, has returned; the unsharded parameters are still there."""
 
     def forward_returns(self, state: Any, inputs: Any, output: Any) -> Any:
-        """The module's own forward has returned `output`. `inputs`: (args, kwargs). Returns what the module returns."""
+        """The module's call has returned `output`. `inputs`: (args, kwargs). Returns it for the next observer."""
         return output
 
     def forward_finished(self, state: Any, backward_follows: bool, failed: bool) -> None:
         """After a forward, the groups of `state` were resharded, or left unsharded."""
 
     def forward_failed(self, group: Any) -> None:
-        """A forward has raised. The group is resharded next."""
+        """A forward has raised. The group reshards next, unless backward or another forward of it runs."""
 
     def pass_ended(self, root: Any) -> None:
         """The outermost module's own forward has returned."""
@@ -65,25 +67,25 @@ class Observer:
         """The outermost forward has raised."""
 
     def before_gather(self, group: Any) -> None:
-        """The group's all-gather is about to begin."""
+        """The group's all-gather is about to begin. One rank, or a group without parameters, communicates nothing."""
 
     def gathered(self, group: Any) -> None:
-        """The group's all-gather has ended."""
+        """The group's all-gather has been waited for: by the host, or by the current stream of a device."""
 
     def unsharded(self, group: Any) -> None:
-        """The group's unsharded parameters are there, or were there already, and are about to be used."""
+        """The unsharded parameters hold data, gathered now or before. Perhaps only other ranks use them."""
 
     def before_reshard(self, group: Any) -> None:
-        """A user has called `reshard`; an exception raised here propagates once the group is resharded."""
+        """A user calls `reshard`. An exception skips the groups that follow; it propagates when all are resharded."""
 
     def before_free(self, group: Any) -> None:
-        """The memory of the unsharded parameters is about to be freed."""
+        """`reshard` is about to free the unsharded parameters. Perhaps there are none, or `keep_storage` keeps them."""
 
     def shards_needed(self, group: Any) -> None:
         """The group's shards are about to be read."""
 
     def backward_began(self, root: Any) -> None:
-        """The first event of a backward pass."""
+        """A backward pass begins, or `reduce_unsynchronized` does: then `root.backward` is None."""
 
     def saved_unseen(self, root: Any) -> None:
         """Autograd may save unsharded parameters from now on where no hook of the engine sees them."""
@@ -98,19 +100,21 @@ class Observer:
         """All gradients of a group that reduces them together (ReduceWhen) are about to be reduced."""
 
     def gradients_delivered(self, group: Any, params: Sequence[Any], of_pass: object) -> None:
-        """`.grad` of these sharded parameters holds what the backward pass `of_pass` has computed."""
+        """`.grad` includes what the pass `of_pass` has computed. Another thread may call it (strategy `deliver`)."""
 
     def gradients_computed(self, root: Any) -> None:
-        """Autograd has computed all gradients of a backward pass, and the reductions of all that exist have begun."""
+        """Backward, or `reduce_unsynchronized`, has begun its reductions; all-reduces between replicas may follow."""
 
     def finalized(self, root: Any) -> None:
         """All reductions have finished; `.grad` holds every gradient except unsynchronized ones."""
 
     def backward_ended(self, root: Any) -> None:
-        """A backward pass is about to end."""
+        """All work of a backward pass is done; `root.backward` is still set."""
 
     def backward_failed(self, root: Any) -> None:
-        """A backward pass has raised; what it had computed is dropped, earlier gradients stay."""
+        """A backward or a finalize has failed, or `reset` was called. Gradients in flight are dropped, and
+        unsynchronized ones that the pass had included; what `.grad` has received stays. Groups are resharded next.
+        """
 
     def reset(self, root: Any) -> None:
         """A user has dropped everything that was under way, unsynchronized gradients, too."""
@@ -119,13 +123,13 @@ class Observer:
         """Ranks have run different sequences; from the next pass on, no observer may rely on what it recorded."""
 
     def settings_changed(self, group: Any) -> None:
-        """A setting of the group, or which of its parameters are trainable, has changed."""
+        """Settings or trainable parameters may have changed: `set` was called, or buckets were planned."""
 
     def rebuilt(self, group: Any) -> None:
-        """Shards lie in other memory now, or the sharded or unsharded parameters are other objects."""
+        """Parameters, or their memory, may be others. What `group.parameters` holds is updated after it."""
 
     def loaded(self, group: Any) -> None:
-        """`load_state_dict` has replaced parameters of the group."""
+        """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
 
     def before_replace(self, group: Any, found: Sequence[tuple[Any, nn.Parameter]]) -> None:
         """A user has replaced parameters of the group, or their local tensors, and the group is about to take `found`:
@@ -143,7 +147,7 @@ EVENTS = tuple(name for name, method in vars(Observer).items() if callable(metho
 
 
 class Events:
-    """Holds, for each event, by its name, the methods of the observers that follow it."""
+    """Holds one attribute for each event: the list of observers' methods to call."""
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self.observers = (*observers,)
@@ -184,20 +188,21 @@ class Strategies:
         make_comm: (process group or None, device, purpose) -> Comm.
         tensor_class: class of sharded parameters and of their gradients.
         class_attributes: called with a module's class; what they return is added to its sharded class.
-        make_buffers: makes a group's buffers; None: GroupBuffers.
-        restore_among: (group, k) has k neighbouring ranks restore a group after forward (reshard_after_forward=k).
+        make_buffers: (layout, rank, device, transfers, **options) -> a group's buffers; None: GroupBuffers.
+        restore_among: (group, k) gives a group a post-forward mesh of k neighbours (reshard_after_forward=k).
         group_class: (device, FSDPParamGroup) -> class of groups on that device.
         distribute: (parameter, mesh, dim) -> Distribution of a tensor subclass, a DTensor for example.
-        rows_of_subclass: (tensor, dim, DataMesh, device) -> this rank's rows of a tensor subclass; None: as of others.
-        gathers_itself: whether a local tensor (a tensor subclass) says itself how it is gathered.
-        gather_extension: (params, mesh, policy) -> what gathers these, see SubclassGather in ext/subclasses.py.
+        rows_of_subclass: (tensor, dim, DataMesh, device) -> this rank's rows of a subclass; None: as of others.
+        gathers_itself: (local tensor) -> True if it has fsdp_pre_all_gather and fsdp_post_all_gather.
+        gather_extension: (params, GroupParameters, policy) -> what gathers these, see ext/subclasses.py.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
         module_class: class that sharded modules get besides their own; None: core.FSDPModule.
         make_prefetcher: (root) -> Prefetcher.
-        before_next_write: has a function called before the next write to a shard; at once, if nothing would tell.
+        before_next_write: calls a bound method before the next write to a shard; now, if writes are not seen.
         deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
         find_replacements: (group, accept_whole, may_be_untied) -> [(param, what a user has registered for it)].
-        tensors_in, map_tensors: find, or change, all tensors in the inputs and outputs of modules.
+        tensors_in: (*values) -> all tensors in the inputs or outputs of a module.
+        map_tensors: (value, change, everywhere) -> the changed value; `everywhere`: in plain objects, too.
     """
 
     observers: tuple[Callable[[Any], Observer | None], ...] = ()
@@ -231,7 +236,10 @@ def strategies() -> Strategies:
 
 
 def extend(**changes: Any) -> None:
-    """Puts strategies in force for what is sharded from now on. Tuples are added to, other values are replaced."""
+    """Changes the strategies of this process. A tuple is added to the present one; other values replace it.
+
+    Call it before the first `fully_shard`: some are read at each use, others once for a module, a root or a class.
+    """
     now = _Current.strategies
     joined: dict[str, Any] = {
         n: (*getattr(now, n), *each) if isinstance(each, tuple) else each for n, each in changes.items()

@@ -1,4 +1,4 @@
-"""Decides when a group is unsharded, resharded and reduced, in forward and in backward."""
+"""Unshards and reshards a group at each step of forward and backward, and reduces the gradients that are left."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["COPIED", "GATHERED", "GATHERING", "SHARDED", "UNSHARDED", "FSDPParam
 
 
 class FSDPParamGroup(ParamGroup):
-    """Runs a group of parameters in forward and backward.
+    """Adds to ParamGroup the steps of forward and backward, which hooks (state.py, autograd.py) and Root call.
 
-    `state`: the FSDPState of the modules that it belongs to. `versions`: those of the shards of which its unsharded
-    parameters were made when they were last gathered on purpose; saved weights are compared with that.
-    `ready_in`: the backward pass for which it is unsharded, if any. `counting_is_enough`: in the last backward, the
-    last gradient came when the group could be resharded; no hook on inputs is needed.
+    `state`: the FSDPState of the modules that it belongs to. `versions`: version counters of the shards when they were
+    last gathered for a forward, or when backward last reached the group; SavedTensors compares saved weights with them.
+    `reached_by`: the BackwardPass that has reached the group, until it reshards; else None. `needs_no_input_hooks`: the
+    last backward resharded the group as soon as all gradients had been counted.
     """
 
     state: Any
@@ -34,9 +34,9 @@ class FSDPParamGroup(ParamGroup):
     ) -> None:
         super().__init__(modules, params, mesh, settings)
         self.versions: tuple[int, ...] = ()
-        self.ready_in: object = None
-        self.counting_is_enough = not params
-        # The dicts of full backward hooks of each of the group's modules; empty until a backward asks.
+        self.reached_by: object = None
+        self.needs_no_input_hooks = not params
+        # Dicts of backward hooks: of the modules that the state owns, and torch's global one; found in backward.
         self.backward_hooks: list[dict[int, Any]] = []
 
     # ---- use
@@ -52,9 +52,9 @@ class FSDPParamGroup(ParamGroup):
             assert self.gathered_at is not None, "noted at each gather for a forward"
             self.versions = self.gathered_at  # else the same object: no time to compare
 
-    def use_in_backward(self) -> None:
-        """Unshards, unless that is done: backward is about to read a weight."""
-        if self.ready_in is None:
+    def before_unpack(self) -> None:
+        """Calls `pre_backward` unless backward has reached the group: a saved weight is about to be unpacked."""
+        if self.reached_by is None:
             self.pre_backward()
 
     def pre_backward(self, recomputes: bool = False) -> None:
@@ -64,8 +64,8 @@ class FSDPParamGroup(ParamGroup):
                 return self.pre_backward(recomputes)
         root = self.root
         root.enter_backward(recomputes)
-        if self.ready_in is None:
-            self.ready_in = root.backward
+        if self.reached_by is None:
+            self.reached_by = root.backward
             if root.settings.saved_tensor_hooks:
                 now = self.shard_versions()
                 if now != self.versions:
@@ -76,8 +76,8 @@ class FSDPParamGroup(ParamGroup):
                 ahead.start_unshard(for_backward=True)
 
     def first_gradient(self) -> None:
-        """Notes that backward has come to the group: the first gradient of a bucket is complete."""
-        if self.ready_in is None:
+        """Begins the backward pass of the root, unless it has begun: the first gradient of a bucket has arrived."""
+        if self.reached_by is None:
             enter = self.root.enter_backward
             if (num_dispatch_modes() or num_function_modes()) and are_in_force():
                 run_hidden(enter)
@@ -85,15 +85,19 @@ class FSDPParamGroup(ParamGroup):
                 enter()
 
     def last_gradient(self) -> None:
-        """Reshards, when the gradients of all trainable parameters are complete, unless something else is to come."""
+        """Reshards when the gradients of all buckets have arrived, and notes whether inputs need hooks.
+
+        It leaves that to a later hook if a parameter is frozen, a module has full backward hooks, or another backward
+        runs inside this one.
+        """
         # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed
         # regions (reentrant checkpointing runs a backward inside the one that began).
         if all(self.parameters.trainable) and self.root.backward.task == compat.graph_task():
             # A full backward hook of a module comes later, with the gradients of the module's inputs.
             has_hooks = any(self.backward_hooks or self._find_backward_hooks())
-            self.counting_is_enough = not (has_hooks or self.settings.reduce_unused)
+            self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused)
             if not has_hooks:
-                self.reshard_after_backward()
+                self.finish_backward()
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
         own = [module._backward_hooks for module in self.state.own_modules()]
@@ -103,11 +107,11 @@ class FSDPParamGroup(ParamGroup):
     # ---- after use
 
     def post_forward(self, backward_follows: bool, failed: bool = False, keeps: bool = False) -> None:
-        """Registers the sharded parameters after a forward, and frees the unsharded ones' data, or keeps some of it.
+        """Reshards after a forward, or keeps the unsharded parameters or secondary shards, by `hold` and settings.
 
         Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
         would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
-        `keeps`: backward needs them at once.
+        `keeps`: keep them for backward if the user has not set `reshard_after_forward`.
         """
         choice = self.settings.reshard_after_forward
         if not backward_follows and not failed and (self.hold is Hold.USER or choice is False):
@@ -116,7 +120,7 @@ class FSDPParamGroup(ParamGroup):
                 self.unregister()
             return
         if choice is None:
-            keeps = keeps or self.root.group is self or self in self.root.prefetcher.needed_at_once
+            keeps = keeps or self.root.group is self or self in self.root.prefetcher.first_in_backward
         else:
             keeps = choice is False
         if backward_follows and keeps:
@@ -130,28 +134,26 @@ class FSDPParamGroup(ParamGroup):
             self.reshard_anyway()
 
     def reshard_if_idle(self) -> None:
-        """Reshards, unless a forward of the group runs (a backward may run inside it)."""
-        self.ready_in = None
+        """Reshards and clears `hold`, unless a forward or a full_params block uses the group."""
+        self.reached_by = None
         if self.state.running:
             self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
         else:
             self.reshard_anyway()
 
-    def reshard_after_backward(self) -> None:
-        """Reshards, or keeps the unsharded parameters' data for the next pass if the user wants that."""
+    def finish_backward(self) -> None:
+        """Reshards, or keeps the data for the next pass if the setting `reshard_after_backward` is False."""
         if self.settings.reshard_after_backward or self.state.running or not self.is_unsharded:
             if self.hold is Hold.USER:
                 self.hold = Hold.NEXT_PASS
             self.reshard_if_idle()
         else:
-            self.ready_in = None
+            self.reached_by = None
             self.hold = max(self.hold, Hold.NEXT_PASS)
             self.unregister()
 
     def reshard_stale(self) -> None:
-        """Frees, between passes, what earlier passes have left, unless another one may use it. What the user holds
-        stays held: the next forward gathers it anew.
-        """
+        """Reshards, between passes, unless `hold` is NEXT_PASS or more and no parameter has changed. Keeps Hold.USER."""
         self.root.is_in_backward()  # one that has failed is over
         hold = self.hold
         if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
@@ -159,11 +161,11 @@ class FSDPParamGroup(ParamGroup):
             self.hold = hold if hold is Hold.USER else self.hold
 
     def reshard_anyway(self) -> None:
-        """Reshards, whatever holds the unsharded parameters."""
+        """Clears `hold` and reshards, also in a forward. Frees the memory if `root.frees_memory`."""
         self.hold = Hold.NOTHING
         self.reshard(free=self.root.frees_memory)
 
     def post_backward(self) -> None:
-        """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
+        """Reduces what buckets have left, and reshards. It is called only if forward has hooked the inputs."""
         self.gradients.flush()
-        self.reshard_after_backward()
+        self.finish_backward()

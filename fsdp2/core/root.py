@@ -133,7 +133,7 @@ class Root:
         self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
         self.prefetcher.begin_pass()
         sent = [group.gradients.sent_nbytes for group in self.groups]
-        self.queue.limit(max([group.settings.max_reductions for group in self.groups]), sent)
+        self.queue.set_limits(max([group.settings.max_reductions for group in self.groups]), sent)
         for group in self.groups:
             if group.hold is not Hold.NOTHING:
                 group.reshard_stale()
@@ -225,9 +225,9 @@ class Root:
                 group.gradients.end_backward()
             self.resume_reductions(reversed(self.groups))
             for group in self.groups:
-                if group.ready_in is not None and group.params:
-                    group.counting_is_enough = False
-                group.reshard_after_backward()
+                if group.reached_by is not None and group.params:
+                    group.needs_no_input_hooks = False
+                group.finish_backward()
             self.prefetcher.drop()
             if self.settings.finalize_backward:
                 self.deliver()

@@ -1,4 +1,4 @@
-"""Schedules what is in flight under one root: gathers ahead of use, and reductions, both bounded in bytes."""
+"""Chooses which groups to all-gather ahead of use, and limits the reductions in flight."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cursor(Generic[Item]):
         self._position = 0
 
     def visit(self, item: Item) -> int | None:
-        """Goes on to `item`, which runs now. Returns how many items follow it; None if what is left lacks it."""
+        """Moves behind the next `item`, and returns how many items follow. Returns None, unmoved, if there is none."""
         for position in range(self._position, len(self.recorded)):
             if self.recorded[position] is item:
                 self._position = position + 1
@@ -60,7 +60,7 @@ class Cursor(Generic[Item]):
 def within_budget(
     items: Iterable[Item], size: Callable[[Item], int], budget: int, at_least_one: bool = True
 ) -> Iterator[Item]:
-    """Yields items in order until their sizes exceed `budget`. `at_least_one`: the first one even if it alone does.
+    """Yields items in order while their sizes fit `budget` together. `at_least_one`: the first one in any case.
 
     Items of size 0 are skipped.
     """
@@ -79,9 +79,10 @@ class Prefetcher:
     """Chooses which groups to gather ahead of use, for the caller to gather: in forward those that followed in the last
     pass, in backward those whose forwards came before.
 
-    `prefetched`: groups that are gathered, or being gathered, in advance only. `needed_at_once`: groups that backward
-    will need first, judging by the last pass; they stay unsharded after forward. `ran`: groups of which a forward has
-    ended for which a backward may run, in that order.
+    Root, and the hooks around forward and backward, call it. `prefetched`: groups that are gathered, or being gathered,
+    in advance only. `first_in_backward`: the last groups of the expected order, which backward needs first; without a
+    user's choice they stay unsharded after forward. `ran`: groups whose forward has ended and may get a backward, in
+    order; FSDPState appends to it, Root clears it.
     """
 
     def __init__(self, groups: Sequence[Any], cursor: type[Cursor[Any]] = Cursor) -> None:
@@ -93,15 +94,15 @@ class Prefetcher:
         self._order_now: list[Any] = []
         # How many groups, at the end of that order, backward needs at once.
         self._num_last = 0
-        # How many were gathered in the pass that runs: what all have gathered by hand, one rank may run alone.
+        # How many groups of this pass had to be gathered. If none had, one rank may run it alone: no order is recorded.
         self._num_gathered = 0
         self._forward = self._backward = cursor(())
         self.ran: deque[Any] = deque(maxlen=_MAX_HISTORY)
         self.prefetched: set[Any] = set()
-        self.needed_at_once: set[Any] = set()
+        self.first_in_backward: set[Any] = set()
 
     def begin_pass(self) -> None:
-        """Prepares for a forward pass, which begins."""
+        """Expects the order of the last recorded pass from now on, and reshards groups gathered ahead but not used."""
         if self._num_gathered:
             self._order = self._order_now
         budget, sizes = self.settings.prefetch_budget, [group.parameters.nbytes for group in self._groups]
@@ -109,32 +110,32 @@ class Prefetcher:
         self._forward = self._cursor(self._order)
         self._num_last = self._count_last(self._forward.recorded)
         self._order_now, self._num_gathered = [], 0
-        self.needed_at_once.clear()
+        self.first_in_backward.clear()
         self.drop()
 
     def in_forward(self, group: Any) -> Iterator[Any]:
-        """Returns the groups that the caller is to gather now, while `group` computes: those that followed it in the
-        pass before, or that the user chose.
+        """Records that `group` runs, and returns an iterator of the groups to all-gather ahead: those that followed it
+        in the pass before, or that the user chose. Call it once in each forward, and start each of them at once.
         """
         self._order_now.append(group)
         self._num_gathered += group.hold < Hold.NEXT_PASS
         num_left = self._forward.visit(group)
         if num_left is not None and num_left < self._num_last:
-            self.needed_at_once.add(group)
+            self.first_in_backward.add(group)
         else:
-            self.needed_at_once.discard(group)  # its last forward in a pass decides
+            self.first_in_backward.discard(group)  # its last forward in a pass decides
         chosen = group.settings.forward_prefetch
         if chosen is None:
             chosen = within_budget(self._forward.ahead(), _bytes_to_gather, *self._budget)
         return self._sharded(chosen)
 
     def begin_backward(self) -> None:
-        """Prepares for a backward pass, which begins."""
+        """Expects the groups of `ran` in reverse order from now on."""
         self._backward = self._cursor([*reversed(self.ran)])
 
     def in_backward(self, group: Any) -> Iterator[Any]:
-        """Returns the groups that the caller is to gather now, while `group` computes gradients: those that ran before
-        it, or that the user chose.
+        """Records that backward has reached `group`, and returns an iterator of the groups to all-gather ahead: those
+        that ran before it, or that the user chose. Start each of them at once.
         """
         self._backward.visit(group)
         chosen = group.settings.backward_prefetch
@@ -143,7 +144,7 @@ class Prefetcher:
         return self._sharded(chosen)
 
     def forget_order(self) -> None:
-        """Clears the recorded orders, which may differ between ranks."""
+        """Forgets the orders that forward and backward expect: ranks may have recorded different ones."""
         self._order, self._num_gathered = [], 0
         self.ran.clear()
 
@@ -155,7 +156,7 @@ class Prefetcher:
 
     def _count_last(self, recorded: Sequence[Any]) -> int:
         """Returns how many groups at the end of the order stay unsharded after forward: the last one, and those that
-        backward would gather ahead as soon as it begins with that.
+        backward would gather ahead together with it.
         """
         if not recorded or recorded[-1].settings.backward_prefetch is not None:
             return min(1, len(recorded))
@@ -170,10 +171,10 @@ class Prefetcher:
                     self.prefetched.add(group)
 
     def _bytes_in_backward(self, group: Any) -> int:
-        """Returns the bytes that `group` takes of the budget: all, if it stayed for the start of backward."""
+        """Returns the bytes of `group` that count against the budget; 0 skips it."""
         if not group.settings.unshard_in_backward:
             return 0
-        return group.parameters.nbytes if group in self.needed_at_once else _bytes_to_gather(group)
+        return group.parameters.nbytes if group in self.first_in_backward else _bytes_to_gather(group)
 
 
 def _bytes_to_gather(group: Any) -> int:
@@ -200,13 +201,12 @@ _num_halves, _nbytes = attrgetter("pending.num_halves"), attrgetter("pending.nby
 
 
 class ReductionQueue:
-    """Holds the reductions in flight of all groups under one root, oldest first.
+    """Holds the reductions in flight of one root, or of roots that share the queue, oldest first.
 
-    `returning`: those that are reduced, and now are copied to the CPU, or stepped on there; `running`: the others.
-    Before the next bucket is packed, the oldest are finished while both limits are exceeded: `max_running` buckets (a
-    bucket may be reduced as two halves), and `window` bytes of inputs: a quarter of a typical group, and one group more
-    for each further `max_running`. Then compute waits in the middle of a group only if gathering and reducing a group
-    take longer than its backward.
+    `running`: not waited for yet. `returning`: being copied to the CPU, or stepped on there. `make_room` finishes the
+    oldest while `running` has more than `max_running` buckets (a bucket may be reduced as two halves) and more than
+    `window` bytes of inputs: a quarter of a typical group, and one group more for each further `max_running`. Then
+    compute waits in the middle of a group only if gathering and reducing a group take longer than its backward.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class ReductionQueue:
         self.returning: deque[_Entry] = deque()
 
     def make_room(self) -> None:
-        """Finishes the oldest reductions until another one may begin."""
+        """Finishes the oldest reductions while both limits are exceeded, and begins all-reduces of the others."""
         running = self.running
         while sum(map(_num_halves, running)) > 2 * self.max_running and sum(map(_nbytes, running)) > self.window:
             self._finish_oldest()
@@ -223,8 +223,8 @@ class ReductionQueue:
             if entry.pending.has_second_stage:
                 entry.pending.advance()
 
-    def limit(self, max_running: int, group_nbytes: Iterable[int]) -> None:
-        """Chooses how many may run. `group_nbytes`: what the gradients of each group take when they are sent."""
+    def set_limits(self, max_running: int, group_nbytes: Iterable[int]) -> None:
+        """Sets `max_running` and `window`. `group_nbytes`: bytes of each group's gradients as they are sent."""
         typical = median_low([nbytes for nbytes in group_nbytes if nbytes] or [0])
         self.max_running, self.window = max_running, typical // PARTS_OF_WINDOW + (max_running - 1) * typical
 
@@ -249,7 +249,9 @@ class ReductionQueue:
             self._finish_oldest()
 
     def abandon(self, backward_pass: object | None) -> None:
-        """After an error: waits until no buffer is in use, and drops the results of one pass (None: of all)."""
+        """Waits, after an error, for all; drops results of one pass (None: of all), and delivers the others. What
+        another thread has begun to deliver is waited for, not dropped.
+        """
         entries, deliveries = [*self.returning, *self.running], []
         self.returning.clear()
         self.running.clear()

@@ -218,7 +218,7 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
                 for notify in root.events.inputs_cast:
                     notify(state, inputs, dtype)
             args, kwargs, inputs = cast_floating(args, dtype), kwargs and cast_floating(kwargs, dtype), None
-    counting_is_enough = True
+    need_no_hooks = True
     for group in state.groups:
         group.pre_forward(in_backward)
         if not in_backward:
@@ -226,9 +226,9 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
                 notify(group)
             for ahead in root.prefetcher.in_forward(group):
                 ahead.start_unshard()
-        counting_is_enough = counting_is_enough and group.counting_is_enough
+        need_no_hooks = need_no_hooks and group.needs_no_input_hooks
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
-    if not counting_is_enough and torch.is_grad_enabled() and state.running == 1:
+    if not need_no_hooks and torch.is_grad_enabled() and state.running == 1:
         inputs = root.tensors_in(args, kwargs) if inputs is None else inputs
         _call_post_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
     return args, kwargs

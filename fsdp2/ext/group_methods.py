@@ -81,7 +81,7 @@ class GroupMethods:
         """
         check_bool("enable", enable)
         for group in set_groups(self, recurse, reduce_unused=enable):
-            group.counting_is_enough = False
+            group.needs_no_input_hooks = False
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divides the sum of all ranks' gradients by `factor`, in place of the number of ranks.

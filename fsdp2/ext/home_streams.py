@@ -199,8 +199,8 @@ class GroupOnStreams(FSDPParamGroup):
         else:
             self._reshard_at_home(free)
 
-    def use_in_backward(self) -> None:
-        if self.ready_in is None:
+    def before_unpack(self) -> None:
+        if self.reached_by is None:
             self.pre_backward()
         else:
             self.streams.use()

@@ -30,7 +30,7 @@ def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = N
                 group.gradients.begin_backward(object())
                 group.gradients.flush()
                 group.gradients.end_backward()
-            group.reshard_after_backward()
+            group.finish_backward()
         root.resume_reductions(chosen)
         if root.settings.is_last_backward:
             root.prefetcher.ran.clear()
