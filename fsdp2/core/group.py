@@ -153,7 +153,7 @@ class FSDPParamGroup(ParamGroup):
             self.unregister()
 
     def reshard_stale(self) -> None:
-        """Reshards, between passes, unless `hold` is NEXT_PASS or more and no parameter has changed. Keeps Hold.USER."""
+        """Reshards, between passes, unless `hold` is NEXT_PASS or more and nothing has changed. Keeps Hold.USER."""
         self.root.is_in_backward()  # one that has failed is over
         hold = self.hold
         if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
