@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -49,7 +50,8 @@ class ParamGroup:
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
     ) -> None:
         self.modules, self.params, self.mesh, self.settings = list(modules), list(params), mesh, settings
-        self.name, self.purpose = type(modules[0]).__name__, Purpose()
+        self.name = type(modules[0]).__name__
+        self.purpose = Purpose(self.name)
         self.phase = SHARDED
         self._pending: PendingGather | None = None
         self.hold = Hold.NOTHING
@@ -65,7 +67,7 @@ class ParamGroup:
         self.parameters.build(settings, self.comms.gathers.direct_min_bytes)
 
     def __repr__(self) -> str:
-        return self.name
+        return self.purpose.name
 
     # ---- settings
 
@@ -87,6 +89,8 @@ class ParamGroup:
                 if prefix is not None:
                     param.names[i] = fqn(prefix, slot.name)
         self.name = self.purpose.name = names.get(self.modules[0], "") or "root"
+        if not re.search("[^0-9.]", self.name):  # indices alone, of an nn.Sequential, say little in an error
+            self.purpose.name = f'{type(self.modules[0]).__name__} "{self.name}"'
 
     def set(self, **changes: Any) -> None:
         """Changes settings of the group, between steps."""
@@ -241,7 +245,7 @@ class ParamGroup:
 
     def _locate(self, error: RuntimeError) -> None:
         """Says in the message which group it was: neither allocators nor process groups know."""
-        self.purpose.locate(error, f"gathering {self.name}, {self.nbytes} bytes")
+        self.purpose.locate(error, f"gathering {self}, {self.nbytes} bytes")
 
     # ---- what users do to parameters
 

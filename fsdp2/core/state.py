@@ -53,7 +53,7 @@ class FSDPState:
             group.state = self
 
     def __repr__(self) -> str:
-        return self.groups[0].name
+        return str(self.groups[0])
 
     def post_forward(self, backward_follows: bool, failed: bool = False, module: nn.Module | None = None) -> None:
         """Reshards the groups, or keeps them for backward, when a forward has ended.
