@@ -83,7 +83,9 @@ class GeneratingGPT(CachedGPT):
 
 
 def is_so_on_any_rank(flag: bool, device: torch.device) -> bool:
-    """Every rank must call it for each token: none knows when a line ends. Known lengths need one maximum in all."""
+    """Every rank must call it for each token: none knows where a line ends. If counts alone ended texts, one maximum of
+    all counts would do.
+    """
     number = torch.tensor(int(flag), device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return bool(number)
@@ -117,10 +119,10 @@ class Way(NamedTuple):
 
 WAYS = [
     Way("nothing set", lambda model: None, nullcontext, True),
+    Way("register_fsdp_forward_method", register, nullcontext, True),
     Way("set_reshard_after_forward(False)", lambda model: model.set_reshard_after_forward(False), nullcontext, False),
     Way("unshard() of each sharded module", unshard, nullcontext, False),
     Way("with full_params(model)", lambda model: None, fsdp2.full_params, False),
-    Way("register_fsdp_forward_method", register, nullcontext, True),
 ]
 
 
@@ -146,9 +148,8 @@ def measure(way: Way, model: Any, mine: list[tuple[Tensor, int]], gathers: Gathe
     for is_changed in (False, False, True):
         if is_changed:
             with torch.no_grad():
-                torch._foreach_mul_(
-                    shards, 1.0
-                )  # every write counts as a change; this one leaves the texts as they are
+                for shard in shards:
+                    shard.mul_(1.0)  # every write counts as a change; this one leaves the texts as they are
         dist.barrier()
         seconds -= time.perf_counter()
         with way.around(model):
@@ -187,7 +188,7 @@ def main() -> None:
         train_quickly(model, device)
     model.eval()
 
-    # As many requests on each rank: some may have one for no token, which is a dummy forward or more.
+    # As many requests on each rank: the last may ask for no token, and take dummy forwards only.
     requests = [(text.encode(), args.new_tokens[i % len(args.new_tokens)]) for i, text in enumerate(args.prompts)]
     requests += [(b" ", 0)] * (-len(requests) % ranks)
     mine = [(torch.tensor([list(prompt)], device=device), count) for prompt, count in requests[rank::ranks]]
