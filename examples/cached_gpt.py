@@ -1,7 +1,7 @@
 """A GPT over bytes that computes keys and values of new bytes only, and keeps those of earlier ones in a cache.
 
-Its parameters have the names of train_gpt.py, of which it loads checkpoints. It is sharded before it is loaded or
-trained. Other examples use it.
+Its parameters have the names of those of train_gpt.py, so that it loads checkpoints of that program. generate.py shards
+it, and then has it loaded or trained here.
 """
 
 import codecs
