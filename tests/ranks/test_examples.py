@@ -3,6 +3,7 @@
 Their model and batches are the same in all but one, so plain training on one process is the oracle of their losses.
 """
 
+import ast
 import os
 import re
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from examples.tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, make_gpt
 from helpers import NIGHTLY, alone
-from programs import kill_at, run_forked
+from programs import ROOT, kill_at, run_forked
 
 Curve = dict[int, float]
 
@@ -117,6 +119,93 @@ def test_resume_elsewhere(tmp_path: Path, plain_losses: Curve) -> None:
     assert list(resumed) == [11, 12, 13, 14, 15]
     assert_same(stopped | resumed, {step: plain_losses[step] for step in range(1, 16)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000010", "step-000015"]
+
+
+PROMPTS = ("Beautiful", "Explicit is", "Now", "If the implementation")  # of generate.py
+
+
+def texts_of(output: str) -> list[str]:
+    """Returns what generate.py has generated, if its table is right about the gathers of 5 groups for these texts."""
+    found = re.findall(r"^rank (\d), +(\d+) tokens: (.*) \+ (.*)$", output, re.MULTILINE)
+    assert [prompt for _, _, prompt, _ in found] == [repr(prompt) for prompt in PROMPTS]
+    ranks = 1 + max(int(rank) for rank, *_ in found)
+    lengths = [int(length) for _, length, *_ in found]
+    lengths += [0] * (-len(lengths) % ranks)
+    rounds = [lengths[i : i + ranks] for i in range(0, len(lengths), ranks)]
+    longest = sum(map(max, rounds))
+    once = 5 / longest
+    rows = re.findall(r"^(\S.*?) {2,}([\d., ]+)$", output, re.MULTILINE)
+    table = {name: [float(cell.replace(",", "")) for cell in cells.split()] for name, cells in rows}
+    keeping_all = table["with full_params(model)"][-2]
+    waiting, empty = sum(max(each) - length for each in rounds for length in each), lengths.count(0)
+    for name, gathers, keeps_all, dummies in (
+        ("nothing set", [5.0] * 3, False, waiting),
+        ("set_reshard_after_forward(False)", [once, 0.0, once], True, empty),
+        ("unshard() of each sharded module", [once, 0.0, once], True, empty),
+        ("with full_params(model)", [once] * 3, True, empty),
+        # The root's group once for each text; perhaps a block ahead in vain, as an earlier text was longer.
+        ("register_fsdp_forward_method", [4 + 1.5 * len(rounds) / longest] * 3, False, waiting),
+    ):
+        *per_token, _, unsharded, dummy_forwards = table.pop(name)
+        tolerance = 0.006 + (0.5 * len(rounds) / longest if name.startswith("register") else 0)
+        assert per_token == pytest.approx(gathers, abs=tolerance), name
+        assert (unsharded == keeping_all) == keeps_all, name
+        assert dummy_forwards == dummies, name
+    assert not table
+    return [ast.literal_eval(text) for *_, text in found]
+
+
+def test_generate() -> None:
+    pytest.importorskip("tqdm", reason="it takes the model of train_gpt.py, which needs tqdm")
+    output = run_forked("generate.py", 2)
+    assert losses(output)[200] < 1 < losses(output)[1]
+    texts = texts_of(output)
+    assert all(len(text) == count or text.endswith("\n") for text, count in zip(texts, (12, 32, 40, 12), strict=True))
+
+
+def test_generate_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain model, without a cache, finds the same. Two of three ranks have no second prompt.
+
+    Weights as they were drawn: a model that has learned a little repeats one byte.
+    """
+    pytest.importorskip("tqdm", reason="train_gpt.py needs it")
+    shape = ("--tiny", "--layers", "4", "--context", "64")
+    run_forked("train_gpt.py", 2, *shape, "--steps", "1", "--lr", "0", "--seed", "1", "--save", str(tmp_path))
+    counts = (3, 9, 5, 12)
+    options = ("--checkpoint", str(tmp_path), "--heads", "2", "--new-tokens", *map(str, counts))
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
+    def generate() -> list[str]:
+        from train_gpt import GPT
+
+        model = GPT(width=64, layers=4, heads=2, context=64)
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / "step-000001")
+        model.load_state_dict(state["model"])
+        texts = []
+        for prompt, count in zip(PROMPTS, counts, strict=True):
+            tokens = torch.tensor([list(prompt.encode())])
+            for _ in range(count):
+                if tokens[0, -1] != ord("\n"):
+                    tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
+            texts.append(bytes(tokens[0].tolist()).decode(errors="replace")[len(prompt) :])
+        return texts
+
+    assert texts_of(run_forked("generate.py", 3, *options)) == alone(generate)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--checkpoint", "nowhere"), "--checkpoint nowhere: expected a file .metadata there, or folders named step-*"),
+        (("--new-tokens", "12", "0"), "--prompts 'Explicit is': expected .* got 11 and 0"),
+        (("--prompts", ""), "--prompts '': expected at least 1 token, .* got 0 and 12"),
+        (("--new-tokens", "60"), "--prompts 'Beautiful': expected .* together at most 64, got 9 and 60"),
+    ],
+)
+def test_generate_refuses(options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_forked("generate.py", 2, *options)
 
 
 def without_torchrun(rank: int) -> None:
