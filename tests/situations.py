@@ -1020,7 +1020,7 @@ def rows_by_frequency(side: Side) -> None:
     side.grads("gradients", model)
 
 
-@ends(LOUD, "bias: expected .grad to be None or a DTensor")
+@ends(LOUD, "weight: expected .grad to be None or a DTensor")
 def plain_gradient_by_hand(side: Side) -> None:
     """A plain, whole tensor put into `.grad` before a backward"""
     model = side.fully_shard(nn.Linear(5, 3))
