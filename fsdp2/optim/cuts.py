@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ..core.compat import local_if_any
 from ..core.group import FSDPParamGroup
@@ -53,25 +53,20 @@ class Cut(NamedTuple):
 class Matrix(NamedTuple):
     """Describes one matrix of a parameter, or several of equal shape that one rank has as a whole.
 
-    `param`: the number of the parameter. `stack`: the first of its matrices, and the one after the last. `first`:
+    `param`: the number of the parameter. `stack`: the numbers of its matrices. `first`:
     the row of the parameter with which it begins. `holders`: the ranks that hold a part of it.
     """
 
     param: int
-    stack: tuple[int, int]
+    stack: range
     first: int
     rows: int
     cols: int
     holders: range
 
     @property
-    def number(self) -> int:
-        """How many matrices it is."""
-        return self.stack[1] - self.stack[0]
-
-    @property
     def numel(self) -> int:
-        return self.number * self.rows * self.cols
+        return len(self.stack) * self.rows * self.cols
 
     @property
     def is_local(self) -> bool:
@@ -81,17 +76,12 @@ class Matrix(NamedTuple):
         """Returns the axis along which ranks cut the matrix: 0 rows, 1 columns, -1 none."""
         return cut.dim - len(cut.shape) + 2
 
-    def part(self, cut: Cut, rank: int) -> tuple[int, int]:
-        """Returns the first of its rows, or columns, that `rank` holds, and the one after the last."""
-        first, last = cut.bounds(rank)
-        if self.axis(cut) == 0:
-            first, last = (min(max(each - self.first, 0), self.rows) for each in (first, last))
-        return first, last
-
     def part_shape(self, cut: Cut, rank: int) -> tuple[int, int]:
         """Returns the shape of what `rank`, one of several holders, has of the matrix."""
-        first, last = self.part(cut, rank)
-        return (last - first, self.cols) if self.axis(cut) == 0 else (self.rows, last - first)
+        first, last = cut.bounds(rank)
+        if self.axis(cut) == 0:
+            return min(last, self.first + self.rows) - max(first, self.first), self.cols
+        return self.rows, last - first
 
     def view(self, local: Tensor, cut: Cut) -> Tensor:
         """Returns the part of a local tensor that belongs to it: [rows, columns], or [matrices, rows, columns] of a
@@ -99,9 +89,9 @@ class Matrix(NamedTuple):
         """
         axis, start = self.axis(cut), cut.bounds(cut.rank)[0]
         if axis == -1:
-            return local[self.stack[0] - start : self.stack[1] - start]
+            return local[self.stack.start - start : self.stack.stop - start]
         if local.dim() == 3:
-            return local[self.stack[0]]
+            return local[self.stack.start]
         first, last = self.first, self.first + self.rows
         if axis == 0:
             first, last = (min(max(each - start, 0), len(local)) for each in (first, last))
@@ -109,45 +99,29 @@ class Matrix(NamedTuple):
 
 
 def find_cut(param: Tensor, name: str) -> Cut:
-    """Returns how `param`, of 2 or 3 dimensions, is cut. It communicates nothing.
+    """Returns how `param`, of 2 or 3 dimensions, is cut. It communicates nothing. `name`: if nothing manages it.
 
     Raises:
-        NotImplementedError: ranks cut it along two axes of a mesh, of which one is that of tensor parallelism.
-        ValueError: each rank holds a value that is still to be summed.
+        NotImplementedError: ranks cut its matrices along two axes of a mesh, of which one is that of tensor
+            parallelism, or hold values that are still to be summed.
     """
-    local = local_if_any(param)
-    whole = Cut(name, tuple(param.shape), 0, 1, 0, None, local.device, None)
-    if not isinstance(param, DTensor):
-        return whole
-    owned = sharded_owner(param)
+    local, shape = local_if_any(param), tuple(param.shape)
+    owned = sharded_owner(param) if isinstance(param, DTensor) else None
+    on, placements = (param.device_mesh, param.placements) if isinstance(param, DTensor) else (None, ())
+    axes = [i for i, each in enumerate(placements) if on is not None and not each.is_replicate() and on.size(i) > 1]
     if owned is not None:
-        mesh, shape = owned.param.mesh, owned.param.gathered_shape
-        if shape[-2:] != tuple(param.shape[-2:]):
-            raise _two_axes(param, name)
-        whole = whole._replace(name=owned.param.name, shape=shape, owner=owned.group, device=mesh.device)
-        if local.is_meta or mesh.size == 1:
-            whole = whole._replace(device=local.device)
-        if mesh.size == 1:
-            return whole
-        return whole._replace(dim=owned.param.dim, size=mesh.size, rank=mesh.rank, process_group=mesh.shard_group)
-    on = param.device_mesh
-    axes = [i for i, each in enumerate(param.placements) if not each.is_replicate() and on.size(i) > 1]
-    if any(param.placements[axis].is_partial() for axis in axes):
-        raise ValueError(f"{name}: expected a parameter that is sharded or replicated, got {param.placements}")
-    if len(axes) > 1:
-        raise _two_axes(param, name)
-    if not axes:
-        return whole
-    placement = param.placements[axes[0]]
-    dim = getattr(placement, "dim", 0) % param.dim()
-    rank = on.get_local_rank(axes[0])
-    return whole._replace(dim=dim, size=on.size(axes[0]), rank=rank, process_group=on.get_group(axes[0]))
-
-
-def _two_axes(param: DTensor, name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{name}: expected a matrix that data-parallel ranks alone cut, got placements {param.placements} on "
-        f"{param.device_mesh}. Leave it to an elementwise optimizer: split_matrices(..., exclude=({name!r},))."
+        sharded, mesh = owned.param, owned.param.mesh
+        name, gathered, device = sharded.name, sharded.gathered_shape, local.device if local.is_meta else mesh.device
+        if gathered[-2:] == shape[-2:]:
+            return Cut(name, gathered, sharded.dim, mesh.size, mesh.rank, mesh.shard_group, device, owned.group)
+    elif on is None or not axes:
+        return Cut(name, shape, 0, 1, 0, None, local.device, None)
+    elif len(axes) == 1 and isinstance(placement := placements[axes[0]], Shard):
+        axis, dim = axes[0], placement.dim % param.dim()
+        return Cut(name, shape, dim, on.size(axis), on.get_local_rank(axis), on.get_group(axis), local.device, None)
+    raise NotImplementedError(
+        f"{name}: expected a matrix that data-parallel ranks alone cut, got placements {placements}. Leave it to an "
+        f"elementwise optimizer: split_matrices(..., exclude=({name!r},))."
     )
 
 
@@ -175,13 +149,13 @@ def find_matrices(param: int, cut: Cut, blocks: int | Sequence[int] | None) -> I
         first = 0
         for size in [rows] if blocks is None else block_sizes(blocks, cut.shape, cut.name):
             holders = cut.holders(first, first + size) if cut.dim == 0 else cut.holders(0, cols)
-            yield Matrix(param, (0, 1), first, size, cols, holders)
+            yield Matrix(param, range(1), first, size, cols, holders)
             first += size
     elif cut.dim == 0:
         for rank in range(cut.size):
-            stack = cut.bounds(rank)
-            if stack[1] > stack[0]:
+            stack = range(*cut.bounds(rank))
+            if stack:
                 yield Matrix(param, stack, 0, rows, cols, range(rank, rank + 1))
     else:
         holders = cut.holders(0, cut.shape[cut.dim])
-        yield from (Matrix(param, (i, i + 1), 0, rows, cols, holders) for i in range(lead[0]))
+        yield from (Matrix(param, range(i, i + 1), 0, rows, cols, holders) for i in range(lead[0]))

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .whole_matrix import BUCKET_BYTES, WholeMatrixOptimizer
 
-_RATIOS = (None, "original", "match_rms_adamw")
-
 
 def muon(
     params: Any,
@@ -24,7 +22,7 @@ def muon(
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
     *,
-    batched: bool = True,
+    batched: bool | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> WholeMatrixOptimizer:
     """Returns an optimizer that is Muon, with the arguments and numbers of `torch.optim.Muon`, for sharded parameters.
@@ -33,7 +31,7 @@ def muon(
     computes it, on every rank. Matrices travel in bf16, as which the iterations begin and end, so that nothing is
     rounded more often than by torch. On a CPU, fp32 parameters get the bits of torch's Muon on one process, however
     many ranks there are; bf16 parameters may differ in the last bit, because torch's kernel rounds the elements at the
-    end of a shard otherwise. On other devices the bits of batches may differ from those of single matrices.
+    end of a shard otherwise. Where matrices are updated in batches, the iterations may round some element otherwise.
 
     The formulas are those of `torch.optim.Muon`, after Keller Jordan (https://kellerjordan.github.io/posts/muon/) and
     "Muon is Scalable for LLM Training" (arXiv 2502.16982).
@@ -55,28 +53,17 @@ def muon(
         ValueError: an argument out of its range.
         TypeError, NotImplementedError: see `WholeMatrixOptimizer`.
     """
-    if adjust_lr_fn not in _RATIOS:
-        raise ValueError(f"adjust_lr_fn: expected one of {_RATIOS}, got {adjust_lr_fn!r}")
+    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+        raise ValueError(f"adjust_lr_fn: expected None, 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
     if not 0 <= ns_steps < 100:
         raise ValueError(f"ns_steps: expected 0 to 99, got {ns_steps}")
     if len(ns_coefficients) != 3:
         raise ValueError(f"ns_coefficients: expected three numbers, got {ns_coefficients}")
-    return WholeMatrixOptimizer(
-        params,
-        orthogonalize,
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        learning_rate=adjusted_learning_rate,
-        wire_dtype=torch.bfloat16,
-        batched=batched,
-        bucket_bytes=bucket_bytes,
-        ns_coefficients=ns_coefficients,
-        eps=eps,
-        ns_steps=ns_steps,
-        adjust_lr_fn=adjust_lr_fn,
-    )
+    rule = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+    iterations = {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+    how = {"wire_dtype": torch.bfloat16, "batched": batched, "bucket_bytes": bucket_bytes}
+    options: dict[str, Any] = {**rule, **iterations, **how}
+    return WholeMatrixOptimizer(params, orthogonalize, learning_rate=adjusted_learning_rate, **options)
 
 
 def orthogonalize(matrices: Tensor, group: dict[str, Any]) -> Tensor:

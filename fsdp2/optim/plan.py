@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,8 @@ from .cuts import Cut, Matrix, find_matrices
 
 
 class Member(NamedTuple):
-    """One parameter of the optimizer. `group`: the number of its param group. `source`: the dtype of its gradient;
-    `wire`: that in which its matrices travel and are updated.
+    """One parameter of the optimizer. `group`: the number of its param group. `blocks`: that group's entry. `source`:
+    the dtype of its gradient; `wire`: that in which its matrices travel and are updated.
     """
 
     cut: Cut
@@ -24,7 +24,10 @@ class Member(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The matrices that travel together: `owned[rank]` are those that `rank` updates, the costliest first."""
+    """The matrices that travel together: `owned[rank]` are those that `rank` updates, the costliest first.
+
+    `process_group`: None if this rank, `rank`, has them as a whole, and nothing travels.
+    """
 
     process_group: dist.ProcessGroup | None
     rank: int
@@ -35,12 +38,11 @@ class Bucket(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """`buckets`: what travels. `local`: the matrices that this rank has as a whole. `loads`: for each process group
-    (None: matrices that every rank has) the cost of what each of its ranks updates.
+    """`buckets`: first those that do not travel. `loads`: for each process group (None: matrices that every rank has)
+    the costs of what its ranks update.
     """
 
     buckets: list[Bucket]
-    local: list[Matrix]
     loads: dict[dist.ProcessGroup | None, list[float]]
 
 
@@ -52,34 +54,33 @@ def make_plan(
     `absent`: the numbers of members that are left out, the same on all ranks. A rank updates what it has as a whole.
     The matrices of a bucket that one rank updates have `bucket_bytes` together, or the bytes of the largest matrix.
     """
-    plan = Plan([], [], {})
-    travelling: dict[tuple[dist.ProcessGroup | None, tuple[object, ...]], list[Matrix]] = {}
+    loads: dict[dist.ProcessGroup | None, list[float]] = {}
+    alike: dict[Any, list[Matrix]] = {}
     for i, member in enumerate(members):
         cut = member.cut
-        loads = plan.loads.setdefault(cut.process_group, [0.0] * cut.size)
+        load = loads.setdefault(cut.process_group, [0.0] * cut.size)
         for matrix in find_matrices(i, cut, member.blocks) if i not in absent else ():
             if matrix.is_local:
-                loads[matrix.holders[0]] += matrix.number * cost(matrix.rows, matrix.cols)
-                if matrix.holders[0] == cut.rank:
-                    plan.local.append(matrix)
-            else:
-                key = cut.process_group, (member.source, member.wire, cut.device)
-                travelling.setdefault(key, []).append(matrix)
-    for (process_group, _), matrices in travelling.items():
-        loads, member = plan.loads[process_group], members[matrices[0].param]
-        cut = member.cut
-        matrices.sort(key=lambda each: (-cost(each.rows, each.cols), each.rows, each.cols))
+                load[matrix.holders[0]] += len(matrix.stack) * cost(matrix.rows, matrix.cols)
+            if not matrix.is_local or cut.rank in matrix.holders:
+                process_group = None if matrix.is_local else cut.process_group
+                key = process_group, cut.rank, cut.device, member.source, member.wire
+                alike.setdefault(key, []).append(matrix)
+    buckets: list[Bucket] = []
+    for key in sorted(alike, key=lambda each: each[0] is not None):
+        matrices = sorted(alike[key], key=lambda each: (-cost(each.rows, each.cols), each.rows, each.cols))
+        cut, wire = members[matrices[0].param].cut, key[-1]
+        load = loads[cut.process_group]
         owned: list[list[Matrix]] = [[] for _ in range(cut.size)]
         for matrix in matrices:
-            owner = min(matrix.holders, key=loads.__getitem__)
-            loads[owner] += cost(matrix.rows, matrix.cols)
+            owner = min(matrix.holders, key=load.__getitem__)
+            load[owner] += 0.0 if matrix.is_local else cost(matrix.rows, matrix.cols)
             owned[owner].append(matrix)
-        limit = max(bucket_bytes // member.wire.itemsize, max(each.numel for each in matrices))
-        parts = [list(cut_list(each, limit)) for each in owned]
-        for i in range(max(map(len, parts))):
-            here = [part[i] if i < len(part) else [] for part in parts]
-            plan.buckets.append(Bucket(process_group, cut.rank, cut.device, member.source, member.wire, here))
-    return plan
+        largest = 0 if key[0] is None else max(each.numel for each in matrices)
+        runs = [[*cut_list(each, max(bucket_bytes // wire.itemsize, largest))] for each in owned]
+        for i in range(max(map(len, runs))):
+            buckets.append(Bucket._make((*key, [run[i] if i < len(run) else [] for run in runs])))
+    return Plan(buckets, loads)
 
 
 def cut_list(matrices: Iterable[Matrix], limit: int) -> Iterator[list[Matrix]]:

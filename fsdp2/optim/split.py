@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from ..ext.owners import some_of
 from .cuts import block_sizes
 from .whole_matrix import WholeMatrixOptimizer
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+_NUMBERS = re.compile(r"(?<![^.])\d+(?=\.)")
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class _Row(NamedTuple):
-    """One parameter, and where it goes. `reason`: why it is none of the matrices, or ''."""
+    """One trainable parameter, and where it goes. `note`: why, or the blocks of a matrix."""
 
-    names: tuple[str, ...]
+    name: str
     parameter: nn.Parameter
-    reason: str
-    blocks: int | Sequence[int] | None
+    is_matrix: bool
+    note: str
 
 
 @dataclass(frozen=True)
 class MatrixSplit:
     """Says which trainable parameters an optimizer of whole matrices takes, and which another one. `str` of it is a
-    table, in which numbers in names are counted.
+    table, in which the numbers in names are `*`.
 
     Args:
         matrices: param groups for `muon` or `WholeMatrixOptimizer`: one, and one more for each kind of `blocks`.
@@ -48,53 +49,39 @@ class MatrixSplit:
     def __str__(self) -> str:
         lines = []
         for title, wanted in (("whole matrices", True), ("another optimizer", False)):
-            rows = [row for row in self._rows if (not row.reason) == wanted]
-            counts: dict[tuple[str, str], list[_Row]] = {}
-            for row in rows:
-                blocks = "" if row.blocks is None else f"blocks of rows: {row.blocks}"
-                key = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", row.names[0]), row.reason or blocks
-                counts.setdefault((f"{key[0]} {tuple(row.parameter.shape)}", key[1]), []).append(row)
+            rows = [row for row in self._rows if row.is_matrix == wanted]
             numel = sum(row.parameter.numel() for row in rows)
-            lines.append(f"{title}: {len(rows)} parameters, {numel / 1e6:.3g} M elements")
-            for (name, why), found in counts.items():
-                lines.append(f"  {len(found)} x {name}{f': {why}' if why else ''}")
+            lines.append(f"{title}: {len(rows)} parameters, {numel:,} elements")
+            names = [f"{_NUMBERS.sub('*', row.name)} {tuple(row.parameter.shape)}" for row in rows]
+            texts = Counter(f"{name}{row.note and ': '}{row.note}" for name, row in zip(names, rows, strict=True))
+            lines += [f"  {count} x {text}" for text, count in texts.items()]
         return "\n".join(lines)
 
-    def check(self, *optimizers: Any) -> None:
+    def check(self, *optimizers: Optimizer) -> None:
         """Checks that each trainable parameter of the model is in one of `optimizers`: matrices in one of whole
-        matrices, the rest in another. It communicates nothing; call it once the optimizers are built, and again where
-        parameters were added or unfrozen.
+        matrices, if there is one of these, and the rest in another. It communicates nothing. Call it once the
+        optimizers are built, and again where parameters were added or unfrozen.
 
         Raises:
-            TypeError: one of them is no optimizer.
-            ValueError: parameters are in none, in two, or in the wrong one, with their names.
+            ValueError: parameters are in none, in two, or in the wrong one; with their names.
         """
-        for each in optimizers:
-            if not isinstance(each, Optimizer):
-                raise TypeError(f"check: expected optimizers, got a {type(each).__name__}")
         names = {id(param): found[0] for param, found in _names(self._model).items() if param.requires_grad}
-        homes: dict[int, list[Optimizer]] = {}
+        matrices = {id(row.parameter) for row in self._rows if row.is_matrix}
+        homes: dict[int, list[bool]] = {}
         for optimizer in optimizers:
             for param in (each for group in optimizer.param_groups for each in group["params"]):
-                if param.requires_grad:
-                    homes.setdefault(id(param), []).append(optimizer)
-        matrices = {id(row.parameter) for row in self._rows if not row.reason}
-        has_whole = any(isinstance(each, WholeMatrixOptimizer) for each in optimizers)
+                homes.setdefault(id(param), []).append(isinstance(optimizer, WholeMatrixOptimizer))
+        has_whole = any(map(any, homes.values()))
         problems: dict[str, list[str]] = {}
         for key, name in names.items():
-            found = homes.pop(key, [])
+            found = homes.get(key, [])
             if len(found) != 1:
-                problems.setdefault("in an optimizer twice, or in two" if found else "in no optimizer", []).append(name)
-            elif has_whole and isinstance(found[0], WholeMatrixOptimizer) != (key in matrices):
-                kind = "an elementwise" if key in matrices else "the whole-matrix"
-                problems.setdefault(f"in {kind} optimizer", []).append(name)
-        for found in homes.values():
-            problems.setdefault("of an optimizer that the model lacks", []).append(type(found[0]).__name__)
+                problems.setdefault("in two, or in one twice" if found else "in none", []).append(name)
+            elif has_whole and found[0] != (key in matrices):
+                problems.setdefault(f"in {'the whole-matrix' if found[0] else 'an elementwise'} one", []).append(name)
         if problems:
-            text = "; ".join(f"{what}: {', '.join(found)}" for what, found in problems.items())
-            raise ValueError(
-                f"trainable parameters {text}. Give split.matrices to one optimizer, split.rest to another."
-            )
+            text = "; ".join(f"{what}: {some_of(found)}" for what, found in problems.items())
+            raise ValueError(f"expected split.matrices in one optimizer and split.rest in another; got {text}")
 
 
 def split_matrices(
@@ -106,7 +93,7 @@ def split_matrices(
     """Divides the trainable parameters of a model: matrices for `muon` or `WholeMatrixOptimizer`, and the rest.
 
     Matrices are all parameters of 2 dimensions, and of 3 (stacks of matrices, such as experts), but for convolutions.
-    Nothing is left out by chance: an embedding must be named in `exclude` or `include`, and so should a head be; each
+    Nothing is left out by chance: an embedding must be named in `exclude` or `include`, and a head should be; each
     pattern must match. Print the result to see where each parameter goes, and call its `check` with the optimizers.
     Call it behind `fully_shard`; it communicates nothing.
 
@@ -121,65 +108,48 @@ def split_matrices(
             sizes. For a fused query, key and value: 3, or the sizes of the three; by heads: the number of all heads.
 
     Raises:
-        TypeError: patterns that are one string, or `model` is no module.
-        ValueError: a pattern that matches no trainable matrix; one matched by two lists; an embedding that is in none;
-            blocks that do not make up a parameter.
+        TypeError: patterns that are one string.
+        ValueError: a pattern that matches no trainable matrix; a matrix that is excluded, and matched by another
+            pattern; an embedding that none matches; blocks that do not make up a parameter.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got a {type(model).__name__}")
-    for option, patterns in (("exclude", exclude), ("include", include)):
+    blocks = blocks or {}
+    options: dict[str, Collection[str]] = {"exclude": exclude, "include": include, "blocks": blocks}
+    for option, patterns in options.items():
         if isinstance(patterns, str):
             raise TypeError(f"{option}: expected a collection of patterns, got the string {patterns!r}")
-    blocks, unmatched = blocks or {}, {("exclude", each) for each in exclude} | {("include", each) for each in include}
-    unmatched |= {("blocks", each) for each in blocks}
-    modules: dict[int, list[type[nn.Module]]] = {}
+    unmatched = {(option, pattern) for option, patterns in options.items() for pattern in patterns}
+    modules: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for each in module._parameters.values():
-            modules.setdefault(id(each), []).append(type(module))
-    rows: list[_Row] = []
-    unnamed = []
+            modules.setdefault(id(each), []).append(module)
+    rows, groups = list[_Row](), dict[str, dict[str, Any]]()
     for param, names in _names(model).items():
+        matched = [(option, each) for option in options for each in options[option] if _matches(each, names)]
+        note, by = _why_no_matrix(param, modules[id(param)]), dict(matched)
         if not param.requires_grad:
             continue
-        classes = modules[id(param)]
-        reason = _reason(param, classes)
-        own_blocks = None
-        if not reason:
-            excluded, included, cut = (
-                [each for each in patterns if _matches(each, names)] for patterns in (exclude, include, blocks)
-            )
-            unmatched -= {(name, each) for name, found in _named(excluded, included, cut) for each in found}
-            if (excluded and (included or cut)) or len(cut) > 1:
+        if not note:
+            unmatched.difference_update(matched)
+            if (len(by) > 1 and "exclude" in by) or sum(option == "blocks" for option, _ in matched) > 1:
+                raise ValueError(f"{names[0]}: expected one pattern that matches it, got {matched}")
+            if not by and any(isinstance(each, _EMBEDDINGS) for each in modules[id(param)]):
                 raise ValueError(
-                    f"{names[0]}: matched by {', '.join([*excluded, *included, *cut])}: expected one of them"
+                    f"{names[0]}: expected each embedding in `exclude` (a lookup is no product with a matrix: leave it "
+                    "to AdamW, with the head) or in `include`"
                 )
-            if excluded:
-                reason = f"excluded by {excluded[0]!r}"
-            elif not included and any(issubclass(each, nn.Embedding | nn.EmbeddingBag) for each in classes):
-                unnamed.append(names[0])
-            elif cut:
-                own_blocks = blocks[cut[0]]
-                block_sizes(own_blocks, param.shape, names[0])
-        rows.append(_Row(tuple(names), param, reason, own_blocks))
+            note = f"excluded by {by['exclude']!r}" if "exclude" in by else ""
+        own = blocks[by["blocks"]] if "blocks" in by and not note else None
+        if not note:
+            group = groups.setdefault(repr(own), {"params": []} if own is None else {"params": [], "blocks": own})
+            group["params"].append(param)
+        if own is not None:
+            block_sizes(own, param.shape, names[0])
+        rows.append(_Row(names[0], param, not note, note if own is None else f"blocks of rows: {own}"))
     if unmatched:
-        found = "; ".join(f"{option}: {pattern!r}" for option, pattern in sorted(unmatched))
-        known = ", ".join(row.names[0] for row in rows if row.parameter.dim() > 1)
+        found = ", ".join(f"{option}: {pattern!r}" for option, pattern in sorted(unmatched))
+        known = ", ".join(row.name for row in rows if row.parameter.dim() > 1)
         raise ValueError(f"{found} matches no trainable matrix. There are: {known}")
-    if unnamed:
-        raise ValueError(
-            f"{', '.join(unnamed)}: expected each embedding in `exclude` (its rows are no matrix that acts on vectors: "
-            "leave it to AdamW, with the head) or in `include`"
-        )
-    groups: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if not row.reason:
-            options = {} if row.blocks is None else {"blocks": row.blocks}
-            groups.setdefault(repr(row.blocks), {"params": [], **options})["params"].append(row.parameter)
-    return MatrixSplit([*groups.values()], [row.parameter for row in rows if row.reason], model, rows)
-
-
-def _named(excluded: list[str], included: list[str], cut: list[str]) -> list[tuple[str, list[str]]]:
-    return [("exclude", excluded), ("include", included), ("blocks", cut)]
+    return MatrixSplit([*groups.values()], [row.parameter for row in rows if not row.is_matrix], model, rows)
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -190,13 +160,11 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return found
 
 
-def _reason(param: Tensor, classes: Sequence[type[nn.Module]]) -> str:
-    """Returns why a parameter is no matrix, or ''."""
-    if param.dim() not in (2, 3):
-        return f"{param.dim()} dimensions"
-    if any(issubclass(each, _CONVOLUTIONS) for each in classes):
-        return "a convolution"
-    return "" if param.is_floating_point() else str(param.dtype)
+def _why_no_matrix(param: nn.Parameter, modules: Sequence[nn.Module]) -> str:
+    """Returns why a parameter of these modules is no matrix, or ''."""
+    if param.dim() not in (2, 3) or not param.is_floating_point():
+        return {0: "a scalar", 1: "a vector"}.get(param.dim(), f"{param.dtype} of {param.dim()} dimensions")
+    return "a convolution" if any(isinstance(each, _CONVOLUTIONS) for each in modules) else ""
 
 
 def _matches(pattern: str, names: Sequence[str]) -> bool:
