@@ -8,6 +8,7 @@ passes it on, and kills after 30 seconds): ranks then agree to stop behind the s
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]  # one for all parameters, or several
 
 
 class StopSignal:
@@ -46,7 +49,7 @@ def find_last(folder: Path) -> Path | None:
     return max(folder.glob("step-*"), default=None)
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizers) -> None:
     """Each rank writes its own shards. Every rank must call it."""
     partial = folder / "partial"
     if dist.get_rank() == 0:
@@ -70,7 +73,7 @@ def _replace(complete: Path, new: Path) -> None:
     os.close(descriptor)
 
 
-def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def resume(checkpoint: Path, model: nn.Module, optimizer: Optimizers) -> int:
     """Load what `save` wrote, from however many ranks, and return its step. Every rank must call it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
