@@ -12,8 +12,10 @@ from .cuts import Cut, Matrix, find_matrices
 
 
 class Member(NamedTuple):
-    """One parameter of the optimizer. `group`: the number of its param group. `blocks`: that group's entry. `source`:
-    the dtype of its gradient; `wire`: that in which its matrices travel and are updated.
+    """Describes one parameter of the optimizer.
+
+    `group`: the number of its param group. `blocks`: that group's entry. `source`: the dtype of its gradient. `wire`:
+    the dtype in which its matrices travel and are updated.
     """
 
     cut: Cut
@@ -24,7 +26,7 @@ class Member(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The matrices that travel together: `owned[rank]` are those that `rank` updates, the costliest first.
+    """Holds the matrices that travel together: `owned[rank]` are those that `rank` updates, the costliest first.
 
     `process_group`: None if this rank, `rank`, has them as a whole, and nothing travels.
     """
@@ -38,8 +40,8 @@ class Bucket(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """`buckets`: first those that do not travel. `loads`: for each process group (None: matrices that every rank has)
-    the costs of what its ranks update.
+    """Says who updates what. `buckets`: first those that do not travel. `loads`: for each process group (None: matrices
+    that every rank has) the costs of what its ranks update.
     """
 
     buckets: list[Bucket]

@@ -23,7 +23,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 class _Row(NamedTuple):
-    """One trainable parameter, and where it goes. `note`: why, or the blocks of a matrix."""
+    """Says where one trainable parameter goes. `note`: why, or the blocks of a matrix."""
 
     name: str
     parameter: nn.Parameter

@@ -147,6 +147,7 @@ class WholeMatrixOptimizer(Optimizer):
                 block_sizes(group["blocks"], param.shape, cut.name)
 
     def _cut(self, number: int, index: int) -> Cut:
+        """Returns how a parameter of a param group is cut."""
         group = self.param_groups[number]
         names = group.get("param_names")
         name = names[index] if names else f"parameter {index} of param group {number}"
@@ -232,9 +233,11 @@ class _Step:
         return self.optimizer.param_groups[self.optimizer._members[number].group]
 
     def cut(self, matrix: Matrix) -> Cut:
+        """Returns how the parameter of a matrix is cut."""
         return self.optimizer._members[matrix.param].cut
 
     def run(self, plan: Plan) -> None:
+        """Updates all parameters that move. Every rank must call it, with the same plan."""
         present = {*range(len(self.optimizer._params))} - {*self.absent}
         moving = {i for i in present if isinstance(self.group(i)["lr"], Tensor) or self.group(i)["lr"] != 0}
         buckets = [
@@ -275,6 +278,7 @@ class _Step:
         return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
     def _update(self, exchange: Exchange) -> None:
+        """Updates the matrices that this rank owns, and sends them back."""
         exchange.wait()
         alike: dict[Any, list[int]] = {}
         for i, matrix in enumerate(exchange.mine):
@@ -291,6 +295,7 @@ class _Step:
         exchange.send_back()
 
     def _apply(self, exchange: Exchange) -> None:
+        """Changes this rank's parts of the parameters."""
         exchange.wait()
         for matrix, update in zip(exchange.parts, exchange.part_values, strict=True):
             group = self.group(matrix.param)

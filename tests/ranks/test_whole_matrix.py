@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fake_gpu
 import fsdp2
-from fsdp2 import fully_shard
+from fsdp2 import DataParallelMeshDims, fully_shard
 from fsdp2.core.compat import local_of
-from helpers import assert_same, own_part, run_checks, run_ranks
+from helpers import assert_same, full, own_part, run_checks, run_ranks
 
 SHAPES = {
     "tall": (13, 5),
@@ -437,6 +437,15 @@ def test_parameters_on_several_meshes() -> None:
         for name, param in model.named_parameters():
             expected = experts.values()[name[8:]] if name.startswith("experts.") else oracle.values()[name]
             assert_same(param, expected, 0, 0, name)
+        both, plain = Bag(names=("tall", "fused")), Oracle(names=("tall", "fused"))
+        fully_shard(both, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("expert", "data")))
+        optimizer = fsdp2.muon(param_groups(both), **OPTIONS)
+        both().backward()
+        optimizer.step()
+        plain.bag().backward()
+        plain.step({name: param.grad for name, param in plain.bag.named_parameters()})
+        for name, param in both.named_parameters():
+            assert_same(full(param), plain.values()[name], 0, 0, f"{name}, sharded by two axes")
 
     run_ranks(4, body)
 
