@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     ):
         add(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
     add("--lr", type=float, default=1e-3, metavar="RATE", help="peak learning rate of AdamW (default: %(default)s)")
-    add("--muon-lr", type=float, default=0.02, metavar="RATE", help="the same of Muon (default: %(default)s)")
+    add("--muon-lr", type=float, default=0.05, metavar="RATE", help="the same of Muon (default: %(default)s)")
     add("--save", default="checkpoints", metavar="DIR", help="where checkpoints go; '': nowhere (default: %(default)s)")
     add("--resume", type=Path, metavar="DIR", help="a checkpoint, of any rank count, or a folder of them: the last")
     # Not --log: torchrun takes that for a prefix of its own options, even behind the name of the script.
