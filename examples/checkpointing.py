@@ -9,6 +9,7 @@ save, and exit with 0.
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]  # one for all parameters, or several
 
 
 class StopSignal:
@@ -47,7 +50,7 @@ def find_last(folder: Path) -> Path | None:
     return max(folder.glob("step-*"), default=None)
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizers) -> None:
     """Saves a checkpoint: each rank writes its own shards. Every rank must call it."""
     partial = folder / "partial"
     if dist.get_rank() == 0:
@@ -71,7 +74,7 @@ def _replace(complete: Path, new: Path) -> None:
     os.close(descriptor)
 
 
-def resume(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def resume(checkpoint: Path, model: nn.Module, optimizer: Optimizers) -> int:
     """Loads what `save` wrote on any number of ranks, and returns its step. Every rank must call it."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, "step": 0}

@@ -3,6 +3,7 @@
     export OMP_NUM_THREADS=1
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --save-every 40      # two CPU ranks, two minutes
     torchrun --standalone --nproc-per-node 3 examples/train_gpt.py --resume checkpoints # from the last one in it
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --optimizer muon     # orthogonal updates of matrices
     python examples/train_gpt.py --impl none                                     # plain training, to compare with
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py --device cuda --bf16
 
@@ -17,6 +18,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics  # what help("for") prints: half a megabyte of English
 
@@ -46,6 +48,12 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--impl", choices=("fsdp2", "torch", "ddp", "none"), default="fsdp2", help="who shards (default: fsdp2)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU per rank, over NCCL (default: cpu)")
+    add(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: for the blocks' matrices, AdamW beside it",
+    )
     add("--bf16", action="store_true", help="compute in bfloat16, reduce gradients and update in float32")
     add("--tiny", action="store_true", help="a model and a run of a few seconds; other options still override it")
     for name, default, meaning in (
@@ -63,7 +71,8 @@ def parse_arguments() -> argparse.Namespace:
         ("seed", 0, "of weights, batches and sample"),
     ):
         add(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
-    add("--lr", type=float, default=1e-3, metavar="RATE", help="peak learning rate (default: %(default)s)")
+    add("--lr", type=float, default=1e-3, metavar="RATE", help="peak learning rate of AdamW (default: %(default)s)")
+    add("--muon-lr", type=float, default=0.05, metavar="RATE", help="the same of Muon (default: %(default)s)")
     add("--save", default="checkpoints", metavar="DIR", help="where checkpoints go; '': nowhere (default: %(default)s)")
     add("--resume", type=Path, metavar="DIR", help="a checkpoint, of any rank count, or a folder of them: the last")
     # Not --log: torchrun takes that for a prefix of its own options, even behind the name of the script.
@@ -215,22 +224,45 @@ def mean_over_ranks(loss: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Returns a linear warmup, then half a cosine down to a tenth. It needs no state, so a resumed run needs none."""
+def schedule(step: int, args: argparse.Namespace) -> float:
+    """Returns the factor of the peak learning rate: linear warmup, then half a cosine down to a tenth. It needs no
+    state, so a resumed run needs none.
+    """
     if step <= args.warmup:
-        return args.lr * step / args.warmup
+        return step / args.warmup
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
-    return args.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+    return 0.55 + 0.45 * math.cos(math.pi * progress)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, rate: float, step: int) -> float:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def make_optimizers(model: GPT, args: argparse.Namespace) -> dict[torch.optim.Optimizer, float]:
+    """Returns optimizers with their peak learning rates: AdamW, or Muon and AdamW for the parameters that Muon does not
+    take. Call it after `shard`, which replaces parameters.
+    """
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    if args.optimizer == "adamw":
+        return {adamw(model.parameters()): args.lr}
+    import fsdp2
+
+    lookups = ("byte_embedding", "position_embedding", "head")
+    split = fsdp2.split_matrices(model, exclude=lookups, blocks={"blocks.*.query_key_value": 3})
+    if dist.get_rank() == 0:
+        print(split)
+    muon, rest = fsdp2.muon(split.matrices, weight_decay=0.1), adamw(split.rest)
+    split.check(muon, rest)
+    return {muon: args.muon_lr, rest: args.lr}
+
+
+def train_step(
+    model: nn.Module, peaks: dict[torch.optim.Optimizer, float], text: Text, factor: float, step: int
+) -> float:
     loss = compute_loss(model, *text.train_batch(step))
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer, peak in peaks.items():
+        for group in optimizer.param_groups:
+            group["lr"] = factor * peak
+        optimizer.step()
+        optimizer.zero_grad()
     return mean_over_ranks(loss)
 
 
@@ -295,16 +327,19 @@ def local_part(parameter: nn.Parameter) -> Tensor:
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(args.seed)  # the same weights on every rank
-    model = shard(GPT(args.width, args.layers, args.heads, args.context).to(device), args, device)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    gpt = GPT(args.width, args.layers, args.heads, args.context).to(device)
+    model = shard(gpt, args, device)
+    peaks = make_optimizers(gpt, args)
+    optimizers = [*peaks]
     text = Text(args, device)
-    first_step = resume(find_last(args.resume), model, optimizer) if args.resume else 0
+    first_step = resume(find_last(args.resume), model, optimizers) if args.resume else 0
     stop_signal = StopSignal()
     report = Reporter(args, first_step)
     size = sum(parameter.numel() for parameter in model.parameters())
     held = sum(local_part(parameter).numel() * parameter.element_size() for parameter in model.parameters())
     report.say(f"{size / 1e6:.1f} M parameters, {dist.get_world_size()} rank(s), {args.impl} on {device.type}")
-    report.say(f"This rank holds {held / 1e6:.1f} MB of parameters, and twice as much for AdamW.")
+    states = "twice as much for AdamW" if args.optimizer == "adamw" else "as much for Muon, or twice as much for AdamW"
+    report.say(f"This rank holds {held / 1e6:.1f} MB of parameters, and {states}.")
     if args.resume:
         report.say(f"Resumed from {find_last(args.resume)}: training continues with step {first_step + 1}.")
     report.validation(first_step, validate(model, text, args.eval_batches))
@@ -312,13 +347,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     speed_seconds = 0.0
     for step in range(first_step + 1, args.steps + 1):
         start = time.perf_counter()
-        loss = train_step(model, optimizer, text, learning_rate(step, args), step)
+        loss = train_step(model, peaks, text, schedule(step, args), step)
         seconds = time.perf_counter() - start
         speed_seconds += seconds if step > first_step + 1 else 0  # the first step also builds buffers and streams
         report.train(step, loss, seconds)
         stops = stop_signal.agreed(device)
         if args.save and (stops or step == args.steps or (args.save_every and step % args.save_every == 0)):
-            save(Path(args.save), step, model, optimizer)
+            save(Path(args.save), step, model, optimizers)
             report.saved(name_of(Path(args.save), step))
         if stops:
             report.bar.close()

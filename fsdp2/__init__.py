@@ -11,6 +11,9 @@ from .ext.meshes import DataParallelMeshDims, ShardPlacementResult
 from .ext.root_methods import GradientReductionHandle
 from .install import install as _install
 from .module import FSDPModule, share_comm_ctx
+from .optim.muon import muon
+from .optim.split import MatrixSplit, split_matrices
+from .optim.whole_matrix import WholeMatrixOptimizer
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
 from .tools.compare import compare
@@ -31,11 +34,13 @@ __all__ = [
     "Finding",
     "GradientReductionHandle",
     "GroupPadding",
+    "MatrixSplit",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParameterPadding",
     "ShardPlacementResult",
     "UnshardHandle",
+    "WholeMatrixOptimizer",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",
@@ -43,12 +48,14 @@ __all__ = [
     "dtensor_fixes",
     "full_params",
     "fully_shard",
+    "muon",
     "padding_report",
     "patch_torch",
     "register_fsdp_forward_method",
     "replicate",
     "set_checks",
     "share_comm_ctx",
+    "split_matrices",
     "sync_module_states",
 ]
 

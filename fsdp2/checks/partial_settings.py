@@ -99,7 +99,7 @@ def _divided_apart(groups: Sequence[FSDPParamGroup]) -> Iterator[str]:
     for group in filter(_is_divided, groups):
         mesh = group.mesh
         axes = mesh.mesh, frozenset(mesh.shard_axes + mesh.replicate_axes)
-        of_mesh.setdefault(axes, {}).setdefault(_divisor_of(group), []).append(str(group))
+        of_mesh.setdefault(axes, {}).setdefault(_divisor_of(group), []).append(group.name)
     for of_divisor in of_mesh.values():
         if len(of_divisor) > 1:
             yield from (f"{some_of(names)} by {divisor:g}" for divisor, names in of_divisor.items())
@@ -109,4 +109,4 @@ def _never_called(groups: Sequence[FSDPParamGroup]) -> Iterator[str]:
     for method, get in _FUNCTIONS.items():
         having = [group for group in groups if get(group) is not None]
         if having and not any(group.params for group in having):
-            yield f"{method} on {some_of([*map(str, having)])}"
+            yield f"{method} on {some_of([group.name for group in having])}"

@@ -147,6 +147,30 @@ def mixed_precision(names: Names) -> None:
         assert {param.dtype for param in names[name].parameters()} == {torch.float32}
 
 
+@guide("Muon")
+def muon(names: Names) -> None:
+    """Muon rounds to bf16, in which gradients that were summed in another order differ visibly, times the rate."""
+    model, ranks = plain_model(names), dist.get_world_size()
+    matrices = [param for name, param in model.named_parameters() if "blocks" in name and param.dim() == 2]
+    rest = [param for param in model.parameters() if all(param is not each for each in matrices)]
+    optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-2)]
+    for step in range(3):
+        names["loss_of"](model, whole(step, ranks)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    before = [param.detach().clone() for param in matrices]
+    names["loss_of"](model, whole(3, ranks)).backward()
+    for param, value in zip(matrices, before, strict=True):
+        assert param.grad is not None
+        u, _, vh = torch.linalg.svd(param.grad, full_matrices=False)
+        with torch.no_grad():
+            param.copy_((1 - 0.02 * 0.1) * value - 0.02 * u @ vh)
+    assert_equal(names["model"], model, 2e-3)
+    printed = [block.source for block in code_blocks(ROOT / "examples" / "README.md", "") if block.heading == "Muon"]
+    assert printed == [f"{names['split']}\n"]
+
+
 @guide("Replicas of shards", ranks=4)
 def replicas(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=2, accumulated=2))

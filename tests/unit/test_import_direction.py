@@ -23,8 +23,9 @@ MAY_IMPORT = {
     "checks": ("core", "ext", "dtensor"),
     "dtensor": ("core", "ext", "checks"),
     "tools": ("core", "ext", "checks", "dtensor"),
+    "optim": ("core", "ext", "dtensor"),
     "bridge": ("core", "ext", "checks", "dtensor", ""),
-    "": ("core", "ext", "checks", "dtensor", "tools", "bridge"),
+    "": ("core", "ext", "checks", "dtensor", "optim", "tools", "bridge"),
 }
 # Modules that others may import besides: the first knows the standard library alone.
 ALSO = {
@@ -33,7 +34,7 @@ ALSO = {
     ("dtensor.table", "bridge.pipelining"),
 }
 # Where collectives are called.
-COMMS = ("core.comm", "ext.any_group", "ext.gloo", "ext.rank_facts", "checks.named_comm")
+COMMS = ("core.comm", "ext.any_group", "ext.gloo", "ext.rank_facts", "checks.named_comm", "optim.exchange")
 REFUSED = f"only {', '.join(COMMS)} may use it"
 # It may choose between two names of one collective, not call it.
 CHOOSES = ("core.compat",)
@@ -47,7 +48,7 @@ CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.
 STARTUP = "bridge/startup/sitecustomize.py"
 # The __init__.py of these hold their docstring only: what is in it is imported from where it stands.
-PLAIN = ("bridge", "checks", "dtensor", "ext", "tools")
+PLAIN = ("bridge", "checks", "dtensor", "ext", "optim", "tools")
 # Plain descriptions: they, and what they import at run time, know nothing of torch.distributed.
 PURE = ("core.layout", "core.policy", "tools.difference", "tools.finding")
 COLLECTIVES = re.compile(

@@ -1,0 +1,1 @@
+"""Optimizers that need whole matrices, on sharded parameters: each matrix is updated by one rank."""
