@@ -18,6 +18,7 @@ from .tools.difference import Comparison, Difference
 from .tools.finding import Finding
 from .tools.full_params import full_params
 from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
+from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
 from .tools.sync import sync_module_states
 
 __version__ = "0.1.0"
@@ -33,8 +34,11 @@ __all__ = [
     "GroupPadding",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParamBucket",
+    "ParamStream",
     "ParameterPadding",
     "ShardPlacementResult",
+    "StreamVersion",
     "UnshardHandle",
     "cheapest_placement",
     "check",
@@ -49,6 +53,7 @@ __all__ = [
     "replicate",
     "set_checks",
     "share_comm_ctx",
+    "stream_full_params",
     "sync_module_states",
 ]
 
