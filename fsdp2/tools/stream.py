@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..core.comm import Purpose
 from ..core.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..core.user_code import hides_modes
+from ..ext.owners import some_of
 from ..ext.rank_facts import all_reduce_over, gather_objects
 from ..ext.tensor_parallel import TensorParallel
 from .stream_buckets import (
@@ -33,7 +34,7 @@ from .stream_buckets import (
 __all__ = ["ParamBucket", "ParamStream", "StreamVersion", "stream_full_params"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ParamBucket:
     """Holds some whole parameters of a model, or what has changed of them. Tensors have no data once the next bucket is
     asked for: copy what you keep.
@@ -58,6 +59,19 @@ class ParamBucket:
     indices: Tensor | None
     counts: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        kind = "whole" if self.indices is None else "changes of"
+        return f"<ParamBucket: {kind} {some_of(self.names)}, {sum(self.counts)} elements in {self.dtype}>"
+
+    def _flat_with_data(self) -> Tensor:
+        assert self.flat is not None, "this rank gets values"
+        if self.flat.numel() and not self.flat.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"{self}: its memory was freed when the next bucket was asked for, or the stream was closed. Use each "
+                "bucket inside the loop, and copy what you keep."
+            )
+        return self.flat
+
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Views of `flat` under all names: whole parameters in their shapes, or changed values. Empty on ranks that
@@ -65,7 +79,7 @@ class ParamBucket:
         """
         if self.flat is None:
             return {}
-        parts: Sequence[Tensor] = self.flat.split(self.counts)
+        parts: Sequence[Tensor] = self._flat_with_data().split(self.counts)
         if self.indices is None:
             parts = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         return {name: part for names, part in zip(self.all_names, parts, strict=True) for name in names}
@@ -82,10 +96,11 @@ class ParamBucket:
         """
         if self.flat is None:
             return
+        flat = self._flat_with_data()
         places = [None] * len(self.names) if self.indices is None else self.indices.split(self.counts)
         with torch.no_grad():
             for names, shape, part, place in zip(
-                self.all_names, self.shapes, self.flat.split(self.counts), places, strict=True
+                self.all_names, self.shapes, flat.split(self.counts), places, strict=True
             ):
                 found = {id(targets[name]): targets[name] for name in names if name in targets}
                 if not found:

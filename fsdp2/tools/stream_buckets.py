@@ -20,7 +20,7 @@ from ..core.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..core.layout import RANK_ALIGNMENT, ParamSpec, align, param_spec, split_chunks
 from ..core.parameter import FSDPParam
 from ..ext.owners import owners_by_id
-from ..ext.rank_facts import all_gather_now, gather_to_one
+from ..ext.rank_facts import all_gather_now, gather_to_one, moves_data
 from ..ext.tensor_parallel import TensorParallel
 
 _GATHER_TO_ONE = ("gloo", "nccl")
@@ -174,6 +174,8 @@ class Route:
         self.to = wanted[0] if to_one else None
         self.to_nobody = not wanted
         self.receives = self.rank in wanted
+        # A simulated backend leaves memory as it is.
+        self.moves_data = moves_data([group], device)
 
 
 class Segments:
@@ -207,7 +209,8 @@ class Segments:
         works, self._work = self._work, []
         for work in works:
             work.wait()
-        return int(self._numbers[:, -RANK_ALIGNMENT:].contiguous().view(torch.int64).max())
+        numbers = self._numbers if self._route.moves_data else self._segment[None]
+        return int(numbers[:, -RANK_ALIGNMENT:].contiguous().view(torch.int64).max())
 
 
 class StageGather:
@@ -477,6 +480,7 @@ def count_changes(
         route = routes(members[0].stages[0])
         sent = b"".join(own[source].to_bytes(8, "little") for source in members)
         of_all = all_gather_now(sent, route.comm, route.device)
+        of_all = of_all if route.moves_data else [sent] * route.size
         for i, source in enumerate(members):
             found[source] = [int.from_bytes(each[8 * i : 8 * i + 8], "little") for each in of_all]
     return found

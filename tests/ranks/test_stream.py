@@ -4,7 +4,7 @@ The oracle is the plain model from which the sharded one was made, trained on th
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import fsdp2
-from benchmarks.meters import AllocationMeter
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, StreamVersion, full_params, fully_shard, stream_full_params
+from fsdp2.core.compat import local_of
 from fsdp2.ext.gloo import PairwiseComm
 from fsdp2.tools import stream_buckets
 from helpers import full, run_checks
@@ -148,6 +147,8 @@ def the_memory_of_the_last_bucket_is_freed() -> None:
     assert first.flat.untyped_storage().nbytes() > 0
     next(stream)
     assert first.flat.untyped_storage().nbytes() == 0
+    with pytest.raises(RuntimeError, match=r"ParamBucket: whole .* its memory was freed when the next bucket"):
+        _ = first.tensors
     stream.close()
     stream.close()
     assert next(stream, None) is None
@@ -162,9 +163,9 @@ def a_plain_model_follows() -> None:
         bucket.write_to(dict(plain.named_parameters()))
     for name, param in model.named_parameters():
         assert torch.equal(full(param), plain.get_parameter(name))
+    bucket = next(stream_full_params(model.embed))
     with pytest.raises(KeyError, match="weight: expected a tensor of that name"):
-        for bucket in stream_full_params(model.embed):
-            bucket.write_to({})
+        bucket.write_to({})
 
 
 VALUES = [
@@ -243,16 +244,15 @@ def a_write_in_between_raises_on_all_ranks() -> None:
         next(stream)
     assert next(stream, None) is None
     if dist.get_world_size() > 1:
-        stream, rounds = stream_full_params(model.blocks[0], bucket_bytes=1), 0
         stream = stream_full_params(model, bucket_bytes=1)
         next(stream)
         if dist.get_rank() == 1:
             with torch.no_grad():
                 model.blocks[2].weight.add_(0)
+        else:
+            next(stream)
         with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: it was written to or replaced"):
-            for _ in stream:
-                rounds += 1
-        assert rounds == (dist.get_rank() != 1)
+            next(stream)
     stream = stream_full_params(model, bucket_bytes=1)
     next(stream)
     model.blocks[0].weight = nn.Parameter(model.blocks[0].weight.detach().clone())
@@ -261,10 +261,6 @@ def a_write_in_between_raises_on_all_ranks() -> None:
 
 
 # ---- errors
-
-
-class SelfGathering(torch.Tensor):
-    pass
 
 
 def clear_errors_on_all_ranks() -> None:
@@ -294,7 +290,7 @@ def clear_errors_on_all_ranks() -> None:
     if dist.get_world_size() > 1:
         with pytest.raises(ValueError, match="ranks stream different parameters, or pass different arguments"):
             stream_full_params(model, bucket_bytes=100 + dist.get_rank())
-        local = model.blocks[1].weight.to_local()
+        local: Any = local_of(model.blocks[1].weight)
         if dist.get_rank() == 0:
             local.fsdp_pre_all_gather, local.fsdp_post_all_gather = lambda mesh: None, lambda *_, **__: None
         with pytest.raises(NotImplementedError, match=r"blocks\.1\.weight has fsdp_pre_all_gather"):
@@ -334,7 +330,7 @@ def changes_alone() -> None:
         assert 0 < sizes[1] < whole / 4
         assert sizes[3] > sizes[1]
         assert sizes[4] == 0, "nothing has changed since"
-        assert version.nbytes < whole
+        assert version.nbytes <= whole
 
 
 def an_unfinished_stream_forgets() -> None:
@@ -369,6 +365,95 @@ def changes_for_one_rank() -> None:
     found = [(b.names, b.flat, b.indices) for b in stream_full_params(model, since=version, ranks=[0])]
     assert [names for names, *_ in found] == [("embed.weight",)]
     assert (found[0][1] is None) == (dist.get_rank() != 0)
+
+
+# ---- meshes
+
+
+def recording(sent: list[int]) -> Any:
+    """Returns an all-gather that notes the bytes of this rank."""
+    gather = PairwiseComm.all_gather
+
+    def all_gather(comm: Any, outputs: Any, inputs: Any) -> Any:
+        sent.extend(each.nbytes for each in inputs)
+        return gather(comm, outputs, inputs)
+
+    return all_gather
+
+
+def replicas_of_shards() -> None:
+    plain, model = made(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    assert_whole(streamed(model, bucket_bytes=300), plain)
+    for ranks in ([3], [0, 3], [0, 1]):
+        sent: list[int] = []
+        with mock.patch.object(PairwiseComm, "all_gather", recording(sent)):
+            found = streamed(model, bucket_bytes=300, ranks=ranks)
+        if dist.get_rank() in ranks:
+            assert_whole(found, plain)
+        else:
+            assert not found
+        others = {rank // 2 for rank in ranks}
+        if dist.get_rank() // 2 not in others:
+            assert set(sent) == {16}, "a replica whose ranks get nothing sends nothing"
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 5), nn.Linear(5, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.down(torch.relu(self.up(x))))
+
+
+def tensor_parallelism() -> None:
+    """Whole values, by a second collective; uneven shards on both axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    plain = Pair()
+    model = copy.deepcopy(plain)
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    version = StreamVersion()
+    for ranks in (None, [1]):
+        found = streamed(model, bucket_bytes=200, ranks=ranks, since=version)
+        if ranks is None or dist.get_rank() in ranks:
+            expected = dict(plain.named_parameters())
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+            parallel = {"up.weight", "up.bias", "down.weight"}
+            assert found.keys() == (expected.keys() if ranks is None else parallel), "which come whole each time"
+    stream = stream_full_params(model, bucket_bytes=1)
+    next(stream)
+    with torch.no_grad():
+        model.norm.weight.to_local().add_(1 - dist.get_rank() // 2)
+    raised = False
+    try:
+        for _ in stream:
+            pass
+    except RuntimeError as error:
+        raised = "norm.weight: it was written to" in str(error)
+    assert raised, "also where another rank has written"
+
+
+def tensors_of_tensor_parallelism_alone() -> None:
+    """DTensors that no fully_shard call manages, and a declared gap."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    plain = Pair()
+    model = copy.deepcopy(plain)
+    parallelize_module(model.up, mesh["tensor"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["data"], ignored_params={*model.up.parameters()})
+    assert_whole(streamed(model), plain)
+    both = nn.Module()
+    both.cut = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
+    both.down = fully_shard(nn.Linear(4, 4), mesh=mesh["data"])
+    with pytest.raises(NotImplementedError, match=r"cut: .* one axis of its mesh cuts, got .*cut\.full_tensor\(\)"):
+        stream_full_params(both)
+
+
+def test_meshes() -> None:
+    checks = (replicas_of_shards, tensor_parallelism, tensors_of_tensor_parallelism_alone)
+    run_checks(4, [(check.__name__, check) for check in checks])
 
 
 CHANGES = [changes_alone, an_unfinished_stream_forgets, changes_for_one_rank]
