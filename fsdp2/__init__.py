@@ -14,6 +14,7 @@ from .module import FSDPModule, share_comm_ctx
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
 from .tools.compare import compare
+from .tools.describe import GroupDescription, ModelDescription, describe
 from .tools.difference import Comparison, Difference
 from .tools.finding import Finding
 from .tools.full_params import full_params
@@ -31,8 +32,10 @@ __all__ = [
     "FSDPModule",
     "Finding",
     "GradientReductionHandle",
+    "GroupDescription",
     "GroupPadding",
     "MixedPrecisionPolicy",
+    "ModelDescription",
     "OffloadPolicy",
     "ParamBucket",
     "ParamStream",
@@ -44,6 +47,7 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "compare",
+    "describe",
     "dtensor_fixes",
     "full_params",
     "fully_shard",
