@@ -21,6 +21,7 @@ from .tools.full_params import full_params
 from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
 from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
 from .tools.sync import sync_module_states
+from .tools.timeline import trace
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "share_comm_ctx",
     "stream_full_params",
     "sync_module_states",
+    "trace",
 ]
 
 _install()

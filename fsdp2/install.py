@@ -29,7 +29,7 @@ from .ext import (
 from .ext.requires_grad import RequiresGrad
 from .ext.unsharded_versions import UnshardedVersions
 from .module import FSDPModule
-from .tools import describe
+from .tools import describe, profiler_ranges
 from .tools.audit import AuditAtDebugLevel
 from .tools.padding import WasteLog
 
@@ -74,9 +74,11 @@ def install() -> None:
             _each(parameter_methods.StateDictHooks),
             _each(AuditAtDebugLevel),
             _each(WasteLog),
+            _each(profiler_ranges.ProfilerRanges),
             _each(_TorchFunc),
         ),
     )
+    profiler_ranges.install()
     fixes.install()
     table.install()
 
