@@ -22,7 +22,7 @@ from ..ext.owners import owners_by_id
 
 __all__ = ["GroupDescription", "ModelDescription", "describe"]
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-_HEADS = (
+_HEADS = [
     "group",
     "class",
     "params",
@@ -33,7 +33,8 @@ _HEADS = (
     "reduced",
     "ranks",
     "settings",
-)
+]
+_RIGHT = {2, 3, 5, 6, 7, 8}
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,8 @@ def _describe_group(group: FSDPParamGroup, names: dict[nn.Module, str]) -> Group
     params = sorted(group.params, key=lambda param: param.spec(policy).extended)
     specs = [param.spec(policy) for param in params]
     trainable = [param.sharded.requires_grad for param in params]
+    stored, computed = [spec.storage_dtype for spec in specs], [spec.compute_dtype for spec in specs]
+    summed = [policy.gradient_dtype(dtype) for dtype in compress(stored, trainable)]
     sent = wire_dtypes(specs, policy, comms.reduces.sums_on_arrival)
     sizes = [spec.numel * dtype.itemsize for spec, dtype in zip(specs, sent, strict=True)]
     slots = [next((slot for slot in param.slots if slot.module in names), param.slots[0]) for param in params]
@@ -175,11 +178,7 @@ def _describe_group(group: FSDPParamGroup, names: dict[nn.Module, str]) -> Group
         parameters=tuple(fqn(names.get(slot.module, group.name), slot.name) for slot in slots),
         num_frozen=trainable.count(False),
         numel=sum(1 if param.is_scalar else spec.numel for param, spec in zip(params, specs, strict=True)),
-        dtypes=(
-            _distinct(spec.storage_dtype for spec in specs),
-            _distinct(spec.compute_dtype for spec in specs),
-            _distinct(policy.gradient_dtype(spec.storage_dtype) for spec in compress(specs, trainable)),
-        ),
+        dtypes=(tuple(dict.fromkeys(stored)), tuple(dict.fromkeys(computed)), tuple(dict.fromkeys(summed))),
         resting_nbytes=sum(_local_nbytes(param.local) for param in params),
         gathered_nbytes=sum(spec.unsharded_nbytes for spec in specs),
         reduced_nbytes=sum(compress(sizes, trainable)) if mesh.num_ranks > 1 else 0,
@@ -218,10 +217,6 @@ def _plain_class(module: nn.Module) -> str:
     return (cls.__bases__[0] if STATE in vars(module) else cls).__name__
 
 
-def _distinct(dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
-    return tuple(dict.fromkeys(dtypes))
-
-
 # ---- text
 
 
@@ -244,13 +239,8 @@ def _size(nbytes: float) -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns a line for each row; numbers are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = {2, 3, 5, 6, 7, 8}
-    return [
-        "  ".join(
-            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    signs = [f"{'>' if i in _RIGHT else '<'}{width}" for i, width in enumerate(widths)]
+    return ["  ".join(map(format, row, signs)).rstrip() for row in rows]
 
 
 # ---- print(model)

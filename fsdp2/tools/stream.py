@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,14 +21,15 @@ from ..ext.tensor_parallel import TensorParallel
 from .stream_buckets import (
     ChangedBucket,
     Route,
+    Routes,
     Source,
-    Stage,
     StreamVersion,
     WholeBucket,
     count_changes,
     find_groups,
     find_sources,
     index_dtype,
+    is_same,
 )
 
 __all__ = ["ParamBucket", "ParamStream", "StreamVersion", "stream_full_params"]
@@ -178,28 +179,26 @@ def stream_full_params(
     knows_nothing = since is not None and not since._is_complete
     if _compare(groups, sources, settings, problem, knows_nothing) and since is not None:
         since.clear()
-    return ParamStream(groups, sources, bucket_bytes, ranks, since)
+    return ParamStream(groups[0].mesh.device, sources, bucket_bytes, ranks, since)
 
 
 def _check_arguments(model: Any, bucket_bytes: Any, dtype: Any, ranks: Any, since: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
-        raise TypeError(f"bucket_bytes: expected an int, got {bucket_bytes!r}")
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes: expected 1 or more, got {bucket_bytes}")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype: expected a torch.dtype or None, got {dtype!r}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
-    if not isinstance(since, (StreamVersion, type(None))):
-        raise TypeError(f"since: expected an fsdp2.StreamVersion or None, got {since!r}")
+    def expect(holds: bool, kind: type[Exception], name: str, what: str, got: object) -> None:
+        if not holds:
+            raise kind(f"{name}: expected {what}, got {got}")
+
+    expect(isinstance(model, nn.Module), TypeError, "model", "an nn.Module", type(model).__name__)
+    expect(type(bucket_bytes) is int, TypeError, "bucket_bytes", "an int", repr(bucket_bytes))
+    expect(bucket_bytes > 0, ValueError, "bucket_bytes", "1 or more", bucket_bytes)
+    expect(dtype is None or isinstance(dtype, torch.dtype), TypeError, "dtype", "a torch.dtype or None", repr(dtype))
+    expect(dtype is None or dtype.is_floating_point, ValueError, "dtype", "a floating-point dtype", dtype)
+    expect(since is None or isinstance(since, StreamVersion), TypeError, "since", "an fsdp2.StreamVersion", repr(since))
     if ranks is not None:
-        if not isinstance(ranks, Collection) or not all(type(rank) is int for rank in ranks):
-            raise TypeError(f"ranks: expected global ranks or None, got {ranks!r}")
-        unknown = [rank for rank in ranks if not 0 <= rank < dist.get_world_size()]
-        if unknown or not ranks:
-            raise ValueError(f"ranks: expected some of 0 to {dist.get_world_size() - 1}, got {ranks!r}")
+        are_numbers = isinstance(ranks, Collection) and all(type(rank) is int for rank in ranks)
+        expect(are_numbers, TypeError, "ranks", "global ranks or None", repr(ranks))
+        size = dist.get_world_size()
+        are_there = bool(ranks) and all(0 <= rank < size for rank in ranks)
+        expect(are_there, ValueError, "ranks", f"some of 0 to {size - 1}", repr(ranks))
 
 
 def _settle(groups: Sequence[FSDPParamGroup]) -> None:
@@ -268,23 +267,16 @@ class ParamStream:
     """
 
     def __init__(
-        self,
-        groups: Sequence[FSDPParamGroup],
-        sources: Sequence[Source],
-        bucket_bytes: int,
-        ranks: Collection[int] | None,
-        since: StreamVersion | None,
+        self, device: torch.device, sources: Sequence[Source], bucket_bytes: int, ranks: Any, since: Any
     ) -> None:
-        self._groups, self._sources, self._version = groups, sources, since
-        self._device, self._ranks = groups[0].mesh.device, ranks
+        self._device, self._sources = device, sources
+        self._version: StreamVersion | None = since
         self._marks = [source.mark() for source in sources]
         self._receives = ranks is None or dist.get_rank() in ranks
-        # For one stage, and for parameters of two, whose ranks all need the values of the first.
-        route = cache(lambda group, ranks: Route(group, self._device, ranks))
-        self._route_of: Callable[[Stage], Route] = lambda stage: route(
-            stage.group, None if ranks is None else (*ranks,)
-        )
-        self._route_to_all: Callable[[Stage], Route] = lambda stage: route(stage.group, None)
+        to = None if ranks is None else frozenset(ranks)
+        route = cache(partial(Route, self._device))
+        # Of two stages, all ranks need the values of the first.
+        self._route_of: Routes = lambda stage, is_only=True: route(stage.group, to if is_only else None)
         self._buckets = self._plan(bucket_bytes)
         self._position, self._is_closed = 0, False
         self._pending: Any = None
@@ -349,35 +341,31 @@ class ParamStream:
 
     # ---- the plan
 
-    def _plan(self, bucket_bytes: int) -> list[Any]:
+    def _plan(self, bucket_bytes: int) -> list[WholeBucket | ChangedBucket]:
         """Returns the buckets: parameters of one dtype and one way of gathering, in order, as many as there is room."""
-        version = self._version
-        with torch.inference_mode(False), torch.no_grad():
-            changes = {} if version is None else count_changes(self._sources, version, self._route_of)
+        version, changes = self._version, {}
         if version is not None:
             version._is_complete = False
-        whole: dict[Any, list[tuple[Source, int]]] = {}
-        partly: dict[Any, list[tuple[Source, int]]] = {}
+            with torch.inference_mode(False), torch.no_grad():
+                changes = count_changes(self._sources, version, self._route_of)
+        alike: dict[Any, list[tuple[Source, int]]] = {}
         for source in self._sources:
-            key = (*[stage.group for stage in source.stages], source.dtype)
             counts, nbytes = changes.get(source), source.padded_nbytes
-            if counts is None:
-                whole.setdefault(key, []).append((source, nbytes))
-            elif any(counts):
-                changed = len(counts) * max(counts) * (source.dtype.itemsize + index_dtype(source).itemsize)
-                if changed < nbytes:
-                    partly.setdefault((*key, index_dtype(source)), []).append((source, changed))
-                else:
-                    whole.setdefault(key, []).append((source, nbytes))
-        buckets: list[Any] = []
-        for sized in whole.values():
-            routes = self._route_of if len(sized[0][0].stages) < 2 else self._route_to_all
-            buckets += [WholeBucket(each, routes, self._receives) for each in _cut(sized, bucket_bytes)]
-        for sized in partly.values():
-            assert version is not None, "changes are counted"
+            if counts is None or any(counts):
+                itemsize = source.dtype.itemsize + index_dtype(source).itemsize
+                changed = nbytes if counts is None else len(counts) * max(counts) * itemsize
+                kind = index_dtype(source) if changed < nbytes else None
+                key = (kind, *[stage.group for stage in source.stages], source.dtype)
+                alike.setdefault(key, []).append((source, min(changed, nbytes)))
+        buckets: list[WholeBucket | ChangedBucket] = []
+        for (kind, *_), sized in alike.items():
             for each in _cut(sized, bucket_bytes):
-                counts_of = [changes[source] for source in each]
-                buckets.append(ChangedBucket(each, self._route_of, self._receives, counts_of, version))
+                if kind is None:
+                    buckets.append(WholeBucket(each, self._route_of, self._receives))
+                else:
+                    assert version is not None, "changes are counted"
+                    counts_of = [changes[source] for source in each]
+                    buckets.append(ChangedBucket(each, self._route_of, self._receives, counts_of, version))
         return buckets
 
     # ---- one bucket
@@ -388,8 +376,8 @@ class ParamStream:
             return
         bucket = self._buckets[self._position]
         self._position += 1
-        for group in dict.fromkeys(source.group for source in bucket.sources):
-            for notify in group.events.shards_needed if group is not None else ():
+        for group in dict.fromkeys(source.group for source in bucket.sources if source.group is not None):
+            for notify in group.events.shards_needed:
                 notify(group)
         with torch.inference_mode(False), torch.no_grad():
             bucket.start(number, self._device, self._keep)
@@ -401,8 +389,8 @@ class ParamStream:
 
     def _find_write(self) -> int:
         """Returns 0, or 1 + the index of a parameter that was written to since the call."""
-        pairs = zip(self._marks, self._sources, strict=True)
-        return next((i for i, (mark, source) in enumerate(pairs, 1) if not mark.is_of(source)), 0)
+        pairs = enumerate(zip(self._marks, self._sources, strict=True), 1)
+        return next((i for i, (mark, source) in pairs if not is_same(mark, source.mark())), 0)
 
     def _fail(self, number: int) -> None:
         self.close()

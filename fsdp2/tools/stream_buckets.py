@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,17 +34,13 @@ class Stage(NamedTuple):
     spec: ParamSpec
 
 
-class Mark(NamedTuple):
-    """Holds what changes when a parameter is written to or replaced."""
+# What changes when a parameter is written to or replaced: the registered one, its local tensor, their versions.
+Mark = tuple[Tensor, Tensor, int]
 
-    registered: Tensor
-    local: Tensor
-    version: int
 
-    def is_of(self, source: Source) -> bool:
-        """Returns True if the parameter is still as it was."""
-        now = source.mark()
-        return now.registered is self.registered and now.local is self.local and now.version == self.version
+def is_same(one: Mark, other: Mark) -> bool:
+    """Returns True if a parameter was neither written to nor replaced between two marks."""
+    return one[0] is other[0] and one[1] is other[1] and one[2] == other[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +79,7 @@ class Source:
         local = local_of(now) if isinstance(now, DTensor) else now
         if self.param is not None and self.group is not None and self.group.phase not in (UNSHARDED, COPIED):
             registered = self.param.slots[0].get()
-        return Mark(registered, local, sum(0 if each.is_inference() else each._version for each in (now, local)))
-
-    def first_row(self) -> int:
-        """Returns the first row that this rank holds of a value of one stage."""
-        return self.stages[0].spec.rows(self.stages[0].group.rank())[0] if self.stages else 0
+        return registered, local, sum(0 if each.is_inference() else each._version for each in (now, local))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -165,7 +157,7 @@ class Route:
     this rank gets the segments.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, ranks: Collection[int] | None) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, ranks: Collection[int] | None) -> None:
         self.group, self.device, self.rank, self.size = group, device, group.rank(), group.size()
         self.comm = strategies().make_comm(group, device, Purpose("the parameters of stream_full_params"))
         members = dist.get_process_group_ranks(group)
@@ -176,6 +168,12 @@ class Route:
         self.receives = self.rank in wanted
         # A simulated backend leaves memory as it is.
         self.moves_data = moves_data([group], device)
+
+
+class Routes(Protocol):
+    """Returns the route of a stage. `is_only`: there is no other stage."""
+
+    def __call__(self, stage: Stage, is_only: bool = True) -> Route: ...
 
 
 class Segments:
@@ -248,15 +246,13 @@ class StageGather:
 
 def copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copies sources to targets; not asynchronously from the CPU, since users may write to shards next."""
-    alike: list[tuple[Tensor, Tensor]] = []
-    across: list[tuple[Tensor, Tensor]] = []
-    for target, source in copies:
-        if target.numel():
-            (alike if target.device == source.device else across).append((target, source))
-    for group in group_copies(alike):
-        copy_all(*group)
-    for target, source in across:
-        target.copy_(source)
+    copies = [(target, source) for target, source in copies if target.numel()]
+    if all(target.device == source.device for target, source in copies):
+        for group in group_copies(copies):
+            copy_all(*group)
+    else:
+        for target, source in copies:
+            target.copy_(source)
 
 
 # ---- whole parameters
@@ -280,9 +276,9 @@ class WholeBucket:
     until it is unpacked; on one rank there is none.
     """
 
-    def __init__(self, sources: Sequence[Source], routes: Callable[[Stage], Route], receives: bool) -> None:
+    def __init__(self, sources: Sequence[Source], routes: Routes, receives: bool) -> None:
         self.sources, self._receives = sources, receives
-        self._routes = [routes(stage) for stage in sources[0].stages]
+        self._routes = [routes(stage, len(sources[0].stages) == 1) for stage in sources[0].stages]
         self._dtype, self._number = sources[0].dtype, 0
         self._gather: StageGather | None = None
         self._flat: Tensor | None = None
@@ -384,7 +380,7 @@ class ChangedBucket:
     def __init__(
         self,
         sources: Sequence[Source],
-        routes: Callable[[Stage], Route],
+        routes: Routes,
         receives: bool,
         counts: Sequence[Sequence[int]],
         version: StreamVersion,
@@ -455,16 +451,15 @@ def _indices_in_whole(source: Source, places: Tensor) -> Tensor:
     """Returns where elements of this rank's rows lie in the whole parameter."""
     if not source.stages:
         return places
-    spec, local = source.stages[0].spec, source.local()
+    group, spec = source.stages[0]
+    first, end = spec.rows(group.rank())
     inner = torch.Size(spec.shape[spec.dim + 1 :]).numel()
-    own_rows = max(1, local.shape[spec.dim])
+    own_rows = max(1, end - first)
     outer, row = places // (own_rows * inner), places // inner % own_rows
-    return (outer * spec.num_rows + row + source.first_row()) * inner + places % inner
+    return (outer * spec.num_rows + row + first) * inner + places % inner
 
 
-def count_changes(
-    sources: Sequence[Source], version: StreamVersion, routes: Callable[[Stage], Route]
-) -> dict[Source, list[int]]:
+def count_changes(sources: Sequence[Source], version: StreamVersion, routes: Routes) -> dict[Source, list[int]]:
     """Returns, for each parameter of which `version` knows values, how many elements of each rank have changed. Every
     rank must call it.
     """

@@ -25,13 +25,7 @@ from .watched_comms import Collective, watch
 __all__ = ["trace"]
 # The tracks of a picture.
 _PASSES, _MODULES, _HOST, _RESHARDS, _OPTIMIZER = range(1, 6)
-_TRACKS = {
-    _PASSES: "passes",
-    _MODULES: "forwards of modules",
-    _HOST: "host: launches, waits",
-    _RESHARDS: "reshards",
-    _OPTIMIZER: "optimizer steps",
-}
+_TRACKS = ["passes", "forwards of modules", "host: launches, waits", "reshards", "optimizer steps"]
 
 
 @contextmanager
@@ -74,11 +68,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
         return
     timeline, roots = _Timeline(groups, rank), dict.fromkeys(group.root for group in groups)
     ends: list[Callable[[], None]] = [watch(groups, timeline)]
-    for hook in (
-        register_optimizer_step_pre_hook(timeline.before_step),
-        register_optimizer_step_post_hook(timeline.after_step),
-    ):
-        ends.append(hook.remove)
+    ends.append(register_optimizer_step_pre_hook(timeline.before_step).remove)
+    ends.append(register_optimizer_step_post_hook(timeline.after_step).remove)
     for root in roots:
         root.observe([*root.events.observers, timeline])
     try:
@@ -106,7 +97,7 @@ class _Timeline(Observer):
         self._resting = 0
         size = dist.get_world_size()
         self._note("M", "process_name", 0, args={"name": f"rank {rank} of {size}"})
-        for track, name in _TRACKS.items():
+        for track, name in enumerate(_TRACKS, 1):
             self._note("M", "thread_name", track, args={"name": name})
         self._refresh()
 
@@ -198,8 +189,7 @@ class _Timeline(Observer):
     def pass_ended(self, root: Any) -> None:
         self._end_pass("forward")
 
-    def pass_failed(self, root: Any) -> None:
-        self._end_pass("forward")
+    pass_failed = pass_ended
 
     def backward_began(self, root: Any) -> None:
         self._begin_pass("backward")
@@ -207,8 +197,7 @@ class _Timeline(Observer):
     def backward_ended(self, root: Any) -> None:
         self._end_pass("backward")
 
-    def backward_failed(self, root: Any) -> None:
-        self._end_pass("backward")
+    backward_failed = backward_ended
 
     def forward_began(self, group: Any) -> None:
         self._open.append((group, self._now()))
@@ -233,8 +222,7 @@ class _Timeline(Observer):
             )
             self._sample(freed=group)
 
-    def before_reduce(self, group: Any) -> None:
-        self._sample()
+    before_reduce = gathered
 
     def gradients_delivered(self, group: Any, params: Any, of_pass: object) -> None:
         if group in self._chosen:
