@@ -41,7 +41,7 @@ class ParamBucket:
     asked for: copy what you keep.
 
     Args:
-        names: the FQN of each parameter; of a tied one, the first.
+        names: the FQN of each parameter, as in `named_parameters`; of a tied one, the first.
         all_names: all FQNs of each parameter: several of a tied one.
         shapes: the shape of each whole parameter.
         dtype: the dtype of all values.

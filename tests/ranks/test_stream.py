@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, StreamVersion, full_params, fully_shard, stream_full_params
 from fsdp2.core.compat import local_of
-from fsdp2.ext.gloo import PairwiseComm
+from fsdp2.ext import rank_facts
 from fsdp2.tools import stream_buckets
 from helpers import full, run_checks
 
@@ -183,7 +183,9 @@ VALUES = [
 
 
 def some_ranks_receive() -> None:
-    """One, by messages to it alone; or several, by an all-gather."""
+    """One, by messages to it alone, or by a gather; or several, by an all-gather."""
+    with mock.patch.object(rank_facts, "backend_name", return_value="nccl"):
+        one_receives(dist.get_world_size() - 1)
     plain, model = made()
     rank, size = dist.get_rank(), dist.get_world_size()
     for ranks in ([0], [size - 1], [0, size - 1]):
@@ -201,6 +203,15 @@ def some_ranks_receive() -> None:
             assert bucket.names
         if rank in ranks:
             assert_whole({name: t for found, _ in buckets for name, t in found.items()}, plain)
+
+
+def one_receives(to: int) -> None:
+    plain, model = made()
+    found = streamed(model, bucket_bytes=300, ranks=[to])
+    if dist.get_rank() == to:
+        assert_whole(found, plain)
+    else:
+        assert not found
 
 
 # ---- between micro-batches, consistency
@@ -244,15 +255,16 @@ def a_write_in_between_raises_on_all_ranks() -> None:
         next(stream)
     assert next(stream, None) is None
     if dist.get_world_size() > 1:
-        stream = stream_full_params(model, bucket_bytes=1)
-        next(stream)
-        if dist.get_rank() == 1:
-            with torch.no_grad():
-                model.blocks[2].weight.add_(0)
-        else:
+        for ranks in (None, [0]):
+            stream = stream_full_params(model, bucket_bytes=1, ranks=ranks)
             next(stream)
-        with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: it was written to or replaced"):
-            next(stream)
+            if dist.get_rank() == 1:
+                with torch.no_grad():
+                    model.blocks[2].weight.add_(0)
+            else:
+                next(stream)
+            with pytest.raises(RuntimeError, match=r"blocks\.2\.weight: it was written to or replaced"):
+                next(stream)
     stream = stream_full_params(model, bucket_bytes=1)
     next(stream)
     model.blocks[0].weight = nn.Parameter(model.blocks[0].weight.detach().clone())
@@ -370,31 +382,30 @@ def changes_for_one_rank() -> None:
 # ---- meshes
 
 
-def recording(sent: list[int]) -> Any:
-    """Returns an all-gather that notes the bytes of this rank."""
-    gather = PairwiseComm.all_gather
+def recording(sent: list[bool]) -> Any:
+    """Returns what begins a collective, and notes whether it sends values."""
+    start = stream_buckets.Segments.start
 
-    def all_gather(comm: Any, outputs: Any, inputs: Any) -> Any:
-        sent.extend(each.nbytes for each in inputs)
-        return gather(comm, outputs, inputs)
+    def noted(segments: Any, number: int) -> None:
+        sent.append(not segments._route.to_nobody)
+        start(segments, number)
 
-    return all_gather
+    return noted
 
 
 def replicas_of_shards() -> None:
     plain, model = made(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     assert_whole(streamed(model, bucket_bytes=300), plain)
     for ranks in ([3], [0, 3], [0, 1]):
-        sent: list[int] = []
-        with mock.patch.object(PairwiseComm, "all_gather", recording(sent)):
+        sent: list[bool] = []
+        with mock.patch.object(stream_buckets.Segments, "start", recording(sent)):
             found = streamed(model, bucket_bytes=300, ranks=ranks)
         if dist.get_rank() in ranks:
             assert_whole(found, plain)
         else:
             assert not found
-        others = {rank // 2 for rank in ranks}
-        if dist.get_rank() // 2 not in others:
-            assert set(sent) == {16}, "a replica whose ranks get nothing sends nothing"
+        replicas = {rank // 2 for rank in ranks}
+        assert {*sent} == {dist.get_rank() // 2 in replicas}, "a replica whose ranks get nothing sends nothing"
 
 
 class Pair(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
@@ -92,6 +93,15 @@ def test_models_that_are_sharded_while_a_profiler_runs() -> None:
         step(model, optimizer)
     padded = (GROUP // 2 // RANKS + 15) // 16 * 16 * RANKS
     assert ranges_of(run)[f"fsdp2.all_gather 1 {padded} bytes"] == 4
+
+
+@pytest.mark.usefixtures("world")
+def test_sums_between_replicas() -> None:
+    model, optimizer = sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    with profile(activities=[ProfilerActivity.CPU]) as run:
+        step(model, optimizer)
+    assert ranges_of(run)[f"fsdp2.all_reduce 2 {GROUP // 2} bytes"] == 1
+    assert ranges_of(run)[f"fsdp2.wait_all_reduce 2 {GROUP // 2} bytes"] == 1
 
 
 @pytest.mark.usefixtures("world")
