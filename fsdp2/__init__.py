@@ -17,11 +17,14 @@ from .optim.whole_matrix import WholeMatrixOptimizer
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
 from .tools.compare import compare
+from .tools.describe import GroupDescription, ModelDescription, describe
 from .tools.difference import Comparison, Difference
 from .tools.finding import Finding
 from .tools.full_params import full_params
 from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
+from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
 from .tools.sync import sync_module_states
+from .tools.timeline import trace
 
 __version__ = "0.1.0"
 
@@ -33,18 +36,24 @@ __all__ = [
     "FSDPModule",
     "Finding",
     "GradientReductionHandle",
+    "GroupDescription",
     "GroupPadding",
     "MatrixSplit",
     "MixedPrecisionPolicy",
+    "ModelDescription",
     "OffloadPolicy",
+    "ParamBucket",
+    "ParamStream",
     "ParameterPadding",
     "ShardPlacementResult",
+    "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",
     "compare",
+    "describe",
     "dtensor_fixes",
     "full_params",
     "fully_shard",
@@ -56,7 +65,9 @@ __all__ = [
     "set_checks",
     "share_comm_ctx",
     "split_matrices",
+    "stream_full_params",
     "sync_module_states",
+    "trace",
 ]
 
 _install()

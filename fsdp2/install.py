@@ -29,6 +29,7 @@ from .ext import (
 from .ext.requires_grad import RequiresGrad
 from .ext.unsharded_versions import UnshardedVersions
 from .module import FSDPModule
+from .tools import describe, profiler_ranges
 from .tools.audit import AuditAtDebugLevel
 from .tools.padding import WasteLog
 
@@ -51,7 +52,11 @@ def install() -> None:
         tensors_in=nested.tensors_in,
         map_tensors=nested.map_tensors,
         plan=(check_plan, large_submodules.plan_large_submodules),
-        class_attributes=(entry_points.class_attributes, module_class.class_attributes),
+        class_attributes=(
+            entry_points.class_attributes,
+            module_class.class_attributes,
+            describe.class_attributes,
+        ),
         observers=(
             _each(passes.OutOfStep),
             _each(RequiresGrad),
@@ -69,9 +74,11 @@ def install() -> None:
             _each(parameter_methods.StateDictHooks),
             _each(AuditAtDebugLevel),
             _each(WasteLog),
+            _each(profiler_ranges.ProfilerRanges),
             _each(_TorchFunc),
         ),
     )
+    profiler_ranges.install()
     fixes.install()
     table.install()
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import broadcast  # by name: an extension may put another function under this one in `dist`
+from torch.distributed import broadcast, gather  # by name: an extension may put others under these in `dist`
 
-from ..core.comm import SUM_ALL, Comm, Purpose
+from ..core.comm import SUM_ALL, AllWork, Comm, Purpose, Work
 from ..core.compat import backend_name
 from ..core.events import strategies
 from ..core.mesh import DataMesh
@@ -63,6 +63,28 @@ def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> 
     of_all = mine.new_empty(comm.size, mine.numel())
     comm.all_gather([of_all.view(-1)], [mine]).wait()
     return [_bytes(each) for each in of_all]
+
+
+_TO_ONE = 0x0F5D_8000
+"""The tag of messages to one rank. No message of a user should have it."""
+
+
+def gather_to_one(
+    own: Tensor, rows: Sequence[Tensor] | None, group: dist.ProcessGroup, to: int, device: torch.device
+) -> Work:
+    """Begins to fill `rows` of rank `to` of `group` with `own` of all of its ranks, all of which must call it.
+
+    `own` of that rank is its row. `rows`: None on the others.
+    """
+    rank, works = group.rank(), []
+    if backend_name(group, device) == "gloo":  # whose own gather needs as much memory again
+        if rows is None:
+            works.append(group.send([own], to, _TO_ONE))
+        else:
+            works += [group.recv([row], i, _TO_ONE) for i, row in enumerate(rows) if i != rank]
+    else:
+        works.append(gather(own, None if rows is None else [*rows], group=group, group_dst=to, async_op=True))
+    return AllWork(works, [own, *(rows or ())])
 
 
 def _bytes(row: Tensor) -> bytes:

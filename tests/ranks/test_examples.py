@@ -110,6 +110,21 @@ def test_cpu_offload(plain_losses: Curve) -> None:
     assert numbers("shards of AdamW's moments: (.*) bytes on cpu", output) == (2 * half,)
 
 
+def test_rollout() -> None:
+    """The engine follows the policy to the bit, the reward rises, and small steps send few bytes."""
+    output = run_forked("rollout.py", 2)
+    steps = re.findall(r"^step (\d+): reward (.*), ([\d,]+) bytes sent, equal to the bit: (\w+)$", output, re.MULTILINE)
+    assert [int(step) for step, *_ in steps] == [*range(1, 9)]
+    assert {equal for *_, equal in steps} == {"True"}
+    rewards = [float(reward) for _, reward, *_ in steps]
+    assert rewards[0] < 0.3
+    assert min(rewards[4:]) > 0.5
+    sent = [int(nbytes.replace(",", "")) for _, _, nbytes, _ in steps]
+    assert sent[0] == 2 * sum(parameter.numel() for parameter in make_gpt(torch.device("cpu")).parameters())
+    assert sent[-1] < sent[0] / 10
+    assert re.search(r"^blocks\.1 +Block +10 ", output, re.MULTILINE), "the table of groups"
+
+
 def test_resume_elsewhere(tmp_path: Path, plain_losses: Curve) -> None:
     """On one rank, after a save on two that was interrupted: from the last one that was not."""
     stopped = losses(run_forked("resume_elsewhere.py", 2, "--steps", "10", "--folder", str(tmp_path)))

@@ -6,6 +6,7 @@ check without a snippet, fail. Snippets that need Transformers and similar libra
 tests/clients/test_guides.py.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from documents import ROOT, Code, code_blocks
 from helpers import alone, assert_same, full, run_checks
 from programs import run_forked
@@ -225,6 +227,25 @@ def phases(names: Names) -> None:
     for name, weight in names["engine"].items():
         assert_same(weight, full(names["model"].get_parameter(name)).bfloat16(), 0, 0, name)
     assert_equal(names["reference"], reference, 0)
+
+
+@guide("Streams of weights")
+def streams(names: Names) -> None:
+    """The engine follows to the bit, and gets a part of what it got first."""
+    for name, param in names["engine"].named_parameters():
+        assert_same(param, full(names["model"].get_parameter(name)).bfloat16(), 0, 0, name)
+    first, second = names["sent"]
+    assert first == 2 * sum(param.numel() for param in names["engine"].parameters())
+    assert 0 < second < first / 4
+
+
+@guide("Tables and pictures of a model")
+def pictures(names: Names) -> None:
+    assert [group.name for group in fsdp2.describe(names["model"]).groups] == ["root", "blocks.0", "blocks.1"]
+    if dist.get_rank() == 0:
+        shown = {event["name"] for event in json.loads(Path("step.json").read_text())["traceEvents"]}
+        assert {"forward", "backward", "step AdamW", "all_gather blocks.0", "reshard blocks.1"} <= shown
+    assert_equal(names["model"], trained(names, steps=4))
 
 
 @guide("Full weights")

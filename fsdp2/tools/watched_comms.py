@@ -1,0 +1,96 @@
+"""Tells others of each collective that groups issue and wait for, while that is asked for.
+
+The methods of a group's Comms are replaced on the objects meanwhile. So nothing runs besides when nobody watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor
+
+from ..core.comm import Comm, Work
+from ..core.group import FSDPParamGroup
+
+
+class Collective(NamedTuple):
+    """Describes one collective: `kind`, FQN of its group's module, bytes of all ranks, and a number of its own."""
+
+    kind: str
+    name: str
+    nbytes: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} {self.nbytes} bytes"
+
+
+class Watcher(Protocol):
+    """Is told of collectives."""
+
+    def launching(self, collective: Collective) -> AbstractContextManager[Any]:
+        """Returns a context in which the host issues it."""
+
+    def waiting(self, collective: Collective) -> AbstractContextManager[Any]:
+        """Returns a context in which the host, or on a device its stream, waits for it."""
+
+
+# Position of the tensors of all ranks among the arguments of each method of a Comm.
+_METHODS = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 0}
+_watchers: WeakKeyDictionary[Any, list[Watcher]] = WeakKeyDictionary()
+_numbers = count(1)
+
+
+def watch(groups: Iterable[FSDPParamGroup], watcher: Watcher) -> Callable[[], None]:
+    """Tells `watcher` of the collectives of `groups` from now on. Returns a function that ends it.
+
+    Models may be freed meanwhile: nothing here keeps them alive.
+    """
+    comms = {id(comm): comm for group in groups for comm in group.comms if comm is not None and comm.size > 1}
+    watched = [ref(comm) for comm in comms.values()]
+    for comm in comms.values():
+        watchers = _watchers.setdefault(comm, [])
+        if not watchers:
+            vars(comm).update({kind: partial(_call, ref(comm), kind) for kind in _METHODS})
+        if watcher not in watchers:
+            watchers.append(watcher)
+    return partial(_end, watched, watcher)
+
+
+def _end(comms: list[ref[Comm]], watcher: Watcher) -> None:
+    for comm in filter(None, [each() for each in comms]):
+        watchers = _watchers[comm]
+        if watcher in watchers:
+            watchers.remove(watcher)
+            for kind in () if watchers else _METHODS:
+                del vars(comm)[kind]
+
+
+def _call(watched: ref[Comm], kind: str, *arguments: Any) -> Work:
+    comm, whole = watched(), arguments[_METHODS[kind]]
+    assert comm is not None, "its method is called"
+    nbytes = sum(each.nbytes for each in ([whole] if isinstance(whole, Tensor) else whole))
+    collective, watchers = Collective(kind, comm.purpose.name, nbytes, next(_numbers)), (*_watchers[comm],)
+    with ExitStack() as stack:
+        for watcher in watchers:
+            stack.enter_context(watcher.launching(collective))
+        return _WatchedWork(getattr(type(comm), kind)(comm, *arguments), collective, watchers)
+
+
+class _WatchedWork:
+    """Is the Work of a watched collective."""
+
+    def __init__(self, work: Work, collective: Collective, watchers: Sequence[Watcher]) -> None:
+        self._work, self._collective, self._watchers = work, collective, watchers
+
+    def wait(self) -> None:
+        watchers, self._watchers = self._watchers, ()  # told of the first time
+        with ExitStack() as stack:
+            for watcher in watchers:
+                stack.enter_context(watcher.waiting(self._collective))
+            self._work.wait()
