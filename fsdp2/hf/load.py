@@ -107,9 +107,9 @@ def load_model(
         strict: refuse files that lack a parameter or buffer of the model, or have others, and buffers without values.
             False: the report names them.
         init: is called with each module that has non-persistent buffers on meta, or missing parameters on meta, before
-            anything is loaded, and must give these values. None: `reset_parameters()` of the module, or
-            `_init_weights(module)` of a module around it, as models of Transformers have it. Seed all ranks alike if it
-            draws random numbers.
+            anything is loaded, and must give these values. None: `_init_weights(module)` of the model, as those
+            of Transformers have it, or else `reset_parameters()` of the module. Seed all ranks alike if it draws random
+            numbers.
         progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Returns:
@@ -224,11 +224,13 @@ def _plan(tensors: list[ModelTensor], checkpoint: Checkpoint, table: NameTable, 
 
 
 def _refuse_conversion(tensor: ModelTensor, stored: FileTensor) -> None:
-    """Raises TypeError where a conversion would change what a value means; among floating-point dtypes it does not."""
+    """Raises TypeError where a conversion would change what a value means: the integers of a quantised weight, for
+    example. Among floating-point dtypes it rounds; other dtypes may become wider ones of their kind.
+    """
     old, new = stored.dtype, tensor.dtype
-    scales = torch.float8_e8m0fnu
-    are_floats = old.is_floating_point and new.is_floating_point and scales not in (old, new)
-    if not are_floats and (torch.promote_types(old, new) != new if scales not in (old, new) else True):
+    kinds = {(dtype.is_floating_point, dtype.is_complex) for dtype in (old, new)}
+    can_convert = len(kinds) == 1 and torch.float8_e8m0fnu not in (old, new)
+    if not can_convert or not (new.is_floating_point or torch.promote_types(old, new) == new):
         raise TypeError(
             f"{tensor.name}: expected a dtype that converts to {new}, got {old} in {stored.file}. Give the model that "
             "dtype, or leave the tensor out by names= (None)."
@@ -335,10 +337,6 @@ def _initialise(
     if init is not None:
         init(module)
         return
-    own: Any = getattr(module, "reset_parameters", None)
-    if own is not None:
-        own()
-        return
     name = f"{below[module]}."
     around = [each for each, prefix in below.items() if not prefix or name.startswith(f"{prefix}.")]
     for each in sorted(around, key=lambda each: -len(below[each])):
@@ -346,6 +344,9 @@ def _initialise(
         if callable(of_outer):
             of_outer(module)
             return
+    own: Any = getattr(module, "reset_parameters", None)
+    if own is not None:
+        own()
 
 
 # ---- reading

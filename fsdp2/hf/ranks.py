@@ -65,6 +65,12 @@ class Ranks:
         index, (kind, text) = next((index, each) for index, each in errors if each is not None)
         raise _ERRORS_BY_NAME.get(kind, RuntimeError)(f"rank {index}: {text}")
 
+    def all(self, value: bool) -> bool:
+        """Returns True if `value` is True on all ranks."""
+        lacks = torch.tensor([int(not value)], device=self.device)
+        all_reduce_over(lacks, self.groups, largest=True, purpose=Purpose("comparing what ranks can do"))
+        return not int(lacks)
+
     def run(self, function: Callable[[], T], doing: str) -> T:
         """Returns `function()`; what it raises on any rank is raised on all of them."""
         failed: Exception | None = None

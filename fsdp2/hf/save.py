@@ -315,7 +315,7 @@ def _can_share_writes(probe: Path, ranks: Ranks) -> bool:
             return False
         return True
 
-    could = all(gather_objects(write_own(), ranks.groups, ranks.device))
+    could = ranks.all(write_own())
 
     def read_all() -> bool:
         found = probe.read_bytes()
@@ -350,6 +350,8 @@ def _find_turns(plan: _Plan, ranks: Ranks) -> dict[ModelTensor, _Turns]:
             turns[tensor] = _Turns(replicas.index, replicas.size)
         else:
             others.append(tensor)
+    if not others:
+        return turns
     own = ranks.run(lambda: [(each.box, _digest(each)) for each in others], "comparing parameters between ranks")
     of_all = [facts for _, facts in sorted(gather_objects((ranks.index, own), ranks.groups, ranks.device))]
     for i, tensor in enumerate(others):

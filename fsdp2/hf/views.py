@@ -49,7 +49,7 @@ class Leaf(NamedTuple):
         """Returns a part of the tensor with the dims of the view."""
         kept = [dim for dim in self.dims if dim is not None]
         rest = [dim for dim in range(tensor.dim()) if dim not in kept]
-        tensor = tensor.permute(*rest, *kept)
+        tensor = tensor.permute((*rest, *kept))
         for _ in rest:
             tensor = tensor[0]
         for i, dim in enumerate(self.dims):
