@@ -133,6 +133,9 @@ def save_adapter(
             base: Any = getattr(model, "get_base_model", lambda: model)()
             config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None)
             config.inference_mode = True
+            if config.task_type is None:  # as peft writes it
+                name = type(base).__name__.removeprefix("FSDP")
+                config.auto_mapping = {"base_model_class": name, "parent_library": type(base).__module__}
             config.save_pretrained(str(target))
 
     given: Any = dict(sorted(names.items()))
