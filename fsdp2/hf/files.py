@@ -8,11 +8,13 @@ can be counted, need no more memory than one bucket, and no memory map of the fi
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import math
+import operator
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,12 +42,11 @@ DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
 # safetensors refuses longer headers.
 _MOST_HEADER_NBYTES = 100_000_000
 _METADATA = "__metadata__"
-INDEX_SUFFIX = ".safetensors.index.json"
 
 
 class FileTensor(NamedTuple):
@@ -63,7 +64,7 @@ class FileTensor(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Describes all tensors of a checkpoint. `sizes`: the bytes of each of its files, by their paths."""
+    """Describes all tensors of a checkpoint, in the order of its files. `sizes`: bytes of each file, by its path."""
 
     tensors: dict[str, FileTensor]
     sizes: dict[str, int]
@@ -80,91 +81,73 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         ValueError: a file, or the index, is damaged, or they contradict each other.
     """
     index, files = _files_of(folder)
+    listed = None if index is None else _read_index(index)
     tensors: dict[str, FileTensor] = {}
     sizes = {}
-    for path in files:
+    for path in files if listed is None else dict.fromkeys(listed.values()):
         found, sizes[str(path)] = _read_header(path)
         for each in found:
             other = tensors.setdefault(each.name, each)
             if other is not each:
-                raise ValueError(
-                    f"{each.name}: expected it in one file, got it in {other.file} and {each.file}. Remove the file "
-                    "that does not belong to this checkpoint."
-                )
-    if index is not None:
-        _compare_with_index(index, tensors)
+                raise ValueError(f"{each.name}: expected it in one file, got it in {other.file} and {each.file}")
+    for name, where in (listed or {}).items():
+        if name not in tensors or tensors[name].file != str(where):
+            place = "no file has it" if name not in tensors else f"it is in {tensors[name].file}"
+            raise ValueError(f"{name}: {index} says that {where.name} has it, but {place}. One of them is stale.")
+    if listed is not None and (more := next((each for each in tensors if each not in listed), None)):
+        raise ValueError(f"{more}: {tensors[more].file} has it, but {index} does not list it. One of them is stale.")
     return Checkpoint(tensors, sizes)
 
 
 def _files_of(folder: Path) -> tuple[Path | None, list[Path]]:
-    """Returns the index, or None, and the files of a checkpoint."""
+    """Returns the index of a checkpoint; or None, and its files."""
     if folder.is_file():
-        if folder.name.endswith(".json"):
-            return folder, _files_in_index(folder)
-        return None, [folder]
+        return (folder, []) if folder.name.endswith(".json") else (None, [folder])
     if not folder.is_dir():
         left = sorted(folder.parent.glob(f".{glob.escape(folder.name)}.previous-*")) if folder.parent.is_dir() else []
-        advice = f" An interrupted save has left the previous one as {left[0]}: rename it." if left else ""
-        raise FileNotFoundError(f"{folder}: expected a folder with safetensors files, found none.{advice}")
-    index, single = folder / f"model{INDEX_SUFFIX}", folder / "model.safetensors"
+        advice = f". An interrupted save has left the previous one as {left[0]}: rename it." if left else ""
+        raise FileNotFoundError(f"{folder}: expected a folder with safetensors files, found none{advice}")
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file() and single.is_file():
-        raise ValueError(
-            f"{folder}: expected {single.name} or {index.name}, got both, of which one is of another checkpoint. "
-            "Remove that one, or pass the path of the other."
-        )
+        raise ValueError(f"{folder}: expected {single.name} or {index.name}, got both. Remove the stale one.")
     if index.is_file():
-        return index, _files_in_index(index)
+        return index, []
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: expected safetensors files, found none")
     return None, files
 
 
-def _read_json(path: Path, text: bytes) -> Any:
-    """Returns what a JSON text says. A name that comes twice in one object is an error."""
+def _read_json(path: Path, text: bytes) -> dict[str, Any]:
+    """Returns the object that a JSON text describes. A name that comes twice in it is an error."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+        names = [name for name, _ in pairs]
+        if len({*names}) < len(names):
+            twice = max(names, key=names.count)
             raise ValueError(f"{path}: {twice}: expected each name once, got it twice")
-        return found
+        return dict(pairs)
 
     try:
-        return json.loads(text.decode(), object_pairs_hook=unique)
+        found = json.loads(text.decode(), object_pairs_hook=unique)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: expected JSON, got something else ({error}). The file is damaged.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected an object in JSON, got {type(found).__name__}")
+    return found
 
 
-def _files_in_index(index: Path) -> list[Path]:
-    names = dict.fromkeys(_weight_map(index).values())
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{index}: expected names of files beside it, got {name!r}")
-        if not (index.parent / name).is_file():
-            raise FileNotFoundError(f"{index.parent / name}: {index.name} names this file, which is not there")
-    return [index.parent / name for name in names]
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    found = _read_json(index, index.read_bytes())
-    weights = found.get("weight_map") if isinstance(found, dict) else None
+def _read_index(index: Path) -> dict[str, Path]:
+    """Returns name -> file."""
+    weights = _read_json(index, index.read_bytes()).get("weight_map")
     if not isinstance(weights, dict):
         raise ValueError(f'{index}: expected an object "weight_map" (name -> file), found none')
-    return weights
-
-
-def _compare_with_index(index: Path, tensors: Mapping[str, FileTensor]) -> None:
-    listed = _weight_map(index)
-    for name, file in listed.items():
-        if name not in tensors:
-            raise ValueError(f"{name}: {index} says that {file} has it, but no file does. Files are missing or stale.")
-    for name, each in tensors.items():
-        if name not in listed:
-            raise ValueError(f"{name}: {each.file} has it, but {index.name} does not list it. One of them is stale.")
-        if listed[name] != Path(each.file).name:
-            raise ValueError(f"{name}: {index} says that {listed[name]} has it, but it is in {each.file}")
+    for name in dict.fromkeys(weights.values()) if all(isinstance(each, str) for each in weights.values()) else [None]:
+        if name is None or Path(name).name != name:
+            raise ValueError(f"{index}: expected names of files beside it, got {name or [*weights.values()]}")
+        if not (index.parent / name).is_file():
+            raise FileNotFoundError(f"{index.parent / name}: {index.name} names this file, which is not there")
+    return {name: index.parent / file for name, file in weights.items()}
 
 
 def _read_header(path: Path) -> tuple[list[FileTensor], int]:
@@ -173,123 +156,95 @@ def _read_header(path: Path) -> tuple[list[FileTensor], int]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER_NBYTES):
-            raise ValueError(
-                f"{path}: expected a header of {length} bytes, got a file of {size}. It is truncated, or no "
-                "safetensors file."
-            )
+            what = f"expected a header of {length} bytes, got a file of {size}"
+            raise ValueError(f"{path}: {what}. It is truncated, or no safetensors file.")
         header = _read_json(path, file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError(f"{path}: expected an object in the header, got {type(header).__name__}")
     header.pop(_METADATA, None)
-    tensors = sorted(
-        (_parse(path, name, entry, 8 + length) for name, entry in header.items()), key=lambda each: each.start
-    )
+    found = [_parse(path, name, entry, 8 + length) for name, entry in header.items()]
     end = 8 + length
-    for each in tensors:
+    for each in (tensors := sorted(found, key=lambda each: each.start)):
         if each.start != end:
             raise ValueError(f"{path}: {each.name}: expected it at byte {end}, got {each.start}: a gap, or an overlap")
         end += each.nbytes
+        if end > size:
+            raise ValueError(f"{path}: {each.name} ends at byte {end}, but the file has {size}: it is truncated")
     if end != size:
-        name = next((each.name for each in tensors if each.start + each.nbytes > size), None)
-        what = f"{name} ends at byte {end}" if name else f"tensors end at byte {end}"
-        raise ValueError(f"{path}: {what}, but the file has {size} bytes: it is truncated, or was appended to")
+        raise ValueError(f"{path}: tensors end at byte {end}, but the file has {size}: it was appended to")
     return tensors, size
 
 
 def _parse(path: Path, name: str, entry: Any, data_start: int) -> FileTensor:
     try:
-        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        code, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         are_numbers = all(type(number) is int and number >= 0 for number in (*shape, start, end))
     except (KeyError, TypeError, ValueError):
         are_numbers = False
     if not are_numbers:
         raise ValueError(f"{path}: {name}: expected dtype, shape and data_offsets in the header, got {entry!r}")
-    if dtype not in DTYPES:
-        raise ValueError(f"{path}: {name}: expected a dtype among {', '.join(DTYPES)}, got {dtype!r}")
-    found = FileTensor(name, DTYPES[dtype], shape, str(path), data_start + start)
+    if code not in DTYPES:
+        raise ValueError(f"{path}: {name}: expected a dtype among {', '.join(DTYPES)}, got {code!r}")
+    found = FileTensor(name, DTYPES[code], shape, str(path), data_start + start)
     if end - start != found.nbytes:
-        raise ValueError(
-            f"{path}: {name}: expected {found.nbytes} bytes for shape {list(shape)} and dtype {dtype}, got "
-            f"{end - start}"
-        )
+        what = f"{found.nbytes} bytes for shape {list(shape)} and dtype {code}"
+        raise ValueError(f"{path}: {name}: expected {what}, got {end - start}")
     return found
 
 
 # ---- writing
 
 
-class NewTensor(NamedTuple):
-    """Describes a tensor that is to be saved."""
+class NewFiles(NamedTuple):
+    """Describes files that are to be written. `headers`: file -> header; `index_text`: None if one file has all."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    checkpoint: Checkpoint
+    headers: dict[str, bytes]
+    index_text: bytes | None
 
 
-class NewFile(NamedTuple):
-    """Describes a file that is to be written: its header, its size in bytes, and where each tensor begins."""
+def plan_files(tensors: Sequence[FileTensor], stem: str, most_nbytes: int | None) -> NewFiles:
+    """Returns the files for these tensors, of which `file` and `start` are to be found.
 
-    name: str
-    header: bytes
-    size: int
-    starts: dict[str, int]
-
-
-def plan_files(tensors: Sequence[NewTensor], stem: str, most_nbytes: int) -> tuple[list[NewFile], bytes | None]:
-    """Returns the files for these tensors, and the text of the index, or None if one file has all.
-
-    The tensors are distributed as save_pretrained does it: in their order, each file up to `most_nbytes` of tensors,
-    and a larger tensor in a file of its own. Inside a file they lie as safetensors lays them out.
+    The tensors are distributed as the libraries of Hugging Face do it: in their order, each file up to `most_nbytes` of
+    tensors, and a larger tensor in a file of its own. Inside a file they lie as safetensors lays them out.
     """
-    parts: list[list[NewTensor]] = []
-    current: list[NewTensor] = []
-    size = 0
+    parts: list[list[FileTensor]] = []
+    current: list[FileTensor] = []
     for each in tensors:
-        if each.nbytes > most_nbytes:
+        if most_nbytes is not None and each.nbytes > most_nbytes:
             parts.append([each])
             continue
-        if size + each.nbytes > most_nbytes:
+        if most_nbytes is not None and sum(other.nbytes for other in current) + each.nbytes > most_nbytes:
             parts.append(current)
-            current, size = [], 0
+            current = []
         current.append(each)
-        size += each.nbytes
     if current or not parts:
         parts.append(current)
-    if len(parts) == 1:
-        return [_plan_file(f"{stem}.safetensors", parts[0])], None
     names = [f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    files = [_plan_file(name, part) for name, part in zip(names, parts, strict=True)]
-    total = {
-        "total_parameters": sum(math.prod(each.shape) for each in tensors),
-        "total_size": sum(each.nbytes for each in tensors),
-    }
-    weights = {name: file.name for file in files for name in file.starts}
-    index = json.dumps({"metadata": total, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
-    return files, index.encode()
+    made = NewFiles(Checkpoint({}, {}), {}, None)
+    for name, part in zip(names if len(parts) > 1 else [f"{stem}.safetensors"], parts, strict=True):
+        _plan_file(name, part, made)
+    if len(parts) == 1:
+        return made
+    numels, nbytes = [math.prod(each.shape) for each in tensors], [each.nbytes for each in tensors]
+    total = {"total_parameters": sum(numels), "total_size": sum(nbytes)}
+    weights = {name: each.file for name, each in made.checkpoint.tensors.items()}
+    text = json.dumps({"metadata": total, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
+    return made._replace(index_text=text.encode())
 
 
-def _plan_file(name: str, tensors: Iterable[NewTensor]) -> NewFile:
+def _plan_file(file: str, tensors: Sequence[FileTensor], made: NewFiles) -> None:
+    """Adds a file to `made`."""
     ordered = sorted(tensors, key=lambda each: (-_ORDER[each.dtype], each.name))
+    offsets = [0, *itertools.accumulate(each.nbytes for each in ordered)]
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    end = 0
-    for each in ordered:
-        offsets = [end, end + each.nbytes]
-        entries[each.name] = {"dtype": _CODES[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
-        end += each.nbytes
+    for each, span in zip(ordered, itertools.pairwise(offsets), strict=True):
+        entries[each.name] = {"dtype": CODES[each.dtype], "shape": [*each.shape], "data_offsets": [*span]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    starts = {each.name: start + entries[each.name]["data_offsets"][0] for each in ordered}
-    return NewFile(name, len(text).to_bytes(8, "little") + text, start + end, starts)
-
-
-def is_known(dtype: torch.dtype) -> bool:
-    """Returns True if safetensors files can hold this dtype, and fsdp2 writes it."""
-    return dtype in _CODES
+    made.headers[file] = len(text).to_bytes(8, "little") + text
+    made.checkpoint.sizes[file] = len(made.headers[file]) + offsets[-1]
+    for each, start in zip(ordered, offsets, strict=False):
+        made.checkpoint.tensors[each.name] = each._replace(file=file, start=len(made.headers[file]) + start)
 
 
 def parse_size(size: int | str) -> int:
@@ -298,10 +253,8 @@ def parse_size(size: int | str) -> int:
     Raises:
         ValueError: it is something else.
     """
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-    units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?I?B?)", str(size).strip().upper())
-    number = int(float(found[1]) * units[found[2]]) if found and found[2] in units else 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(I?)B?", str(size).strip().upper())
+    number = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")) if found else 0
     if number <= 0 or isinstance(size, bool):
         raise ValueError(f'max_shard_size: expected a number of bytes, or a text such as "5GB", got {size!r}')
     return number
@@ -319,6 +272,12 @@ class Box(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    def replaced(self, dim: int, start: int, size: int) -> Box:
+        """Returns a box with another range along `dim`."""
+        ranges = [*zip(self.starts, self.sizes, strict=True)]
+        ranges[dim] = start, size
+        return Box(*map(tuple, zip(*ranges, strict=True)))
 
     def intersection(self, other: Box) -> Box:
         """Returns the indices that both have; sizes of 0 if there are none."""
@@ -344,18 +303,16 @@ class Box(NamedTuple):
         dim = next(dim for dim, size in enumerate(self.sizes) if size > 1)
         rows = max(1, most * self.sizes[dim] // self.numel)
         for first in range(0, self.sizes[dim], rows):
-            starts, sizes = list(self.starts), list(self.sizes)
-            starts[dim] += first
-            sizes[dim] = min(rows, self.sizes[dim] - first)
-            yield from Box(tuple(starts), tuple(sizes)).pieces(most)
+            size = min(rows, self.sizes[dim] - first)
+            yield from self.replaced(dim, self.starts[dim] + first, size).pieces(most)
 
     def runs(self, shape: Sequence[int]) -> tuple[Iterator[int], int]:
         """Returns where the runs of its elements begin in a contiguous tensor of this shape, and their length."""
         dim = _inner_dim(shape, self.sizes)
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        first = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
+        first = sum(map(operator.mul, self.starts, strides))
         outer = [range(0, size * stride, stride) for size, stride in zip(self.sizes[:dim], strides, strict=False)]
-        return _sums(first, outer), math.prod(self.sizes[dim:])
+        return (first + sum(offsets) for offsets in itertools.product(*outer)), math.prod(self.sizes[dim:])
 
     def widened(self, shape: Sequence[int], least: int) -> Box:
         """Returns a box around this one whose runs have at least `least` elements, as far as the tensor has them."""
@@ -376,11 +333,3 @@ def _inner_dim(shape: Sequence[int], sizes: Sequence[int]) -> int:
     while dim > 0 and sizes[dim] == shape[dim]:
         dim -= 1
     return max(dim, 0)
-
-
-def _sums(first: int, outer: Sequence[range]) -> Iterator[int]:
-    if not outer:
-        yield first
-        return
-    for offset in outer[0]:
-        yield from _sums(first + offset, outer[1:])

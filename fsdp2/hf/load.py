@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..checks.empty_memory import is_marked, mark, note_emptied_buffers
 from ..core.compat import new_dtensor, no_torch_function
-from ..core.group import FSDPParamGroup
 from ..core.parameter import fqn
 from ..core.state import modules_below, state_of
 from ..dtensor.write_notices import notices
@@ -22,7 +20,7 @@ from ..ext.owners import owners_by_id
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
 from .progress import Progress
 from .ranks import Ranks, Replicas
-from .tensors import ModelTensor, find_tensors, groups_in, meshes_of, settle, some
+from .tensors import ModelTensor, find_tensors, groups_in, meshes_of, registered, settle, some
 from .views import Leaf, Names, NameTable, as_view
 
 # Bytes of the bucket through which all values go: the memory that a call needs besides the shards.
@@ -30,10 +28,9 @@ BUCKET_NBYTES = 32 * 1024 * 1024
 # Where the parts of a shard that lie together in the file are shorter, what is between them is read, too: a read of a
 # few bytes takes as long as one of a page.
 LEAST_RUN_NBYTES = 512
-_FileTensors = Mapping[str, FileTensor]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadReport:
     """Says what `load_model` has done.
 
@@ -56,6 +53,13 @@ class LoadReport:
     initialised: list[str] = field(default_factory=list)
     uninitialised: list[str] = field(default_factory=list)
     bytes_read: int = 0
+
+    @property
+    def unusable(self) -> str:
+        """Says what is missing and what is unexpected; an empty text if nothing is."""
+        texts = [f"lacks {some(self.missing)}, which the model has"] if self.missing else []
+        texts += [f"has {some(self.unexpected)}, which the model lacks"] if self.unexpected else []
+        return "; and ".join(texts)
 
     def __str__(self) -> str:
         lines = [f"loaded {self.num_loaded} tensors, {self.bytes_read} bytes read on this rank"]
@@ -132,55 +136,37 @@ def load_model(
     doing, bar = f"load_model({str(folder)!r})", Progress("loading", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "load_model"), doing)
     checkpoint = ranks.from_first(lambda: read_checkpoint(path))
-    plan = ranks.run(lambda: _plan(find_tensors(model), checkpoint, table, path, strict), doing)
-    initialised, uninitialised = ranks.run(lambda: _materialise(model, plan, groups, ranks, init, strict), doing)
-    reader = _Reader(checkpoint.sizes, ranks, bar)
-    ranks.run(lambda: reader.load(plan), doing)
+    tensors, report = find_tensors(model), LoadReport()
+    sources = ranks.run(lambda: _find_sources(tensors, checkpoint.tensors, table, report), doing)
+    table.refuse_unused()
+    if strict and report.unusable:
+        raise ValueError(
+            f"load_model: {folder} {report.unusable}. If the files call them otherwise, pass names=; with strict=False "
+            "they are left out, and the report names them."
+        )
+    ranks.run(lambda: _materialise(model, tensors, sources, ranks.device, init, strict, report), doing)
+    reader = _Reader(checkpoint, ranks, bar)
+    ranks.run(lambda: reader.load(sources), doing)
+    report.bytes_read = reader.bytes_read
     for group in groups:
         for notify in group.events.loaded:
             notify(group)
-    return LoadReport(
-        num_loaded=len(plan.sources),
-        missing=plan.missing,
-        unexpected=plan.unexpected,
-        converted=plan.converted,
-        tied={each.name: each.names[1:] for each in plan.tensors if len(each.names) > 1},
-        initialised=initialised,
-        uninitialised=uninitialised,
-        bytes_read=reader.bytes_read,
-    )
+    return report
 
 
 # ---- what is loaded from where
 
-
-@dataclass
-class _Plan:
-    """Says for each tensor of the model of which tensors in the files it consists.
-
-    `sources`: tensor of the model -> its sources; several, of which each has all, for tied parameters that the files
-    have under several names.
-    """
-
-    tensors: list[ModelTensor]
-    files: _FileTensors
-    sources: dict[ModelTensor, list[list[Leaf]]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    converted: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes, in memory, of what this rank loads."""
-        return sum(each.box.numel * each.dtype.itemsize for each in self.sources)
+# Tensor of the model -> of which tensors in the files it consists; several times if a tied one is there several times.
+_Sources = dict[ModelTensor, list[list[Leaf]]]
 
 
-def _plan(tensors: list[ModelTensor], checkpoint: Checkpoint, table: NameTable, folder: Path, strict: bool) -> _Plan:
-    files = checkpoint.tensors
-    plan, used, absent = _Plan(tensors, files), set[str](), list[str]()
-    problems: list[str] = []
+def _find_sources(
+    tensors: list[ModelTensor], files: Mapping[str, FileTensor], table: NameTable, report: LoadReport
+) -> _Sources:
+    """Returns what is loaded from where, and adds to the report what is missing, unexpected, converted and tied."""
+    sources: _Sources = {}
+    used = set[str]()
     for tensor in tensors:
-        found: list[list[Leaf]] = []
         lacks: list[str] = []
         for name in tensor.names:
             source = table.find(name)
@@ -193,34 +179,23 @@ def _plan(tensors: list[ModelTensor], checkpoint: Checkpoint, table: NameTable, 
                 continue
             except ValueError as error:
                 raise ValueError(f"{name}: names: {error}") from error
-            used.update(leaf.name for leaf in leaves)
-            found.append(leaves)
             if shape != tensor.shape:
-                where = files[leaves[0].name].file
-                problems.append(f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}")
-        if found:
-            plan.sources[tensor] = found
-            tensor.locate()
-            for leaf in (leaf for leaves in found for leaf in leaves):
-                stored = files[leaf.name].dtype
-                if stored != tensor.dtype:
+                where = f"{files[leaves[0].name].file}. Build the model from the configuration of the files."
+                raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}")
+            sources.setdefault(tensor, []).append(leaves)
+            for leaf in leaves:
+                used.add(leaf.name)
+                if files[leaf.name].dtype != tensor.dtype:
                     _refuse_conversion(tensor, files[leaf.name])
-                    plan.converted[tensor.name] = (stored, tensor.dtype)
+                    report.converted[tensor.name] = (files[leaf.name].dtype, tensor.dtype)
+        if tensor in sources:
+            tensor.locate()
         elif lacks:
-            plan.missing.append(tensor.name)
-            absent.append(lacks[0])
-    if problems:
-        raise ValueError(f"load_model: {'; '.join(problems[:5])}. Build the model from the configuration of the files.")
-    table.refuse_unused()
-    plan.unexpected = [name for name in files if name not in used]
-    if strict and (plan.missing or plan.unexpected):
-        texts = [f"lacks {some(absent)}, which the model has"] if plan.missing else []
-        texts += [f"has {some(plan.unexpected)}, which the model lacks"] if plan.unexpected else []
-        raise ValueError(
-            f"load_model: {folder} {'; and '.join(texts)}. If the files call them otherwise, pass names=; with "
-            "strict=False they are left out, and the report names them."
-        )
-    return plan
+            report.missing.append(lacks[0])
+        if len(tensor.names) > 1:
+            report.tied[tensor.name] = tensor.names[1:]
+    report.num_loaded, report.unexpected = len(sources), [name for name in files if name not in used]
+    return sources
 
 
 def _refuse_conversion(tensor: ModelTensor, stored: FileTensor) -> None:
@@ -231,10 +206,8 @@ def _refuse_conversion(tensor: ModelTensor, stored: FileTensor) -> None:
     kinds = {(dtype.is_floating_point, dtype.is_complex) for dtype in (old, new)}
     can_convert = len(kinds) == 1 and torch.float8_e8m0fnu not in (old, new)
     if not can_convert or not (new.is_floating_point or torch.promote_types(old, new) == new):
-        raise TypeError(
-            f"{tensor.name}: expected a dtype that converts to {new}, got {old} in {stored.file}. Give the model that "
-            "dtype, or leave the tensor out by names= (None)."
-        )
+        what = f"expected a dtype that converts to {new}, got {old} in {stored.file}"
+        raise TypeError(f"{tensor.name}: {what}. Give the model that dtype, or leave it out by names= (None).")
 
 
 # ---- memory for what is on meta
@@ -242,110 +215,87 @@ def _refuse_conversion(tensor: ModelTensor, stored: FileTensor) -> None:
 
 def _materialise(
     model: nn.Module,
-    plan: _Plan,
-    groups: Sequence[FSDPParamGroup],
-    ranks: Ranks,
+    tensors: Sequence[ModelTensor],
+    sources: _Sources,
+    device: torch.device,
     init: Callable[[nn.Module], object] | None,
     strict: bool,
-) -> tuple[list[str], list[str]]:
-    """Gives memory to what is on meta, and values to what no file has. Returns the names of what has got values, and of
-    buffers that have not.
-    """
+    report: LoadReport,
+) -> None:
+    """Gives memory to what is on meta, and values to what no file has, which it adds to the report."""
     below = modules_below(model)
-    loaded = {(slot.module, slot.name) for tensor in plan.sources for slot in tensor.slots}
-    without: dict[nn.Module, list[str]] = {}
-    buffers = []
-    for module in below:
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is not None and tensor.is_meta:
-                    buffers += [(module, name)] if kind is module._buffers else []
-                    if tensor.numel() and (module, name) not in loaded:
-                        without.setdefault(module, []).append(name)
-    device = groups[0].mesh.device if groups else ranks.device
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        _give_memory(model, plan, device)
-    given = [_registered(*place) for place in buffers]
-    for buffer in given:
+    on_meta = [
+        (module, name)
+        for module in below
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and tensor.is_meta
+    ]
+    if not on_meta:
+        return
+    _give_memory(model, tensors, device)
+    buffers = [registered(*place) for place in on_meta if place[1] in place[0]._buffers]
+    for buffer in buffers:
         mark(buffer)
     sharded = next((module for module in below if state_of(module) is not None), None)
-    if given and sharded is not None:
-        note_emptied_buffers(sharded, (), given)
-    places = [(module, name) for module, its_names in without.items() for name in its_names]
-    before = {place: (_registered(*place), _registered(*place)._version) for place in places}
-    initialised, left = [], []
+    if buffers and sharded is not None:
+        note_emptied_buffers(sharded, (), buffers)
+    loaded = {(slot.module, slot.name) for tensor in sources for slot in tensor.slots}
+    rest = {place: registered(*place) for place in on_meta if place not in loaded}
+    rest = {place: tensor for place, tensor in rest.items() if tensor.numel()}
+    versions = {place: tensor._version for place, tensor in rest.items()}
     with torch.no_grad():
-        for module in without:
-            _initialise(model, module, below, init)
-    for (module, name), (tensor, version) in before.items():
-        now, is_buffer = _registered(module, name), name in module._buffers
-        has_values = is_buffer and now.dtype is not torch.bool and not is_marked(now)
-        is_written = now is not tensor or now._version != version or has_values
-        if is_written:
-            initialised.append(fqn(below[module], name))
+        for module in dict.fromkeys(module for module, _ in rest):
+            _initialise(module, below, init)
+    for (module, name), tensor in rest.items():
+        now, is_buffer = registered(module, name), name in module._buffers
+        is_written = now is not tensor or now._version != versions[module, name]
+        if is_written or (is_buffer and now.dtype is not torch.bool and not is_marked(now)):
+            report.initialised.append(fqn(below[module], name))
         elif is_buffer:
-            left.append(fqn(below[module], name))
-    if left and strict:
+            report.uninitialised.append(fqn(below[module], name))
+    if report.uninitialised and strict:
         raise ValueError(
-            f"load_model: {some(left)}: no file has these buffers, which were on meta, and nothing has computed them. "
-            "Pass init=, a function that is called with their module, and computes them; or strict=False, and compute "
-            "them afterwards."
+            f"load_model: {some(report.uninitialised)}: no file has these buffers, which were on meta, and nothing has "
+            "computed them. Pass init=, a function that is called with their module; or strict=False, and compute them."
         )
-    return initialised, left
 
 
-def _registered(module: nn.Module, name: str) -> Tensor:
-    found = module._buffers[name] if name in module._buffers else module._parameters[name]
-    assert found is not None, "it was on meta"
-    return found
-
-
-def _give_memory(model: nn.Module, plan: _Plan, device: torch.device) -> None:
+def _give_memory(model: nn.Module, tensors: Sequence[ModelTensor], device: torch.device) -> None:
     """Gives memory to all parameters and buffers on meta, as `to_empty` does, but not to others, and less of it.
 
     A group copies new local tensors into its shard buffer. Those made here take no memory: all their elements are one.
     """
     owners = owners_by_id()
-    made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def give(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
         owned = owners.get(id(tensor))
-        if owned is not None and isinstance(tensor, DTensor):
-            param = owned.param
-            one = torch.empty((), dtype=param.local.dtype, device=param.storage_device)
-            mark(one)
-            return new_dtensor(param.tensor_class, one.expand(param.local.shape), param.dtensor_spec)
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor, torch.empty_like(tensor, device=device)
-        return made[id(tensor)][1]
+        if owned is None:
+            return torch.empty_like(tensor, device=device)
+        param = owned.param
+        one = torch.empty((), dtype=param.local.dtype, device=param.storage_device)
+        mark(one)
+        return new_dtensor(param.tensor_class, one.expand(param.local.shape), param.dtensor_spec)
 
     with torch.no_grad():
         model._apply(give)
-    for each in plan.tensors:  # torch makes a parameter for each name
-        if each.param is None and len(each.slots) > 1:
-            for slot in each.slots[1:]:
-                kind: Any = slot.module._parameters if slot.name in slot.module._parameters else slot.module._buffers
-                kind[slot.name] = each.tensor
+    for each in (each for each in tensors if each.param is None):  # torch makes a parameter for each name
+        for slot in each.slots[1:]:
+            kind: Any = slot.module._parameters if each.is_parameter else slot.module._buffers
+            kind[slot.name] = each.tensor
 
 
-def _initialise(
-    model: nn.Module, module: nn.Module, below: Mapping[nn.Module, str], init: Callable[[nn.Module], object] | None
-) -> None:
+def _initialise(module: nn.Module, below: Mapping[nn.Module, str], init: Callable[[nn.Module], object] | None) -> None:
     """Calls the function that gives values to what a module has besides the files."""
-    if init is not None:
-        init(module)
-        return
     name = f"{below[module]}."
     around = [each for each, prefix in below.items() if not prefix or name.startswith(f"{prefix}.")]
-    for each in sorted(around, key=lambda each: -len(below[each])):
-        of_outer: Any = getattr(each, "_init_weights", None)
-        if callable(of_outer):
-            of_outer(module)
-            return
+    of_outer = [getattr(each, "_init_weights", None) for each in sorted(around, key=lambda each: -len(below[each]))]
+    function: Any = next(filter(callable, [init, *of_outer]), None)
     own: Any = getattr(module, "reset_parameters", None)
-    if own is not None:
+    if function is not None:
+        function(module)
+    elif own is not None:
         own()
 
 
@@ -355,142 +305,117 @@ def _initialise(
 class _Reader:
     """Reads boxes of tensors in files through one bucket. `bytes_read` counts what it has read on this rank."""
 
-    def __init__(self, sizes: Mapping[str, int], ranks: Ranks, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, ranks: Ranks, progress: Progress) -> None:
         self.bytes_read = 0
-        self._sizes, self._ranks, self._progress = sizes, ranks, progress
-        self._files: dict[str, int] = {}
-        self._memory = bytearray()
-        self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._sent = self._bucket
+        self._files, self._sizes, self._ranks, self._progress = *checkpoint, ranks, progress
+        self._opened: dict[str, int] = {}
+        largest = max((each.nbytes for each in self._files.values()), default=0)
+        self._memory = bytearray(min(BUCKET_NBYTES, max(largest, 1)))
+        self._bucket = self._sent = torch.frombuffer(self._memory, dtype=torch.uint8)
         # What went wrong while other ranks waited for this one.
         self._error: Exception | None = None
 
-    def load(self, plan: _Plan) -> None:
-        """Loads what the plan says, in the order of the files.
+    def load(self, sources: _Sources) -> None:
+        """Loads all tensors, in the order of the files.
 
         Raises:
             OSError, ValueError: a file can't be read, or has changed; or tied parameters differ in the files.
         """
-        files = plan.files
-        ordered = sorted(plan.sources.items(), key=lambda item: _place(files[item[1][0][0].name]))
-        largest = max(
-            (files[leaf.name].nbytes for _, found in ordered for leaves in found for leaf in leaves), default=0
-        )
-        self._memory = bytearray(min(BUCKET_NBYTES, largest))
-        self._bucket = torch.frombuffer(self._memory, dtype=torch.uint8) if largest else self._bucket
+        order = {name: i for i, name in enumerate(self._files)}
+        ordered = sorted(sources.items(), key=lambda item: order[item[1][0][0].name])
+        nbytes = sum(each.box.numel * each.dtype.itemsize for each in sources)
         notices.notify()
         try:
-            with torch.no_grad(), no_torch_function(), self._progress.begin(plan.nbytes):
+            with torch.no_grad(), no_torch_function(), self._progress.begin(nbytes):
                 for i, (tensor, found) in enumerate(ordered):
-                    self._load_tensor(tensor, found[0], files, i)
+                    self._load_tensor(tensor, found[0], i)
                 for tensor, found in ordered:
-                    for other in found[1:]:
-                        self._compare_tied(tensor, other, files)
+                    for leaves in found[1:]:
+                        self._compare_tied(tensor, leaves)
         finally:
-            for descriptor in self._files.values():
+            for descriptor in self._opened.values():
                 os.close(descriptor)
         if self._error is not None:
             raise self._error
 
-    def _load_tensor(self, tensor: ModelTensor, leaves: Sequence[Leaf], files: _FileTensors, i: int) -> None:
+    def _load_tensor(self, tensor: ModelTensor, leaves: Sequence[Leaf], i: int) -> None:
         """Loads the tensor number `i`. Replicas take turns from one tensor to the next, too."""
-        local = tensor.local
-        for source, target in self._pieces(tensor, leaves, files, number=i):
-            own = target.of(local, tensor.box.starts)
+        for source, target in self._pieces(tensor, leaves, BUCKET_NBYTES, number=i):
             if self._error is None:
-                with torch.inference_mode(own.is_inference()):
-                    own.copy_(source)
-            self._progress.add(own.nbytes)
+                with torch.inference_mode(target.is_inference()):
+                    target.copy_(source)
+            self._progress.add(target.nbytes)
 
-    def _compare_tied(self, tensor: ModelTensor, leaves: Sequence[Leaf], files: _FileTensors) -> None:
+    def _compare_tied(self, tensor: ModelTensor, leaves: Sequence[Leaf]) -> None:
         """Compares another source of a tied parameter with what was loaded."""
-        for source, target in self._pieces(tensor, leaves, files, parts=4):
-            own = target.of(tensor.local, tensor.box.starts)
-            if self._error is None and not torch.equal(source.to(own), own):
+        for source, loaded in self._pieces(tensor, leaves, BUCKET_NBYTES // 4, number=0):
+            if self._error is None and not torch.equal(source.to(loaded), loaded):
+                where = f"{leaves[0].name} in {self._files[leaves[0].name].file}"
                 self._error = ValueError(
                     f"load_model: {' and '.join(tensor.names)} are one parameter of the model, but differ in the files "
-                    f"({leaves[0].name} in {files[leaves[0].name].file}). Untie them in the model, or leave one out by "
-                    "names= (None)."
+                    f"({where}). Untie them in the model, or leave one out by names= (None)."
                 )
 
     def _pieces(
-        self,
-        tensor: ModelTensor,
-        leaves: Sequence[Leaf],
-        files: _FileTensors,
-        number: int = 0,
-        parts: int = 1,
-    ) -> Iterator[tuple[Tensor, Box]]:
-        """Yields (values, where they belong in the tensor) for all that this rank has of it.
+        self, tensor: ModelTensor, leaves: Sequence[Leaf], most_nbytes: int, number: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (values in the files, the part of this rank's shard where they belong), piece by piece.
 
-        `number`: says with which replica the turns begin. `parts`: a piece takes no more than this part of the bucket.
+        `number`: says with which replica the turns begin.
         """
         replicas = Replicas(tensor.groups) if tensor.groups else None
         for leaf in leaves:
             target = leaf.box.intersection(tensor.box)
             if not target.numel:
                 continue
-            file, wanted = files[leaf.name], leaf.in_tensor(target)
+            file, wanted = self._files[leaf.name], leaf.in_tensor(target)
             itemsize = file.dtype.itemsize
             around = wanted.widened(file.shape, LEAST_RUN_NBYTES // itemsize)
-            for piece in around.pieces(max(1, BUCKET_NBYTES // parts // itemsize)):
-                memory = self._bucket[: piece.numel * itemsize]
-                if replicas is None or number % replicas.size == replicas.index:
+            for piece in around.pieces(max(1, most_nbytes // itemsize)):
+                memory, turn = self._bucket[: piece.numel * itemsize], number % (replicas.size if replicas else 1)
+                if replicas is None or turn == replicas.index:
                     self._read(file, piece)
                 if replicas is not None:
-                    memory = self._exchange(memory, replicas, number)
+                    memory = self._exchange(memory, replicas, turn)
                 number += 1
                 inner = piece.intersection(wanted)
-                if not inner.numel:
-                    continue
-                values = inner.of(memory.view(file.dtype).view(piece.sizes), piece.starts)
-                belongs = leaf.in_view(inner)
-                assert belongs is not None, "it has elements"
-                yield leaf.arrange(values), belongs
+                if inner.numel:
+                    values = inner.of(memory.view(file.dtype).view(piece.sizes), piece.starts)
+                    belongs = leaf.in_view(inner)
+                    assert belongs is not None, "it has elements"
+                    yield leaf.arrange(values), belongs.of(tensor.local, tensor.box.starts)
 
-    def _exchange(self, memory: Tensor, replicas: Replicas, number: int) -> Tensor:
+    def _exchange(self, memory: Tensor, replicas: Replicas, source: int) -> Tensor:
         """Returns the bytes that one of the replicas has read, where ranks communicate."""
         if self._ranks.device.type != "cpu":
             if self._sent.device != self._ranks.device:
                 self._sent = torch.empty_like(self._bucket, device=self._ranks.device)
             memory = self._sent[: memory.numel()].copy_(memory)
-        replicas.broadcast(memory, number)
+        replicas.broadcast(memory, source)
         return memory
 
     def _read(self, file: FileTensor, piece: Box) -> None:
         """Reads a box of a tensor into the bucket. An error waits until the ranks have met."""
-        if self._error is not None:
-            return
         try:
-            descriptor = self._open(file.file)
             starts, length = piece.runs(file.shape)
-            nbytes, position, view = length * file.dtype.itemsize, 0, memoryview(self._memory)
-            for start in starts:
-                self._read_run(descriptor, view[position : position + nbytes], file, start * file.dtype.itemsize)
-                position += nbytes
+            itemsize, done = file.dtype.itemsize, 0
+            for start in starts if self._error is None else ():
+                end = done + length * itemsize
+                position = file.start + start * itemsize - done
+                while done < end:
+                    count = os.preadv(self._open(file.file), [memoryview(self._memory)[done:end]], position + done)
+                    if count == 0:
+                        raise ValueError(f"{file.file}: {file.name}: the file has become shorter while it was read")
+                    done += count
+                    self.bytes_read += count
         except (OSError, ValueError) as error:
             self._error = error
 
-    def _read_run(self, descriptor: int, memory: memoryview, file: FileTensor, offset: int) -> None:
-        done = 0
-        while done < len(memory):
-            count = os.preadv(descriptor, [memory[done:]], file.start + offset + done)
-            if count == 0:
-                raise ValueError(f"{file.file}: {file.name}: the file has become shorter while it was read")
-            done += count
-            self.bytes_read += count
-
     def _open(self, path: str) -> int:
-        if path not in self._files:
-            self._files[path] = os.open(path, os.O_RDONLY)
-            size = os.fstat(self._files[path]).st_size
+        if path not in self._opened:
+            self._opened[path] = os.open(path, os.O_RDONLY)
+            size = os.fstat(self._opened[path]).st_size
             if size != self._sizes[path]:
-                raise ValueError(
-                    f"{path}: expected {self._sizes[path]} bytes, as the first rank has found, got {size}. All ranks "
-                    "must see the same files."
-                )
-        return self._files[path]
-
-
-def _place(file: FileTensor) -> tuple[str, int]:
-    return file.file, file.start
+                what = f"expected {self._sizes[path]} bytes, as the first rank has found, got {size}"
+                raise ValueError(f"{path}: {what}. All ranks must see the same files.")
+        return self._opened[path]

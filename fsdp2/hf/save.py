@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..checks.checksum import bits_of, checksum
 from ..core.compat import no_torch_function
-from ..ext.rank_facts import gather_objects
-from .files import Box, NewFile, NewTensor, is_known, parse_size, plan_files
+from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
 from .folders import NewFolder
 from .load import BUCKET_NBYTES
 from .progress import Progress
 from .ranks import Ranks, Replicas
 from .tensors import ModelTensor, find_tensors, groups_in, meshes_of, settle, some
 from .views import Leaf, View, as_view
-
-_PROBE = "probe"
 
 
 def save_model(
@@ -77,17 +74,17 @@ def save_model(
         RuntimeError: a parameter is on meta; a forward or backward runs; a rank has died.
             All errors are raised on all ranks, and leave the previous folder as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     if getattr(model, "peft_config", None) and names is None:
-        raise ValueError(
-            "save_model: the model has adapters of peft. Save them by fsdp2.hf.save_adapter(model, folder), or merge "
-            "them before."
-        )
+        what = "the model has adapters of peft. Save them by fsdp2.hf.save_adapter(model, folder)"
+        raise ValueError(f"save_model: {what}, or merge them before.")
     most = parse_size(max_shard_size)
 
     def add_files(target: Path) -> None:
         _save_config(model, target, dtype)
 
-    return _save(model, folder, dtype, most, names, "model", add_files, progress, "save_model")
+    return _save(model, folder, dtype, most, names or {}, "model", add_files, progress)
 
 
 def save_adapter(
@@ -139,7 +136,7 @@ def save_adapter(
             config.save_pretrained(str(target))
 
     given: Any = dict(sorted(names.items()))
-    return _save(model, folder, dtype, None, given, "adapter_model", add_files, progress, "save_adapter", only=True)
+    return _save(model, folder, dtype, None, given, "adapter_model", add_files, progress, only=True)
 
 
 def _names_of_peft(model: nn.Module, adapter_name: str, named: set[str]) -> dict[str, str]:
@@ -175,23 +172,22 @@ def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
 
 
 class _Plan(NamedTuple):
-    """Says which files there are, and of which parts of the model's tensors each tensor in them consists."""
+    """Says which files there are, of which parameters each tensor in them consists, and which these are, by name."""
 
-    files: list[NewFile]
-    index_text: bytes | None
+    files: NewFiles
     leaves: dict[str, list[Leaf]]
-    tensors: dict[str, NewTensor]
     sources: dict[str, ModelTensor]
 
 
 def _plan(
     tensors: Sequence[ModelTensor],
-    names: Mapping[str, str | View] | None,
+    names: Mapping[str, str | View],
     dtype: torch.dtype | None,
     most_nbytes: int | None,
     stem: str,
     only: bool,
 ) -> _Plan:
+    """Plans the files. `only`: of the parameters that `names` has, and no others."""
     by_name = {name: tensor for tensor in tensors for name in tensor.names}
 
     def shape_of(name: str) -> tuple[int, ...]:
@@ -199,44 +195,39 @@ def _plan(
             raise ValueError(f"names: expected names of parameters or persistent buffers, got {name!r}")
         return by_name[name].shape
 
-    resolved = {name: as_view(source).resolve(shape_of) for name, source in (names or {}).items()}
-    used_by: dict[ModelTensor, list[str]] = {}
+    resolved = {name: as_view(source).resolve(shape_of) for name, source in names.items()}
+    used_in: dict[ModelTensor, list[str]] = {}
     for name, (_, leaves) in resolved.items():
         for leaf in leaves:
-            used_by.setdefault(by_name[leaf.name], []).append(name)
-    ordered: dict[str, tuple[tuple[int, ...], list[Leaf]]] = {}
+            used_in.setdefault(by_name[leaf.name], []).append(name)
+    new: dict[str, FileTensor] = {}
+    leaves_of: dict[str, list[Leaf]] = {}
     for tensor in tensors:
-        if tensor in used_by:
-            ordered.update({name: resolved[name] for name in used_by[tensor]})
-        elif not only:
-            ordered[tensor.name] = as_view(tensor.name).resolve(shape_of)
-    saved: dict[ModelTensor, int] = {}
-    new = []
-    for name, (shape, leaves) in ordered.items():
-        dtypes = {_saved_dtype(by_name[leaf.name], dtype) for leaf in leaves}
-        if len(dtypes) > 1:
-            raise ValueError(f"names: {name}: expected parameters of one dtype, got {some([*map(str, dtypes)])}")
-        new.append(NewTensor(name, dtypes.pop(), shape))
-        for leaf in leaves:
-            saved[by_name[leaf.name]] = saved.get(by_name[leaf.name], 0) + leaf.box.numel
-    for tensor, numel in saved.items():
+        for name in used_in.get(tensor, [] if only else [tensor.name]):
+            shape, leaves_of[name] = resolved[name] if tensor in used_in else as_view(name).resolve(shape_of)
+            new[name] = FileTensor(name, _saved_dtype(name, leaves_of[name], by_name, dtype), shape, "", 0)
+    numels: dict[ModelTensor, int] = {}
+    for leaf in (leaf for leaves in leaves_of.values() for leaf in leaves):
+        numels[by_name[leaf.name]] = numels.get(by_name[leaf.name], 0) + leaf.box.numel
+    for tensor, numel in numels.items():
         tensor.locate()
         if tensor.tensor.is_meta:
             raise RuntimeError(f"{tensor.name} is on meta: it has no values. Load or initialise the model first.")
         if numel != math.prod(tensor.shape):
-            raise ValueError(
-                f"names: {tensor.name}: expected each of its {math.prod(tensor.shape)} elements to be saved once, got "
-                f"{numel} elements in {some(used_by[tensor])}"
-            )
-    files, index = plan_files(new, stem, most_nbytes or sum(each.nbytes for each in new) + 1)
-    leaves_of = {name: leaves for name, (_, leaves) in ordered.items()}
-    return _Plan(files, index, leaves_of, {each.name: each for each in new}, by_name)
+            what = f"each of its {math.prod(tensor.shape)} elements to be saved once, got {numel}"
+            raise ValueError(f"names: {tensor.name}: expected {what} in {some(used_in[tensor])}")
+    return _Plan(plan_files([*new.values()], stem, most_nbytes), leaves_of, by_name)
 
 
-def _saved_dtype(tensor: ModelTensor, dtype: torch.dtype | None) -> torch.dtype:
-    chosen = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-    if not is_known(chosen):
-        raise NotImplementedError(f"{tensor.name}: safetensors files hold no {chosen}. Pass dtype=, or convert it.")
+def _saved_dtype(
+    name: str, leaves: Sequence[Leaf], sources: Mapping[str, ModelTensor], dtype: torch.dtype | None
+) -> torch.dtype:
+    own = {sources[leaf.name].dtype for leaf in leaves}
+    chosen, *others = {dtype if dtype is not None and each.is_floating_point else each for each in own}
+    if others:
+        raise ValueError(f"names: {name}: expected parameters of one dtype, got {some([*map(str, own)])}")
+    if chosen not in CODES:
+        raise NotImplementedError(f"{name}: safetensors files hold no {chosen}. Pass dtype=, or convert it.")
     return chosen
 
 
@@ -245,87 +236,72 @@ def _save(
     folder: str | os.PathLike[str],
     dtype: torch.dtype | None,
     most_nbytes: int | None,
-    names: Mapping[str, str | View] | None,
+    names: Mapping[str, str | View],
     stem: str,
     add_files: Callable[[Path], None],
     progress: bool | None,
-    function: str,
     only: bool = False,
 ) -> int:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    """Saves a model, or with `only` what `names` has. `add_files` is called with the new folder on the first rank."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
     groups = groups_in(model)
     ranks = Ranks(meshes_of(model, groups))
-    doing, bar = f"{function}({str(folder)!r})", Progress("saving", progress, ranks.is_first)
-    ranks.run(lambda: settle(groups, function), doing)
+    doing, bar = f"saving {str(folder)!r} (fsdp2.hf)", Progress("saving", progress, ranks.is_first)
+    ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), doing)
     plan = ranks.run(lambda: _plan(find_tensors(model), names, dtype, most_nbytes, stem, only), doing)
     turns = _find_turns(plan, ranks)
     made: list[NewFolder] = []
 
     def begin() -> str:
         made.append(NewFolder(Path(folder)))
-        _begin_files(plan, made[0].path)
-        (made[0].path / _PROBE).write_bytes(bytes(ranks.size))
+        for name, header in plan.files.headers.items():
+            with (made[0].path / name).open("xb") as file:
+                file.write(header)
+                file.truncate(plan.files.checkpoint.sizes[name])
+        (made[0].path / "probe").write_bytes(bytes(ranks.size))
         return str(made[0].path)
+
+    def finish() -> None:
+        if ranks.is_first:
+            if plan.files.index_text is not None:
+                (made[0].path / f"{stem}.safetensors.index.json").write_bytes(plan.files.index_text)
+            add_files(made[0].path)
+            made[0].publish(stem)
 
     try:
         path = Path(ranks.from_first(begin))
-        shared = _can_share_writes(path / _PROBE, ranks)
-        writes = _writes(plan, turns, path)
-        with torch.no_grad(), no_torch_function(), bar.begin(sum(file.size for file in plan.files) // ranks.size):
-            sink = _Files(bar)
-            if shared:
-                ranks.run(lambda: sink.write_all(writes), doing)
+        writer, pieces = _Writer(bar), _pieces(plan, turns, path)
+        nbytes = sum(plan.files.checkpoint.sizes.values()) // ranks.size
+        with torch.no_grad(), no_torch_function(), bar.begin(nbytes):
+            if _can_share_writes(path / "probe", ranks):
+                ranks.run(lambda: writer.write_all(pieces), doing)
             else:
-                _send_to_first(writes, sink, ranks, doing)
-
-        def finish() -> None:
-            if plan.index_text is not None:
-                (path / f"{stem}.safetensors.index.json").write_bytes(plan.index_text)
-            add_files(path)
-            made[0].publish(stem)
-
-        ranks.run(lambda: finish() if ranks.is_first else None, doing)
+                _send_to_first(pieces, writer, ranks, doing)
+        ranks.run(finish, doing)
     except BaseException:
         for each in made:
             each.remove()
         raise
-    return sink.bytes_written if shared or ranks.is_first else 0
-
-
-def _begin_files(plan: _Plan, folder: Path) -> None:
-    """Writes the headers, and gives the files their sizes."""
-    for file in plan.files:
-        with (folder / file.name).open("xb") as opened:
-            opened.write(file.header)
-            opened.truncate(file.size)
+    return writer.bytes_written
 
 
 def _can_share_writes(probe: Path, ranks: Ranks) -> bool:
     """Returns True if all ranks can write to one file, and the first sees all that they have written."""
+    own = _Piece(str(probe), [ranks.index], 1, memoryview(b"\1"))
+    try:
+        _Writer(None).write_all(iter([own]))
+        could = True
+    except OSError:
+        could = False
+    could = ranks.all(could, "writing to one file")
 
-    def write_own() -> bool:
-        try:
-            descriptor = os.open(probe, os.O_WRONLY)
-            try:
-                os.pwrite(descriptor, b"\1", ranks.index)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError:
-            return False
-        return True
-
-    could = ranks.all(write_own())
-
-    def read_all() -> bool:
+    def has_all() -> bool:
         found = probe.read_bytes()
         probe.unlink()
         return could and found == b"\1" * ranks.size
 
-    return ranks.from_first(read_all)
+    return ranks.from_first(has_all)
 
 
 # ---- who writes what
@@ -347,139 +323,123 @@ def _find_turns(plan: _Plan, ranks: Ranks) -> dict[ModelTensor, _Turns]:
     turns = {}
     others: list[ModelTensor] = []
     for tensor in dict.fromkeys(plan.sources[leaf.name] for leaves in plan.leaves.values() for leaf in leaves):
-        mesh = getattr(tensor.tensor, "device_mesh", None)
-        if tensor.groups is not None and mesh is not None and mesh.mesh.numel() == ranks.size:
+        mesh: Any = getattr(tensor.tensor, "device_mesh", None)
+        if tensor.groups is not None and mesh.mesh.numel() == ranks.size:
             replicas = Replicas(tensor.groups)
             turns[tensor] = _Turns(replicas.index, replicas.size)
-        else:
+        else:  # which ranks hold the same part, their meshes don't tell
             others.append(tensor)
-    if not others:
-        return turns
-    own = ranks.run(lambda: [(each.box, _digest(each)) for each in others], "comparing parameters between ranks")
-    of_all = [facts for _, facts in sorted(gather_objects((ranks.index, own), ranks.groups, ranks.device))]
-    for i, tensor in enumerate(others):
-        holders = [rank for rank, facts in enumerate(of_all) if facts[i][0] == tensor.box]
-        for facts in of_all:
-            if any(facts[i][0] == each[i][0] and facts[i][1] != each[i][1] for each in of_all):
+    if others:
+        own = ranks.run(lambda: [(each.box, _digest(each)) for each in others], "computing checksums of parameters")
+        of_all = ranks.gather(own)
+        for tensor, *facts in zip(others, *of_all, strict=True):
+            if len({*facts}) > len({box for box, _ in facts}):
                 raise ValueError(
                     f"{tensor.name}: expected equal values on all ranks that hold the same part of it, got others. If "
                     "each rank has a tensor of its own (experts), make it a DTensor on the axis of these ranks before "
                     "fully_shard; if it should be equal, call sync_module_states."
                 )
-        is_parameter = tensor.slots[0].name in tensor.slots[0].module._parameters
-        own_turn = holders.index(ranks.index)
-        turns[tensor] = _Turns(own_turn, len(holders)) if is_parameter else _Turns(own_turn and -1, 1)
+            holders = [rank for rank, (box, _) in enumerate(facts) if box == tensor.box]
+            own_turn = holders.index(ranks.index)
+            turns[tensor] = _Turns(own_turn, len(holders)) if tensor.is_parameter else _Turns(own_turn and -1, 1)
     return turns
 
 
 def _digest(tensor: ModelTensor) -> int:
     """Returns a checksum of this rank's part of a parameter; 0 for a buffer, which the first rank alone saves."""
-    if tensor.slots[0].name not in tensor.slots[0].module._parameters or not tensor.local.numel():
-        return 0
-    return int(checksum(bits_of(tensor.local)))
+    return int(checksum(bits_of(tensor.local))) if tensor.is_parameter and tensor.local.numel() else 0
 
 
-class _Write(NamedTuple):
-    """Bytes, which lie in a bucket until the next ones are made, and where in which file they belong."""
+class _Piece(NamedTuple):
+    """Describes bytes for a file: runs of equal length, where these belong, and the bytes of all runs.
+
+    `data` lies in a bucket until the next piece is made.
+    """
 
     path: str
-    offset: int
+    offsets: list[int]
+    run_nbytes: int
     data: memoryview
 
 
-def _writes(plan: _Plan, turns: Mapping[ModelTensor, _Turns], folder: Path) -> Iterator[_Write]:
+def _pieces(plan: _Plan, turns: Mapping[ModelTensor, _Turns], folder: Path) -> Iterator[_Piece]:
     """Yields all that this rank writes, in the order of the files."""
     memory = bytearray(BUCKET_NBYTES)
     bucket = torch.frombuffer(memory, dtype=torch.uint8)
-    for file in plan.files:
-        path = str(folder / file.name)
-        for number, (name, start) in enumerate(file.starts.items()):
-            new = plan.tensors[name]
-            for leaf in plan.leaves[name]:
-                tensor = plan.sources[leaf.name]
-                box = leaf.in_view(tensor.box)
-                pieces = box.pieces(len(memory) // new.dtype.itemsize) if box is not None else ()
-                for i, piece in enumerate(pieces, number):
-                    if i % turns[tensor].size != turns[tensor].own:
-                        continue
-                    _fill(bucket, new.dtype, tensor, leaf, piece)
-                    starts, length = piece.runs(new.shape)
-                    nbytes, position = length * new.dtype.itemsize, 0
-                    for first in starts:
-                        data = memoryview(memory)[position : position + nbytes]
-                        yield _Write(path, start + first * new.dtype.itemsize, data)
-                        position += nbytes
+    for number, file in enumerate(plan.files.checkpoint.tensors.values()):
+        itemsize = file.dtype.itemsize
+        for leaf in plan.leaves[file.name]:
+            tensor = plan.sources[leaf.name]
+            box = leaf.in_view(tensor.box)
+            for i, piece in enumerate(box.pieces(len(memory) // itemsize) if box is not None else (), number):
+                if i % turns[tensor].size == turns[tensor].own:
+                    nbytes = piece.numel * itemsize
+                    values = leaf.arrange(leaf.in_tensor(piece).of(tensor.local, tensor.box.starts))
+                    bucket[:nbytes].view(file.dtype).view(piece.sizes).copy_(values)
+                    starts, length = piece.runs(file.shape)
+                    offsets = [file.start + start * itemsize for start in starts]
+                    yield _Piece(str(folder / file.file), offsets, length * itemsize, memoryview(memory)[:nbytes])
 
 
-def _fill(bucket: Tensor, dtype: torch.dtype, tensor: ModelTensor, leaf: Leaf, piece: Box) -> None:
-    """Copies a box of a tensor in a file, from this rank's part of a parameter, to the beginning of the bucket."""
-    values = leaf.arrange(leaf.in_tensor(piece).of(tensor.local, tensor.box.starts))
-    bucket[: piece.numel * dtype.itemsize].view(dtype).view(piece.sizes).copy_(values)
+class _Writer:
+    """Writes pieces into files that exist. `bytes_written` counts them."""
 
-
-class _Files:
-    """Writes bytes into files that exist. `bytes_written` counts them."""
-
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress | None) -> None:
         self.bytes_written = 0
         self._progress = progress
-        self._descriptors: dict[str, int] = {}
+        self._opened: dict[str, int] = {}
 
-    def write_all(self, writes: Iterator[_Write]) -> None:
+    def write_all(self, pieces: Iterator[_Piece]) -> None:
         """Writes all, and waits until the disk has it."""
         try:
-            for each in writes:
+            for each in pieces:
                 self.write(each)
         finally:
             self.close()
 
-    def write(self, write: _Write) -> None:
-        """Writes some bytes."""
-        if write.path not in self._descriptors:
-            self._descriptors[write.path] = os.open(write.path, os.O_WRONLY)
+    def write(self, piece: _Piece) -> None:
+        """Writes one piece."""
+        if piece.path not in self._opened:
+            self._opened[piece.path] = os.open(piece.path, os.O_WRONLY)
         done = 0
-        while done < len(write.data):
-            done += os.pwrite(self._descriptors[write.path], write.data[done:], write.offset + done)
+        for i, offset in enumerate(piece.offsets):
+            first, end = i * piece.run_nbytes, (i + 1) * piece.run_nbytes
+            while done < end:
+                done += os.pwrite(self._opened[piece.path], piece.data[done:end], offset + done - first)
         self.bytes_written += done
-        self._progress.add(done)
+        if self._progress is not None:
+            self._progress.add(done)
 
     def close(self) -> None:
         """Closes the files, when the disk has them."""
-        descriptors, self._descriptors = self._descriptors, {}
+        opened, self._opened = self._opened, {}
         try:
-            for descriptor in descriptors.values():
+            for descriptor in opened.values():
                 os.fsync(descriptor)
         finally:
-            for descriptor in descriptors.values():
+            for descriptor in opened.values():
                 os.close(descriptor)
 
 
-def _send_to_first(writes: Iterator[_Write], sink: _Files, ranks: Ranks, doing: str) -> None:
-    """Has the first rank write what all ranks have: they send it bucket by bucket, one rank after the other."""
-    error: Exception | None = None
+def _send_to_first(pieces: Iterator[_Piece], writer: _Writer, ranks: Ranks, doing: str) -> None:
+    """Has the first rank write what all ranks have: they send it piece by piece, one rank after the other."""
+    failed: OSError | None = None
     for source in range(ranks.size):
         while True:
-            batch = list[tuple[str, int, bytes]]()
-            if source == ranks.index and error is None:
-                try:
-                    nbytes = 0
-                    while nbytes < BUCKET_NBYTES and (each := next(writes, None)) is not None:
-                        batch.append((each.path, each.offset, bytes(each.data)))
-                        nbytes += len(each.data)
-                except Exception as raised:
-                    error = raised
-            received = pickle.loads(ranks.broadcast_bytes(pickle.dumps(batch), source))
-            if not received:
+            piece: Any = next(pieces, None) if source == ranks.index else None
+            sent = piece and tuple(piece._replace(data=bytes(piece.data)))
+            received = pickle.loads(ranks.broadcast_bytes(pickle.dumps(sent), source))
+            if received is None:
                 break
-            if ranks.is_first and error is None:
+            if ranks.is_first and failed is None:
                 try:
-                    for path, offset, data in received:
-                        sink.write(_Write(path, offset, memoryview(data)))
-                except OSError as raised:
-                    error = raised
-    if ranks.is_first:
-        try:
-            sink.close()
-        except OSError as raised:
-            error = raised
-    ranks.agree(error, doing)
+                    writer.write(_Piece(*received))
+                except OSError as error:
+                    failed = error
+
+    def finish() -> None:
+        writer.close()
+        if failed is not None:
+            raise failed
+
+    ranks.run(finish, doing)

@@ -34,7 +34,7 @@ class ModelTensor:
     def __init__(self, tensor: Tensor, param: FSDPParam | None) -> None:
         self.names: list[str] = []
         self.slots: list[Slot] = []
-        self._tensor, self.param = tensor, param
+        self.param = param
         self.shape: tuple[int, ...] = tuple(tensor.shape) if param is None else param.shape
         self.dtype = tensor.dtype
         self.box = whole_box(self.shape)
@@ -45,13 +45,13 @@ class ModelTensor:
         return self.names[0]
 
     @property
+    def is_parameter(self) -> bool:
+        return self.slots[0].name in self.slots[0].module._parameters
+
+    @property
     def tensor(self) -> Tensor:
         """The tensor that is registered now."""
-        if self.param is not None:
-            return self.param.sharded
-        slot = self.slots[0]
-        found = slot.module._parameters.get(slot.name, slot.module._buffers.get(slot.name))
-        return self._tensor if found is None else found
+        return registered(self.slots[0].module, self.slots[0].name) if self.param is None else self.param.sharded
 
     @property
     def local(self) -> Tensor:
@@ -69,10 +69,8 @@ class ModelTensor:
         tensor = self.tensor
         local: Any = local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if type(local) not in PLAIN or local.layout != torch.strided or local.is_quantized:
-            raise NotImplementedError(
-                f"{self.name}: expected a dense tensor, got a {type(local).__name__} of layout {local.layout}. Take it "
-                "out of the module during the call, or convert it afterwards."
-            )
+            what = f"expected a dense tensor, got a {type(local).__name__} of layout {local.layout}"
+            raise NotImplementedError(f"{self.name}: {what}. Convert it afterwards, or take it out meanwhile.")
         if not isinstance(tensor, DTensor):
             return
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -81,49 +79,34 @@ class ModelTensor:
             for axis, placement in enumerate(placements)
             if placement.is_replicate() and mesh.size(axis) > 1
         ]
-        try:
-            self.box = self._box_of(mesh, placements)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{self.name}: {error}") from error
+        if self.param is None:
+            self.box = self._cut(mesh, placements)
+        elif not self.param.is_scalar:
+            kind, dim, (first, last) = self.param.distribution, self.param.dim, self.param.bounds
+            box = whole_box(self.shape)
+            if isinstance(kind, TensorParallel):
+                box = self._cut(kind.full_mesh, kind.full_placements)
+            self.box = box.replaced(dim, box.starts[dim] + first, last - first)
 
-    def _box_of(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
-        param = self.param
-        if param is None:
-            return _box_of(self.shape, mesh, placements)
-        kind = param.distribution
-        if param.is_scalar:
-            return self.box
-        if isinstance(kind, TensorParallel):
-            box = _box_of(self.shape, kind.full_mesh, kind.full_placements)
-        else:
-            box = self.box
-        first, last = param.bounds
-        starts, sizes = list(box.starts), list(box.sizes)
-        starts[param.dim] += first
-        sizes[param.dim] = last - first
-        return Box(tuple(starts), tuple(sizes))
-
-
-def _box_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
-    starts, sizes = [0] * len(shape), list(shape)
-    for axis, placement in enumerate(placements):
-        if placement.is_replicate():
-            continue
-        if type(placement) is not Shard:
-            raise NotImplementedError(f"expected Shard or Replicate on each axis of {mesh}, got {placement}")
-        dim = placement.dim % len(shape)
-        rows = -(-sizes[dim] // mesh.size(axis))
-        first = min(mesh.get_local_rank(axis) * rows, sizes[dim])
-        starts[dim] += first
-        sizes[dim] = min(rows, sizes[dim] - first)
-    return Box(tuple(starts), tuple(sizes))
+    def _cut(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
+        """Returns the part of the tensor that this rank has by these placements."""
+        box = whole_box(self.shape)
+        for axis, placement in enumerate(placements):
+            if type(placement) is Shard:
+                dim = placement.dim % len(self.shape)
+                rows = -(-box.sizes[dim] // mesh.size(axis))
+                first = min(mesh.get_local_rank(axis) * rows, box.sizes[dim])
+                box = box.replaced(dim, box.starts[dim] + first, min(rows, box.sizes[dim] - first))
+            elif not placement.is_replicate():
+                raise NotImplementedError(f"{self.name}: expected Shard or Replicate on {mesh}, got {placement}")
+        return box
 
 
 def find_tensors(model: nn.Module) -> list[ModelTensor]:
     """Returns the distinct parameters and persistent buffers of a model, in the order of its state dict."""
     owners = owners_by_id()
     found: dict[Any, ModelTensor] = {}
-    for module, prefix, name, tensor in _registered(model):
+    for module, prefix, name, tensor in _entries(model):
         owned = owners.get(id(tensor))
         key = id(tensor) if owned is None else owned.param
         each = found.setdefault(key, ModelTensor(tensor, None if owned is None else owned.param))
@@ -132,7 +115,14 @@ def find_tensors(model: nn.Module) -> list[ModelTensor]:
     return [*found.values()]
 
 
-def _registered(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+def registered(module: nn.Module, name: str) -> Tensor:
+    """Returns the parameter or buffer that a module has under this name."""
+    found = module._buffers[name] if name in module._buffers else module._parameters[name]
+    assert found is not None, "there was one"
+    return found
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
     """Yields (module, its FQN, name, tensor) for each entry that a state dict has."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for wrapper in _WRAPPERS:
@@ -162,10 +152,8 @@ def settle(groups: Sequence[FSDPParamGroup], function: str) -> None:
     """
     for group in groups:
         if group.state.running or group.root.backward is not None or group.phase is COPIED:
-            raise RuntimeError(
-                f"{function}: a forward or backward of {group} runs, or full_params has registered copies of its "
-                "parameters. Call it between steps."
-            )
+            what = f"a forward or backward of {group} runs, or full_params has registered copies"
+            raise RuntimeError(f"{function}: {what}. Call it between steps.")
     for group in groups:
         group.reshard_if_idle()
         group.adopt_replacements(may_be_untied=True)

@@ -57,10 +57,13 @@ class Leaf(NamedTuple):
         return tensor
 
 
+Resolved = tuple[tuple[int, ...], list[Leaf]]
+
+
 class View:
     """Is a tensor made of parts of other tensors; `part`, `select`, `stack`, `cat` and `transpose` make one."""
 
-    def __init__(self, resolve: Callable[[ShapeOf], tuple[tuple[int, ...], list[Leaf]]]) -> None:
+    def __init__(self, resolve: Callable[[ShapeOf], Resolved]) -> None:
         self.resolve = resolve
 
 
@@ -75,7 +78,7 @@ def as_view(source: str | View) -> View:
     if not isinstance(source, str):
         raise TypeError(f"names: expected the name of a tensor, or a view of tensors, got {source!r}")
 
-    def resolve(shape_of: ShapeOf) -> tuple[tuple[int, ...], list[Leaf]]:
+    def resolve(shape_of: ShapeOf) -> Resolved:
         shape = tuple(shape_of(source))
         return shape, [Leaf(source, whole_box(shape), (0,) * len(shape), tuple(range(len(shape))))]
 
@@ -84,105 +87,89 @@ def as_view(source: str | View) -> View:
 
 def part(source: str | View, dim: int, start: int, stop: int) -> View:
     """Describes the indices from `start` to `stop` along `dim`: the query rows of a fused QKV weight, for example."""
-    view = as_view(source)
 
-    def resolve(shape_of: ShapeOf) -> tuple[tuple[int, ...], list[Leaf]]:
-        shape, leaves = view.resolve(shape_of)
+    def resolve(shape_of: ShapeOf) -> Resolved:
+        shape, leaves = as_view(source).resolve(shape_of)
         at = _dim(dim, len(shape), "part")
         if not 0 <= start < stop <= shape[at]:
             raise ValueError(f"part: expected indices among {shape[at]} along dim {dim}, got {start} to {stop}")
-        starts, sizes = [0] * len(shape), list(shape)
-        starts[at], sizes[at] = start, stop - start
-        wanted, found = Box(tuple(starts), tuple(sizes)), []
+        wanted, found = whole_box(shape).replaced(at, start, stop - start), []
         for leaf in leaves:
             box = leaf.box.intersection(wanted)
             if box.numel:
-                moved = tuple(first - offset for first, offset in zip(box.starts, starts, strict=True))
-                found.append(Leaf(leaf.name, Box(moved, box.sizes), leaf.in_tensor(box).starts, leaf.dims))
-        return tuple(sizes), found
-
-    return View(resolve)
-
-
-def select(source: str | View, dim: int, index: int) -> View:
-    """Describes one index along `dim`, without that dim: one expert of a stack, for example."""
-    view = part(source, dim, index, index + 1)
-
-    def resolve(shape_of: ShapeOf) -> tuple[tuple[int, ...], list[Leaf]]:
-        shape, leaves = view.resolve(shape_of)
-        at = _dim(dim, len(shape), "select")
-
-        def without(values: Sequence[Any]) -> tuple[Any, ...]:
-            return (*values[:at], *values[at + 1 :])
-
-        found = [
-            Leaf(each.name, Box(without(each.box.starts), without(each.box.sizes)), each.starts, without(each.dims))
-            for each in leaves
-        ]
-        return without(shape), found
+                moved = box.replaced(at, box.starts[at] - start, box.sizes[at])
+                found.append(Leaf(leaf.name, moved, leaf.in_tensor(box).starts, leaf.dims))
+        return wanted.sizes, found
 
     return View(resolve)
 
 
 def cat(sources: Sequence[str | View], dim: int = 0) -> View:
     """Describes the concatenation of tensors along `dim`, as `torch.cat` makes it."""
-    views = [as_view(source) for source in sources]
 
-    def resolve(shape_of: ShapeOf) -> tuple[tuple[int, ...], list[Leaf]]:
-        resolved = [view.resolve(shape_of) for view in views]
+    def resolve(shape_of: ShapeOf) -> Resolved:
+        resolved = [as_view(source).resolve(shape_of) for source in sources]
         first = resolved[0][0]
         at, end, found = _dim(dim, len(first), "cat"), 0, []
         for shape, leaves in resolved:
             if (*shape[:at], *shape[at + 1 :]) != (*first[:at], *first[at + 1 :]):
-                raise ValueError(f"cat: expected shapes that differ in dim {dim} only, got {first} and {shape}")
+                raise ValueError(f"cat: expected shapes that differ in dim {at} only, got {first} and {shape}")
             for leaf in leaves:
-                starts = list(leaf.box.starts)
-                starts[at] += end
-                found.append(leaf._replace(box=Box(tuple(starts), leaf.box.sizes)))
+                moved = leaf.box.replaced(at, leaf.box.starts[at] + end, leaf.box.sizes[at])
+                found.append(leaf._replace(box=moved))
             end += shape[at]
         return (*first[:at], end, *first[at + 1 :]), found
 
     return View(resolve)
 
 
+def select(source: str | View, dim: int, index: int) -> View:
+    """Describes one index along `dim`, without that dim: one expert of a stack, for example."""
+
+    def without(dims: list[int | None]) -> list[int | None]:
+        at = _dim(dim, len(dims), "select")
+        return dims[:at] + dims[at + 1 :]
+
+    return _rearranged(part(source, dim, index, index + 1), without)
+
+
 def stack(sources: Sequence[str | View], dim: int = 0) -> View:
     """Describes tensors of equal shapes in a new dim, as `torch.stack` makes it: experts, for example."""
-    views = [as_view(source) for source in sources]
 
-    def resolve(shape_of: ShapeOf) -> tuple[tuple[int, ...], list[Leaf]]:
-        resolved = [view.resolve(shape_of) for view in views]
-        first = resolved[0][0]
-        at, found = _dim(dim, len(first) + 1, "stack"), []
-        for i, (shape, leaves) in enumerate(resolved):
-            if shape != first:
-                raise ValueError(f"stack: expected tensors of one shape, got {first} and {shape}")
-            for leaf in leaves:
-                starts, sizes = leaf.box
-                box = Box((*starts[:at], i, *starts[at:]), (*sizes[:at], 1, *sizes[at:]))
-                found.append(Leaf(leaf.name, box, leaf.starts, (*leaf.dims[:at], None, *leaf.dims[at:])))
-        return (*first[:at], len(resolved), *first[at:]), found
+    def with_new(dims: list[int | None]) -> list[int | None]:
+        at = _dim(dim, len(dims) + 1, "stack")
+        return [*dims[:at], None, *dims[at:]]
 
-    return View(resolve)
+    return cat([_rearranged(source, with_new) for source in sources], dim)
 
 
 def transpose(source: str | View, dim0: int, dim1: int) -> View:
     """Describes a tensor with two dims exchanged."""
-    view = as_view(source)
 
-    def resolve(shape_of: ShapeOf) -> tuple[tuple[int, ...], list[Leaf]]:
-        shape, leaves = view.resolve(shape_of)
-        order = [*range(len(shape))]
-        a, b = (_dim(each, len(shape), "transpose") for each in (dim0, dim1))
-        order[a], order[b] = b, a
+    def exchanged(dims: list[int | None]) -> list[int | None]:
+        a, b = (_dim(dim, len(dims), "transpose") for dim in (dim0, dim1))
+        dims[a], dims[b] = dims[b], dims[a]
+        return dims
 
-        def ordered(values: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(values[i] for i in order)
+    return _rearranged(source, exchanged)
 
-        found = [
-            Leaf(each.name, Box(ordered(each.box.starts), ordered(each.box.sizes)), each.starts, ordered(each.dims))
-            for each in leaves
+
+def _rearranged(source: str | View, rearrange: Callable[[list[int | None]], list[int | None]]) -> View:
+    """Describes a tensor with other dims: `rearrange` gets the list of its dims, and returns that of the view, in which
+    None is a new dim of size 1. A dim that is left out must have size 1.
+    """
+
+    def resolve(shape_of: ShapeOf) -> Resolved:
+        shape, leaves = as_view(source).resolve(shape_of)
+        dims = rearrange([*range(len(shape))])
+
+        def ordered(values: Sequence[Any], new: int | None) -> tuple[Any, ...]:
+            return tuple(new if dim is None else values[dim] for dim in dims)
+
+        return ordered(shape, 1), [
+            Leaf(name, Box(ordered(box.starts, 0), ordered(box.sizes, 1)), starts, ordered(of_tensor, None))
+            for name, box, starts, of_tensor in leaves
         ]
-        return ordered(shape), found
 
     return View(resolve)
 

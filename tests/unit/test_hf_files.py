@@ -16,9 +16,10 @@ from torch import Tensor
 
 from documents import ROOT
 from fsdp2 import hf
-from fsdp2.hf.files import DTYPES, Box, NewTensor, parse_size, plan_files, read_checkpoint, whole_box
+from fsdp2.hf.files import DTYPES, Box, FileTensor, parse_size, plan_files, read_checkpoint, whole_box
 from fsdp2.hf.folders import NewFolder
 from fsdp2.hf.views import Names, NameTable, as_view
+from safetensors_files import file_bytes
 
 
 def test_fsdp2_alone_imports_neither_this_nor_safetensors() -> None:
@@ -42,14 +43,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> Path:
-    """Writes a file as save_model does, without a model."""
-    new = [NewTensor(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()]
-    (file,), _ = plan_files(new, path.stem, 1 << 40)
-    data = bytearray(file.header.ljust(file.size, b"\0"))
-    for name, each in tensors.items():
-        raw = bytes(each.contiguous().view(-1).view(torch.uint8).tolist()) if each.numel() else b""
-        data[file.starts[name] : file.starts[name] + len(raw)] = raw
-    path.write_bytes(data)
+    path.write_bytes(file_bytes(tensors))
     return path
 
 
@@ -69,20 +63,24 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_model_without_tensors() -> None:
-    (file,), index = plan_files([], "model", 10)
+    checkpoint, headers, index = plan_files([], "model", 10)
     assert index is None
-    assert file.size == len(file.header)
+    assert checkpoint.sizes["model.safetensors"] == len(headers["model.safetensors"])
 
 
 def test_files_are_filled_in_order() -> None:
     """As save_pretrained fills them: a tensor above the limit has a file of its own, also in the middle."""
     sizes = {"a": 3, "b": 3, "c": 9, "d": 2, "e": 1}
-    files, index = plan_files([NewTensor(name, torch.uint8, (n,)) for name, n in sizes.items()], "model", 6)
-    assert [[*file.starts] for file in files] == [["c"], ["a", "b"], ["d", "e"]]
+    tensors = [FileTensor(name, torch.uint8, (n,), "", 0) for name, n in sizes.items()]
+    checkpoint, headers, index = plan_files(tensors, "model", 6)
+    names = [*headers]
+    assert names == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    files = {name: each.file for name, each in checkpoint.tensors.items()}
+    assert files == {"c": names[0], "a": names[1], "b": names[1], "d": names[2], "e": names[2]}
     assert index is not None
     parsed = json.loads(index)
     assert parsed["metadata"] == {"total_parameters": 18, "total_size": 18}
-    assert parsed["weight_map"]["c"] == "model-00001-of-00003.safetensors"
+    assert parsed["weight_map"] == files
 
 
 @pytest.mark.parametrize(("size", "expected"), [(7, 7), ("7", 7), ("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("2mb", 2e6)])
@@ -110,7 +108,7 @@ DAMAGED: list[tuple[bytes, str]] = [
     (header(OF_8, b"\0" * 9), "appended"),
     (header(b"{x", b""), "expected JSON"),
     (header(b"\xff\xfe", b""), "expected JSON"),
-    (header([1]), "expected an object"),
+    (header([1]), "expected an object in JSON, got list"),
     (header({"x": 3}), "x: expected dtype, shape and data_offsets"),
     (header({"x": ENTRY | {"shape": [-2]}}), "x: expected dtype"),
     (header({"x": ENTRY | {"shape": [True, 2]}}), "x: expected dtype"),
@@ -141,11 +139,15 @@ def two_files(folder: Path, **changes: Any) -> Path:
 
 
 INDICES: list[tuple[Callable[[Path], object], type[Exception], str]] = [
-    (lambda folder: two_files(folder, c="model-00001-of-00002.safetensors"), ValueError, "c: .*no file does"),
-    (lambda folder: two_files(folder, a="model-00002-of-00002.safetensors"), ValueError, r"a: .*no file does"),
+    (lambda folder: two_files(folder, c="model-00001-of-00002.safetensors"), ValueError, "c: .*no file has it"),
+    (
+        lambda folder: two_files(folder, a="model-00002-of-00002.safetensors"),
+        ValueError,
+        r"a: .*0002-of-00002\.safetensors has it, but it is in .*0001",
+    ),
     (lambda folder: two_files(folder, c="model-00003-of-00003.safetensors"), FileNotFoundError, "00003.*not there"),
     (lambda folder: two_files(folder, c="../x.safetensors"), ValueError, "names of files beside it, got '../x"),
-    (lambda folder: two_files(folder, c=7), ValueError, "names of files beside it, got 7"),
+    (lambda folder: two_files(folder, c=7), ValueError, r"names of files beside it, got \[.*7\]"),
     (
         lambda folder: write(two_files(folder) / "model-00002-of-00002.safetensors", {"b": torch.ones(2), "z": Z}),
         ValueError,
