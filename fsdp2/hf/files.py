@@ -20,27 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-# In the order in which safetensors lays tensors out, the last ones first: no tensor then needs padding.
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "C64": torch.complex64,
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
+# What safetensors calls the dtypes of torch, in the order in which it lays tensors out, the last ones first: no tensor
+# then needs padding.
+_NAMES = (
+    "BOOL bool, U8 uint8, I8 int8, F8_E5M2 float8_e5m2, F8_E4M3 float8_e4m3fn, F8_E8M0 float8_e8m0fnu, "
+    "F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz, I16 int16, U16 uint16, F16 float16, BF16 bfloat16, "
+    "I32 int32, U32 uint32, F32 float32, C64 complex64, F64 float64, I64 int64, U64 uint64"
+)
+DTYPES: dict[str, torch.dtype] = {
+    code: getattr(torch, name) for code, name in (each.split() for each in _NAMES.split(", "))
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
@@ -142,11 +130,12 @@ def _read_index(index: Path) -> dict[str, Path]:
     weights = _read_json(index, index.read_bytes()).get("weight_map")
     if not isinstance(weights, dict):
         raise ValueError(f'{index}: expected an object "weight_map" (name -> file), found none')
-    for name in dict.fromkeys(weights.values()) if all(isinstance(each, str) for each in weights.values()) else [None]:
-        if name is None or Path(name).name != name:
-            raise ValueError(f"{index}: expected names of files beside it, got {name or [*weights.values()]}")
-        if not (index.parent / name).is_file():
-            raise FileNotFoundError(f"{index.parent / name}: {index.name} names this file, which is not there")
+    for name, file in weights.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{index}: {name}: expected the name of a file beside it, got {file!r}")
+    for file in dict.fromkeys(weights.values()):
+        if not (index.parent / file).is_file():
+            raise FileNotFoundError(f"{index.parent / file}: {index.name} names this file, which is not there")
     return {name: index.parent / file for name, file in weights.items()}
 
 

@@ -49,6 +49,8 @@ class NewFolder:
 
         What else was in that is in the new one, too, as links to the same files where links are possible.
         """
+        for path in self.path.iterdir():
+            _sync(path)
         own = re.compile(_OWN.format(stem=re.escape(stem)))
         if self.final.exists():
             there = {path.name for path in self.path.iterdir()}
@@ -83,9 +85,9 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _sync(folder: Path) -> None:
-    """Has the names in a folder reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Has a file, or the names in a folder, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -36,7 +36,8 @@ class LoadReport:
 
     Args:
         num_loaded: number of parameters and buffers that were loaded, tied ones counted once.
-        missing: names of parameters and buffers that no file has; they were left as they were.
+        missing: names of parameters and buffers that no file has, with the name that was looked for if that is another;
+            they were left as they were.
         unexpected: names of tensors in the files that nothing was loaded from.
         converted: name -> (dtype in the file, dtype in the model), where these differ.
         tied: name -> further names of the same parameter.
@@ -53,13 +54,6 @@ class LoadReport:
     initialised: list[str] = field(default_factory=list)
     uninitialised: list[str] = field(default_factory=list)
     bytes_read: int = 0
-
-    @property
-    def unusable(self) -> str:
-        """Says what is missing and what is unexpected; an empty text if nothing is."""
-        texts = [f"lacks {some(self.missing)}, which the model has"] if self.missing else []
-        texts += [f"has {some(self.unexpected)}, which the model lacks"] if self.unexpected else []
-        return "; and ".join(texts)
 
     def __str__(self) -> str:
         lines = [f"loaded {self.num_loaded} tensors, {self.bytes_read} bytes read on this rank"]
@@ -83,10 +77,14 @@ def load_model(
 
     The model may be sharded in any way that fsdp2 offers, on meta or with memory. What is on meta gets memory: for this
     rank's shards only. Values are converted to the model's dtypes on the way, through one bucket (`BUCKET_NBYTES`, two
-    on an accelerator), which is all the memory that is needed besides the shards. Replicas (HSDP, `replicate`) read
-    each byte once, in turns, and broadcast it. Parameters that no fully_shard call manages, and buffers, are plain
-    tensors: each rank reads them whole. Of shards along another dim than the first, ranks read each row's part, or,
-    where that is shorter than 512 bytes, whole rows. Every rank must call it, between steps.
+    on an accelerator), which is all the memory that is needed besides the shards; where the model is on meta, each
+    group also has its unsharded memory for a moment, as in `to_empty`. Every rank must call it, between steps.
+
+    Which bytes are read: replicas (HSDP, `replicate`) read each byte once, in turns, and broadcast it. Of shards along
+    another dim than the first, ranks read each row's part, or, where that is shorter than 512 bytes, whole rows.
+    Parameters that no fully_shard call manages, and buffers, are plain tensors, which each rank reads whole. So do
+    ranks whose parameters have a mesh of their own, smaller than that of the model: if these are other experts on each
+    rank, `names` must say so.
 
     Example:
         ```python
@@ -133,16 +131,17 @@ def load_model(
     path, table = Path(folder), NameTable(names)
     groups = groups_in(model)
     ranks = Ranks(meshes_of(model, groups))
-    doing, bar = f"load_model({str(folder)!r})", Progress("loading", progress, ranks.is_first)
+    doing, bar = "fsdp2.hf.load_model", Progress("loading", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "load_model"), doing)
     checkpoint = ranks.from_first(lambda: read_checkpoint(path))
     tensors, report = find_tensors(model), LoadReport()
     sources = ranks.run(lambda: _find_sources(tensors, checkpoint.tensors, table, report), doing)
-    table.refuse_unused()
-    if strict and report.unusable:
+    if strict and (report.missing or report.unexpected):
+        lacks = [f"lacks {some(report.missing)}, which the model has"] if report.missing else []
+        has = [f"has {some(report.unexpected)}, which the model lacks"] if report.unexpected else []
         raise ValueError(
-            f"load_model: {folder} {report.unusable}. If the files call them otherwise, pass names=; with strict=False "
-            "they are left out, and the report names them."
+            f"load_model: {folder} {'; and '.join(lacks + has)}. If the files call them otherwise, pass names=; with "
+            "strict=False they are left out, and the report names them."
         )
     ranks.run(lambda: _materialise(model, tensors, sources, ranks.device, init, strict, report), doing)
     reader = _Reader(checkpoint, ranks, bar)
@@ -175,7 +174,7 @@ def _find_sources(
             try:
                 shape, leaves = as_view(source).resolve(lambda key: files[key].shape)
             except KeyError as error:
-                lacks.append(name if error.args[0] == name else f"{error.args[0]} (for {name})")
+                lacks.append(name if error.args[0] == name else f"{name} ({error.args[0]} in the files)")
                 continue
             except ValueError as error:
                 raise ValueError(f"{name}: names: {error}") from error
@@ -194,6 +193,7 @@ def _find_sources(
             report.missing.append(lacks[0])
         if len(tensor.names) > 1:
             report.tied[tensor.name] = tensor.names[1:]
+    table.refuse_unused()
     report.num_loaded, report.unexpected = len(sources), [name for name in files if name not in used]
     return sources
 

@@ -247,7 +247,7 @@ def _save(
         raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
     groups = groups_in(model)
     ranks = Ranks(meshes_of(model, groups))
-    doing, bar = f"saving {str(folder)!r} (fsdp2.hf)", Progress("saving", progress, ranks.is_first)
+    doing, bar = "fsdp2.hf.save_model", Progress("saving", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), doing)
     plan = ranks.run(lambda: _plan(find_tensors(model), names, dtype, most_nbytes, stem, only), doing)
     turns = _find_turns(plan, ranks)

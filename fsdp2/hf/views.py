@@ -106,14 +106,17 @@ def part(source: str | View, dim: int, start: int, stop: int) -> View:
 
 def cat(sources: Sequence[str | View], dim: int = 0) -> View:
     """Describes the concatenation of tensors along `dim`, as `torch.cat` makes it."""
+    return _joined(sources, dim, "cat")
 
+
+def _joined(sources: Sequence[str | View], dim: int, function: str) -> View:
     def resolve(shape_of: ShapeOf) -> Resolved:
         resolved = [as_view(source).resolve(shape_of) for source in sources]
         first = resolved[0][0]
-        at, end, found = _dim(dim, len(first), "cat"), 0, []
+        at, end, found = _dim(dim, len(first), function), 0, []
         for shape, leaves in resolved:
             if (*shape[:at], *shape[at + 1 :]) != (*first[:at], *first[at + 1 :]):
-                raise ValueError(f"cat: expected shapes that differ in dim {at} only, got {first} and {shape}")
+                raise ValueError(f"{function}: expected shapes that differ in dim {at} only, got {first} and {shape}")
             for leaf in leaves:
                 moved = leaf.box.replaced(at, leaf.box.starts[at] + end, leaf.box.sizes[at])
                 found.append(leaf._replace(box=moved))
@@ -140,7 +143,7 @@ def stack(sources: Sequence[str | View], dim: int = 0) -> View:
         at = _dim(dim, len(dims) + 1, "stack")
         return [*dims[:at], None, *dims[at:]]
 
-    return cat([_rearranged(source, with_new) for source in sources], dim)
+    return _joined([_rearranged(source, with_new) for source in sources], dim, "stack")
 
 
 def transpose(source: str | View, dim0: int, dim1: int) -> View:

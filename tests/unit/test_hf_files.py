@@ -18,6 +18,7 @@ from documents import ROOT
 from fsdp2 import hf
 from fsdp2.hf.files import DTYPES, Box, FileTensor, parse_size, plan_files, read_checkpoint, whole_box
 from fsdp2.hf.folders import NewFolder
+from fsdp2.hf.progress import Progress
 from fsdp2.hf.views import Names, NameTable, as_view
 from safetensors_files import file_bytes
 
@@ -140,14 +141,19 @@ def two_files(folder: Path, **changes: Any) -> Path:
 
 INDICES: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (lambda folder: two_files(folder, c="model-00001-of-00002.safetensors"), ValueError, "c: .*no file has it"),
+    (lambda folder: two_files(folder, a="model-00002-of-00002.safetensors"), ValueError, "a: .*no file has it"),
     (
-        lambda folder: two_files(folder, a="model-00002-of-00002.safetensors"),
+        lambda folder: two_files(folder, a="model-00002-of-00002.safetensors", b="model-00001-of-00002.safetensors"),
         ValueError,
-        r"a: .*0002-of-00002\.safetensors has it, but it is in .*0001",
+        r"a: .*00002\.safetensors has it, but it is in .*00001",
     ),
     (lambda folder: two_files(folder, c="model-00003-of-00003.safetensors"), FileNotFoundError, "00003.*not there"),
-    (lambda folder: two_files(folder, c="../x.safetensors"), ValueError, "names of files beside it, got '../x"),
-    (lambda folder: two_files(folder, c=7), ValueError, r"names of files beside it, got \[.*7\]"),
+    (
+        lambda folder: two_files(folder, c="../x.safetensors"),
+        ValueError,
+        "c: expected the name of a file beside it, got '../x",
+    ),
+    (lambda folder: two_files(folder, c=7), ValueError, "c: expected the name of a file beside it, got 7"),
     (
         lambda folder: write(two_files(folder) / "model-00002-of-00002.safetensors", {"b": torch.ones(2), "z": Z}),
         ValueError,
@@ -289,7 +295,7 @@ def test_views_are_what_torch_computes(name: str) -> None:
     ("view", "expected"),
     [
         (hf.cat(["q", "e0"]), r"cat: expected shapes that differ in dim 0 only"),
-        (hf.stack(["q", "e0"]), "stack: expected tensors of one shape"),
+        (hf.stack(["q", "e0"]), "stack: expected shapes that differ in dim 0 only"),
         (hf.part("q", 0, 3, 9), "part: expected indices among 4 along dim 0, got 3 to 9"),
         (hf.part("q", 2, 0, 1), "part: expected a dim of 2, got 2"),
         (hf.transpose("q", 0, 3), "transpose: expected a dim of 2"),
@@ -377,3 +383,21 @@ def test_folders_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.Mon
             NewFolder(folder)
     with pytest.raises(ValueError, match="a mount"):
         NewFolder(Path("/proc"))
+
+
+# ---- progress
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_first", "nbytes", "is_shown"),
+    [(True, True, 10, True), (True, False, 10, False), (None, True, 10, False), (None, True, 5 << 30, True)],
+)
+def test_progress(
+    wanted: bool | None, is_first: bool, nbytes: int, is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the first rank, if it is asked for, or takes long."""
+    pytest.importorskip("tqdm")
+    bar = Progress("loading", wanted, is_first)
+    with bar.begin(nbytes):
+        bar.add(nbytes)
+    assert ("loading: 100%" in capsys.readouterr().err) == is_shown
