@@ -341,9 +341,12 @@ class _Reader:
     def _load_tensor(self, tensor: ModelTensor, leaves: Sequence[Leaf], i: int) -> None:
         """Loads the tensor number `i`. Replicas take turns from one tensor to the next, too."""
         for source, target in self._pieces(tensor, leaves, BUCKET_NBYTES, number=i):
-            if self._error is None:
-                with torch.inference_mode(target.is_inference()):
-                    target.copy_(source)
+            try:
+                if self._error is None:
+                    with torch.inference_mode(target.is_inference()):
+                        target.copy_(source)
+            except RuntimeError as error:  # raised once all pieces were exchanged
+                self._error = error
             self._progress.add(target.nbytes)
 
     def _compare_tied(self, tensor: ModelTensor, leaves: Sequence[Leaf]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import pickle
@@ -423,10 +424,17 @@ class _Writer:
 
 def _send_to_first(pieces: Iterator[_Piece], writer: _Writer, ranks: Ranks, doing: str) -> None:
     """Has the first rank write what all ranks have: they send it piece by piece, one rank after the other."""
-    failed: OSError | None = None
+    if ranks.is_first:
+        what = "ranks can't all write to one file there: the first receives all rows, and writes them"
+        logging.getLogger("fsdp2").warning(f"saving: {what}. A folder that all ranks share is faster.")
+    failed: Exception | None = None
     for source in range(ranks.size):
         while True:
-            piece: Any = next(pieces, None) if source == ranks.index else None
+            piece: Any = None
+            try:
+                piece = next(pieces, None) if source == ranks.index else None
+            except Exception as error:  # raised once the others have sent theirs
+                failed = error
             sent = piece and tuple(piece._replace(data=bytes(piece.data)))
             received = pickle.loads(ranks.broadcast_bytes(pickle.dumps(sent), source))
             if received is None:

@@ -4,6 +4,7 @@ The oracle is a plain model: its values, and the bytes of the file that safetens
 """
 
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -663,8 +664,13 @@ def no_shared_writes(folder: Path) -> None:
                 raise FileNotFoundError(f"no {path}")
             return opened(path, flags, *args)
 
-        with mock.patch.object(os, "open", fails), mock.patch.object(save, "BUCKET_NBYTES", 2048):
+        with (
+            mock.patch.object(os, "open", fails),
+            mock.patch.object(save, "BUCKET_NBYTES", 2048),
+            mock.patch.object(logging.getLogger("fsdp2"), "warning") as warning,
+        ):
             written = hf.save_model(model, folder / "by the first")
+        assert warning.call_count == (dist.get_rank() == 0)
         assert (written > 0) == (dist.get_rank() == 0)
         path = folder / "by the first" / "model.safetensors"
         assert path.read_bytes() == (source / "model.safetensors").read_bytes()
