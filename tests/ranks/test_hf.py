@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import CPUOffloadPolicy, fully_shard, hf, replicate
+from fsdp2 import CPUOffloadPolicy, ShardPlacementResult, fully_shard, hf, replicate
 from fsdp2.core.events import Observer
 from fsdp2.core.state import require_state
 from fsdp2.hf import load, save
@@ -335,6 +336,50 @@ def tensor_parallel(folder: Path) -> None:
         hf.save_model(model, folder / "tp saved")
 
 
+def conditional_block(model: Any) -> None:
+    fully_shard(model.blocks[0], conditional=True)
+    fully_shard(model)
+
+
+def wrapped_blocks(model: Any) -> None:
+    """The names that the wrapper adds are not in the files."""
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = fully_shard(checkpoint_wrapper(block))
+    fully_shard(model, reshard_after_forward=2)
+
+
+def experts_on_a_part_of_the_ranks(model: Any) -> None:
+    """The others have the same experts, which no mesh says."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "own"))
+    own = ShardPlacementResult(Shard(0), mesh["own"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=lambda p: own if p.dim() == 3 else None)
+
+
+def experts_on_an_axis(model: Any) -> None:
+    """Expert parallelism: three experts over two ranks, which FSDP cuts further."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    for name in ("up", "down"):
+        value = getattr(model, name).detach()
+        setattr(model, name, nn.Parameter(distribute_tensor(value, mesh["ep"], [Shard(0)])))
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def other_ways(folder: Path) -> None:
+    for build, shard in (
+        (TinyGPT, conditional_block),
+        (TinyGPT, wrapped_blocks),
+        (Experts, experts_on_a_part_of_the_ranks),
+        (Experts, experts_on_an_axis),
+    ):
+        torch.manual_seed(0)
+        source = write(folder / f"source {shard.__name__}", state_of(build()))
+        model: Any = build()
+        shard(model)
+        hf.load_model(model, source)
+        hf.save_model(model, folder / shard.__name__)
+        assert bytes_in(folder / shard.__name__) == bytes_in(source), shard.__name__
+
+
 # ---- names
 
 
@@ -527,6 +572,19 @@ def wrong_contents(folder: Path) -> None:
         hf.load_model(model, source)
     with pytest.raises(FileNotFoundError, match="expected a folder with safetensors files"):
         hf.load_model(model, folder / "nothing")
+    source = write(folder / "twice", state)
+    if dist.get_rank() == 0:
+        (source / "model.safetensors").rename(source / "model-00001-of-00002.safetensors")
+        (source / "model-00002-of-00002.safetensors").write_bytes(file_bytes({"wide.bias": torch.ones(7)}))
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"wide\.bias: expected it in one file, got it in .*00001.* and .*00002"):
+        hf.load_model(model, source)
+    if dist.get_rank() == 0:
+        weights = {name: "model-00001-of-00002.safetensors" for name in state if name != "wide.bias"}
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"wide\.bias: .*00001.* has it, but .*index\.json does not list it"):
+        hf.load_model(model, source)
     assert_like(model, before)
 
 
@@ -710,6 +768,7 @@ CHECKS: dict[Callable[[Path], None], tuple[int, ...]] = {
     large_tensors_go_through_the_bucket: (2, 3),
     columns_are_read_alone: (2,),
     tensor_parallel: (4,),
+    other_ways: (4,),
     mapped_names: (1, 3),
     strictness: (3,),
     buffers_that_no_file_has: (2,),
