@@ -1,5 +1,8 @@
 """Fully sharded data parallel training for PyTorch, with the API of torch's FSDP2."""
 
+from importlib import import_module
+from types import ModuleType
+
 from .api import fully_shard, replicate
 from .bridge.patch import patch_torch
 from .checks.table import set_checks
@@ -27,6 +30,14 @@ from .tools.sync import sync_module_states
 from .tools.timeline import trace
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports `fsdp2.hf` when a program first asks for it."""
+    if name == "hf":
+        return import_module(".hf", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CPUOffloadPolicy",

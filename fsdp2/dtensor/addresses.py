@@ -89,7 +89,8 @@ def _refusing(name: str, _: Any) -> Callable[..., Any]:
 def _error(what: str, name: str) -> RuntimeError:
     return RuntimeError(
         f"{name}: {what} was asked of a DTensor, of which this rank holds only a shard. Call full_tensor() first, on "
-        "every rank. To save a model, call get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
-        "cpu_offload=True)) on every rank, and save the result on the first "
-        "(`model.save_pretrained(folder, state_dict=state)`)."
+        "every rank. To save a model, call fsdp2.hf.save_model(model, folder), or fsdp2.hf.save_adapter, on every "
+        "rank, which write the files of save_pretrained; or call get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, and save the result on the "
+        "first (`model.save_pretrained(folder, state_dict=state)`)."
     )

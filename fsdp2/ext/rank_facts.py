@@ -49,10 +49,13 @@ def all_reduce_over(
             raise
 
 
-def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Fills `tensor` with the values of the first rank of a mesh with these groups. All of its ranks must call it."""
-    for group in groups:
-        broadcast(tensor, group=group, group_src=0)
+def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup], sources: Sequence[int] | None = None) -> None:
+    """Fills `tensor` with the values of one rank of a mesh with these groups. All of its ranks must call it.
+
+    `sources`: that rank's number in each group; None: it is the first in each.
+    """
+    for group, source in zip(groups, sources or [0] * len(groups), strict=True):
+        broadcast(tensor, group=group, group_src=source)
 
 
 def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> list[bytes]:

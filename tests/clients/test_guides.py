@@ -67,6 +67,34 @@ def assert_like(actual: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert_same(actual[name], value, tolerance, tolerance, name)
 
 
+@guide("Transformers files")
+def loaded_trained_and_saved(names: Names) -> None:
+    expected = values(trained_plainly())
+    assert_like(values(names["model"]), expected)
+    assert_like(values(tiny_llama.load(Path("trained"))), expected)
+
+
+@guide("Transformers files")
+def loaded_experts(names: Names) -> None:
+    plain, tokens = tiny_llama.load(Path("moe")), names["batch"](0)
+    assert_like(values(names["model"]), values(plain), 0)
+    assert_same(names["model"](input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-5, 1e-6, "logits")
+    assert_like(values(tiny_llama.load(Path("fused"))), values(plain), 0)
+
+
+@guide("Adapters")
+def adapters(names: Names) -> None:
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(tiny_llama.load(Path("llama")), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    expected = values(trained_plainly(plain))
+    assert_like(values(names["model"]), expected)
+    frozen = [name for name, param in names["model"].named_parameters() if not param.requires_grad]
+    assert frozen
+    assert all(isinstance(param, DTensor) for param in names["model"].parameters())
+    again = peft.PeftModel.from_pretrained(tiny_llama.load(Path("llama")), "adapter", is_trainable=True)
+    assert_like(values(again), expected)
+
+
 @guide("A Transformers model by hand")
 def trained_and_exported(names: Names) -> None:
     expected = values(trained_plainly())
@@ -102,17 +130,7 @@ def trained_by_accelerate(names: Names) -> None:
     assert abs(loss - expected) < 0.1 * abs(start - expected)  # clipping hardly matters to Adam
 
 
-@guide("LoRA with peft")
-def adapters(names: Names) -> None:
-    torch.manual_seed(0)
-    plain = peft.get_peft_model(tiny_llama.load(Path("llama")), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    expected = values(trained_plainly(plain))
-    assert_like(values(names["model"]), expected)
-    frozen = [name for name, param in names["model"].named_parameters() if not param.requires_grad]
-    assert frozen
-    assert all(isinstance(param, DTensor) for param in names["model"].parameters())
-    again = peft.PeftModel.from_pretrained(tiny_llama.load(Path("llama")), "adapter", is_trainable=True)
-    assert_like(values(again), expected)
+guide("LoRA with peft")(adapters)
 
 
 def run(block: Code, judge: Callable[[Names], None], folder: Path) -> None:
@@ -130,9 +148,12 @@ def test_snippets_train_like_a_plain_model(tmp_path: Path) -> None:
     judges = [(heading, judge) for heading, of_one in CHECKS.items() for judge in of_one]
     assert [block.heading for block in BLOCKS] == [heading for heading, _ in judges]
     config = transformers.LlamaConfig(**tiny_llama.SIZES | {"vocab_size": 32})
+    sizes = {"vocab_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4}
+    experts = transformers.Qwen3MoeConfig(**tiny_llama.SIZES | sizes, decoder_sparse_step=1)
     checks = []
     for i, (block, (heading, judge)) in enumerate(zip(BLOCKS, judges, strict=True)):
         folder = tmp_path / str(i)
         tiny_llama.save(config, folder / "llama")
+        tiny_llama.save(experts, folder / "moe")
         checks.append((f"{heading}: {judge.__name__}", partial(run, block, judge, folder)))
     run_checks(2, checks, timeout=120)

@@ -200,6 +200,16 @@ def export(names: Names) -> None:
     assert bool(names["state"]) == (dist.get_rank() == 0)
 
 
+@guide("Hugging Face files")
+def hugging_face_files(names: Names) -> None:
+    expected = plain_model(names)
+    for name, param in expected.named_parameters():
+        assert_same(names["again"].get_parameter(name), param.bfloat16().float(), 0, 0, name)
+    assert_same(names["again"].angles, expected.angles, 0, 0, "angles")
+    assert names["report"].initialised == ["angles"]
+    assert os.listdir("weights") == ["model.safetensors"]
+
+
 @guide("Evaluation and generation")
 def generation(names: Names) -> None:
     model, tokens = plain_model(names).eval(), names["batch"](0)

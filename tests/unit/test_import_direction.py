@@ -24,9 +24,12 @@ MAY_IMPORT = {
     "dtensor": ("core", "ext", "checks"),
     "tools": ("core", "ext", "checks", "dtensor"),
     "optim": ("core", "ext", "dtensor"),
+    "hf": ("core", "ext", "checks", "dtensor"),
     "bridge": ("core", "ext", "checks", "dtensor", ""),
     "": ("core", "ext", "checks", "dtensor", "optim", "tools", "bridge"),
 }
+# Packages that a folder may import besides torch, inside functions that need them: users may not have them.
+OPTIONAL = {"hf": {"peft", "tqdm"}}
 # Modules that others may import besides: the first knows the standard library alone.
 ALSO = {
     ("*", "bridge.when_imported"),
@@ -246,8 +249,22 @@ def only_torch_is_needed(sources: dict[str, Source]) -> Problems:
     for source in sources.values():
         for line, dotted, _ in source.imports:
             root = dotted.partition(".")[0]
-            if root not in {"fsdp2", "torch"} | sys.stdlib_module_names:
+            if root in OPTIONAL.get(source.folder, ()):
+                if any(root in map(first_part, names_in_import(node)) for node in source.tree.body):
+                    yield source, line, f"{dotted} may not be there: import it inside the function that needs it"
+            elif root not in {"fsdp2", "torch"} | sys.stdlib_module_names:
                 yield source, line, f"{dotted} is neither torch nor the standard library"
+
+
+def first_part(dotted: str) -> str:
+    return dotted.partition(".")[0]
+
+
+def names_in_import(node: ast.AST) -> list[str]:
+    """Returns what an import statement imports; nothing for any other node."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
 def no_tests_and_no_paths(sources: dict[str, Source]) -> Problems:
@@ -303,7 +320,9 @@ def test_rule_holds(rule: Rule) -> None:
 def test_folders_are_known_and_hold_no_code_of_their_own() -> None:
     """A module in another folder would escape the rules."""
     places = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
-    assert {place.parts[0] for place in places if len(place.parts) == 2} == {*MAY_IMPORT} - {""} == {*PLAIN, "core"}
+    assert (
+        {place.parts[0] for place in places if len(place.parts) == 2} == {*MAY_IMPORT} - {""} == {*PLAIN, "core", "hf"}
+    )
     assert [place.as_posix() for place in places if len(place.parts) > 2] == [STARTUP]
     for folder in PLAIN:
         tree = ast.parse((PACKAGE / folder / "__init__.py").read_text())
@@ -374,6 +393,9 @@ def test_each_exception_is_needed(exception: tuple[str, str]) -> None:
         (private_names_of_torch_stand_in_compat, "core/hooks", "import torch; getattr(torch, '_C')"),
         (private_names_of_torch_stand_in_compat, "module", "d = sys.modules.get('torch._dynamo')"),
         (only_torch_is_needed, "core/gather", "import numpy as np"),
+        (only_torch_is_needed, "core/gather", "def f(): import tqdm"),
+        (only_torch_is_needed, "hf/save", "import tqdm"),
+        (only_torch_is_needed, "hf/save", "def f(): import safetensors"),
         (no_tests_and_no_paths, "core/gather", "from torch.testing import assert_close"),
         (no_tests_and_no_paths, "core/gather", "import sys; quiet = 'pytest' in sys.modules"),
         (no_tests_and_no_paths, "core/gather", "cache = '/tmp/fsdp2'"),

@@ -1,0 +1,424 @@
+"""Loads safetensors files into a sharded model: each rank reads the bytes of its own shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks.empty_memory import is_marked, mark, note_emptied_buffers
+from ..core.compat import new_dtensor, no_torch_function
+from ..core.parameter import fqn
+from ..core.state import modules_below, state_of
+from ..dtensor.write_notices import notices
+from ..ext.owners import owners_by_id
+from .files import Box, Checkpoint, FileTensor, read_checkpoint
+from .progress import Progress
+from .ranks import Ranks, Replicas
+from .tensors import ModelTensor, find_tensors, groups_in, meshes_of, registered, settle, some
+from .views import Leaf, Names, NameTable, as_view
+
+# Bytes of the bucket through which all values go: the memory that a call needs besides the shards.
+BUCKET_NBYTES = 32 * 1024 * 1024
+# Where the parts of a shard that lie together in the file are shorter, what is between them is read, too: a read of a
+# few bytes takes as long as one of a page.
+LEAST_RUN_NBYTES = 512
+
+
+@dataclass
+class LoadReport:
+    """Says what `load_model` has done.
+
+    Args:
+        num_loaded: number of parameters and buffers that were loaded, tied ones counted once.
+        missing: names of parameters and buffers that no file has, with the name that was looked for if that is another;
+            they were left as they were.
+        unexpected: names of tensors in the files that nothing was loaded from.
+        converted: name -> (dtype in the file, dtype in the model), where these differ.
+        tied: name -> further names of the same parameter.
+        initialised: names of buffers, and of missing parameters, that got values from the model's own code.
+        uninitialised: names of buffers that had no memory before, and that nothing has given values to.
+        bytes_read: bytes of tensors that this rank has read.
+    """
+
+    num_loaded: int = 0
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    converted: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    tied: dict[str, list[str]] = field(default_factory=dict)
+    initialised: list[str] = field(default_factory=list)
+    uninitialised: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"loaded {self.num_loaded} tensors, {self.bytes_read} bytes read on this rank"]
+        for kind in ("missing", "unexpected", "converted", "tied", "initialised", "uninitialised"):
+            names = getattr(self, kind)
+            if names:
+                lines.append(f"{len(names)} {kind}: {some(names)}")
+        return "\n".join(lines)
+
+
+def load_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    names: Names | None = None,
+    strict: bool = True,
+    init: Callable[[nn.Module], object] | None = None,
+    progress: bool | None = None,
+) -> LoadReport:
+    """Loads safetensors files into a model, of which each rank reads the bytes of its own shards.
+
+    The model may be sharded in any way that fsdp2 offers, on meta or with memory. What is on meta gets memory: for this
+    rank's shards only. Values are converted to the model's dtypes on the way, through one bucket (`BUCKET_NBYTES`, two
+    on an accelerator), which is all the memory that is needed besides the shards; where the model is on meta, each
+    group also has its unsharded memory for a moment, as in `to_empty`. Every rank must call it, between steps.
+
+    Which bytes are read: replicas (HSDP, `replicate`) read each byte once, in turns, and broadcast it. Of shards along
+    another dim than the first, ranks read each row's part, or, where that is shorter than 512 bytes, whole rows.
+    Parameters that no fully_shard call manages, and buffers, are plain tensors, which each rank reads whole. So do
+    ranks whose parameters have a mesh of their own, smaller than that of the model: if these are other experts on each
+    rank, `names` must say so.
+
+    Example:
+        ```python
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        print(fsdp2.hf.load_model(model, "Qwen3-8B"))
+        ```
+
+    Args:
+        model: a module, of which all, some or no submodules are sharded.
+        folder: a folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it names,
+            or with other safetensors files, of which all are read; or the path of one file or index.
+        names: says what a parameter is called in the files, where that is not its FQN: a dict from FQNs, or patterns,
+            to names, or a function from FQNs to names. In a pattern, `{x}` is one part between dots, and `{x*}` any
+            number of them: `{"model.{rest*}": "{rest}"}`. Instead of a name, a view that says of which parts of which
+            tensors the parameter consists: `cat`, `stack`, `part`, `select`, `transpose`. In a dict, also a function
+            that is called with the fields of the pattern, and returns a name or a view. None: it is in no file, and
+            left as it is.
+        strict: refuse files that lack a parameter or buffer of the model, or have others, and buffers without values.
+            False: the report names them.
+        init: is called with each module that has non-persistent buffers on meta, or missing parameters on meta, before
+            anything is loaded, and must give these values. None: `_init_weights(module)` of the model, as those
+            of Transformers have it, or else `reset_parameters()` of the module. Seed all ranks alike if it draws random
+            numbers.
+        progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
+
+    Returns:
+        A report of what was loaded, missing, unexpected, converted, tied and initialised.
+
+    Raises:
+        TypeError: an argument, or a dtype that can't be converted without loss of meaning (integers, float to bool).
+        FileNotFoundError: the folder, or a file of the index, is not there.
+        ValueError: a damaged file, a tensor in two files, a wrong index; another shape than the model's; `strict`; tied
+            parameters that differ in the files; a row of `names` that matches nothing.
+        NotImplementedError: quantised parameters and other tensor subclasses.
+        RuntimeError: a forward or backward runs.
+            All errors are raised on all ranks. Values are written only after all names, shapes and dtypes were checked.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    path, table = Path(folder), NameTable(names)
+    groups = groups_in(model)
+    ranks = Ranks(meshes_of(model, groups))
+    doing, bar = "fsdp2.hf.load_model", Progress("loading", progress, ranks.is_first)
+    ranks.run(lambda: settle(groups, "load_model"), doing)
+    checkpoint = ranks.from_first(lambda: read_checkpoint(path))
+    tensors, report = find_tensors(model), LoadReport()
+    sources = ranks.run(lambda: _find_sources(tensors, checkpoint.tensors, table, report), doing)
+    if strict and (report.missing or report.unexpected):
+        lacks = [f"lacks {some(report.missing)}, which the model has"] if report.missing else []
+        has = [f"has {some(report.unexpected)}, which the model lacks"] if report.unexpected else []
+        raise ValueError(
+            f"load_model: {folder} {'; and '.join(lacks + has)}. If the files call them otherwise, pass names=; with "
+            "strict=False they are left out, and the report names them."
+        )
+    ranks.run(lambda: _materialise(model, tensors, sources, ranks.device, init, strict, report), doing)
+    reader = _Reader(checkpoint, ranks, bar)
+    ranks.run(lambda: reader.load(sources), doing)
+    report.bytes_read = reader.bytes_read
+    for group in groups:
+        for notify in group.events.loaded:
+            notify(group)
+    return report
+
+
+# ---- what is loaded from where
+
+# Tensor of the model -> of which tensors in the files it consists; several times if a tied one is there several times.
+_Sources = dict[ModelTensor, list[list[Leaf]]]
+
+
+def _find_sources(
+    tensors: list[ModelTensor], files: Mapping[str, FileTensor], table: NameTable, report: LoadReport
+) -> _Sources:
+    """Returns what is loaded from where, and adds to the report what is missing, unexpected, converted and tied."""
+    sources: _Sources = {}
+    used = set[str]()
+    for tensor in tensors:
+        lacks: list[str] = []
+        for name in tensor.names:
+            source = table.find(name)
+            if source is None:
+                continue
+            try:
+                shape, leaves = as_view(source).resolve(lambda key: files[key].shape)
+            except KeyError as error:
+                lacks.append(name if error.args[0] == name else f"{name} ({error.args[0]} in the files)")
+                continue
+            except ValueError as error:
+                raise ValueError(f"{name}: names: {error}") from error
+            if shape != tensor.shape:
+                where = f"{files[leaves[0].name].file}. Build the model from the configuration of the files."
+                raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}")
+            sources.setdefault(tensor, []).append(leaves)
+            for leaf in leaves:
+                used.add(leaf.name)
+                if files[leaf.name].dtype != tensor.dtype:
+                    _refuse_conversion(tensor, files[leaf.name])
+                    report.converted[tensor.name] = (files[leaf.name].dtype, tensor.dtype)
+        if tensor in sources:
+            tensor.locate()
+        elif lacks:
+            report.missing.append(lacks[0])
+        if len(tensor.names) > 1:
+            report.tied[tensor.name] = tensor.names[1:]
+    table.refuse_unused()
+    report.num_loaded, report.unexpected = len(sources), [name for name in files if name not in used]
+    return sources
+
+
+def _refuse_conversion(tensor: ModelTensor, stored: FileTensor) -> None:
+    """Raises TypeError where a conversion would change what a value means: the integers of a quantised weight, for
+    example. Among floating-point dtypes it rounds; other dtypes may become wider ones of their kind.
+    """
+    old, new = stored.dtype, tensor.dtype
+    kinds = {(dtype.is_floating_point, dtype.is_complex) for dtype in (old, new)}
+    can_convert = len(kinds) == 1 and torch.float8_e8m0fnu not in (old, new)
+    if not can_convert or not (new.is_floating_point or torch.promote_types(old, new) == new):
+        what = f"expected a dtype that converts to {new}, got {old} in {stored.file}"
+        raise TypeError(f"{tensor.name}: {what}. Give the model that dtype, or leave it out by names= (None).")
+
+
+# ---- memory for what is on meta
+
+
+def _materialise(
+    model: nn.Module,
+    tensors: Sequence[ModelTensor],
+    sources: _Sources,
+    device: torch.device,
+    init: Callable[[nn.Module], object] | None,
+    strict: bool,
+    report: LoadReport,
+) -> None:
+    """Gives memory to what is on meta, and values to what no file has, which it adds to the report."""
+    below = modules_below(model)
+    on_meta = [
+        (module, name)
+        for module in below
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and tensor.is_meta
+    ]
+    if not on_meta:
+        return
+    _give_memory(model, tensors, device)
+    buffers = [registered(*place) for place in on_meta if place[1] in place[0]._buffers]
+    for buffer in buffers:
+        mark(buffer)
+    sharded = next((module for module in below if state_of(module) is not None), None)
+    if buffers and sharded is not None:
+        note_emptied_buffers(sharded, (), buffers)
+    loaded = {(slot.module, slot.name) for tensor in sources for slot in tensor.slots}
+    rest = {place: registered(*place) for place in on_meta if place not in loaded}
+    rest = {place: tensor for place, tensor in rest.items() if tensor.numel()}
+    versions = {place: tensor._version for place, tensor in rest.items()}
+    with torch.no_grad():
+        for module in dict.fromkeys(module for module, _ in rest):
+            _initialise(module, below, init)
+    for (module, name), tensor in rest.items():
+        now, is_buffer = registered(module, name), name in module._buffers
+        is_written = now is not tensor or now._version != versions[module, name]
+        if is_written or (is_buffer and now.dtype is not torch.bool and not is_marked(now)):
+            report.initialised.append(fqn(below[module], name))
+        elif is_buffer:
+            report.uninitialised.append(fqn(below[module], name))
+    if report.uninitialised and strict:
+        raise ValueError(
+            f"load_model: {some(report.uninitialised)}: no file has these buffers, which were on meta, and nothing has "
+            "computed them. Pass init=, a function that is called with their module; or strict=False, and compute them."
+        )
+
+
+def _give_memory(model: nn.Module, tensors: Sequence[ModelTensor], device: torch.device) -> None:
+    """Gives memory to all parameters and buffers on meta, as `to_empty` does, but not to others, and less of it.
+
+    A group copies new local tensors into its shard buffer. Those made here take no memory: all their elements are one.
+    """
+    owners = owners_by_id()
+
+    def give(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        owned = owners.get(id(tensor))
+        if owned is None:
+            return torch.empty_like(tensor, device=device)
+        param = owned.param
+        one = torch.empty((), dtype=param.local.dtype, device=param.storage_device)
+        mark(one)
+        return new_dtensor(param.tensor_class, one.expand(param.local.shape), param.dtensor_spec)
+
+    with torch.no_grad():
+        model._apply(give)
+    for each in (each for each in tensors if each.param is None):  # torch makes a parameter for each name
+        for slot in each.slots[1:]:
+            kind: Any = slot.module._parameters if each.is_parameter else slot.module._buffers
+            kind[slot.name] = each.tensor
+
+
+def _initialise(module: nn.Module, below: Mapping[nn.Module, str], init: Callable[[nn.Module], object] | None) -> None:
+    """Calls the function that gives values to what a module has besides the files."""
+    name = f"{below[module]}."
+    around = [each for each, prefix in below.items() if not prefix or name.startswith(f"{prefix}.")]
+    of_outer = [getattr(each, "_init_weights", None) for each in sorted(around, key=lambda each: -len(below[each]))]
+    function: Any = next(filter(callable, [init, *of_outer]), None)
+    own: Any = getattr(module, "reset_parameters", None)
+    if function is not None:
+        function(module)
+    elif own is not None:
+        own()
+
+
+# ---- reading
+
+
+class _Reader:
+    """Reads boxes of tensors in files through one bucket. `bytes_read` counts what it has read on this rank."""
+
+    def __init__(self, checkpoint: Checkpoint, ranks: Ranks, progress: Progress) -> None:
+        self.bytes_read = 0
+        self._files, self._sizes, self._ranks, self._progress = *checkpoint, ranks, progress
+        self._opened: dict[str, int] = {}
+        largest = max((each.nbytes for each in self._files.values()), default=0)
+        self._memory = bytearray(min(BUCKET_NBYTES, max(largest, 1)))
+        self._bucket = self._sent = torch.frombuffer(self._memory, dtype=torch.uint8)
+        # What went wrong while other ranks waited for this one.
+        self._error: Exception | None = None
+
+    def load(self, sources: _Sources) -> None:
+        """Loads all tensors, in the order of the files.
+
+        Raises:
+            OSError, ValueError: a file can't be read, or has changed; or tied parameters differ in the files.
+        """
+        order = {name: i for i, name in enumerate(self._files)}
+        ordered = sorted(sources.items(), key=lambda item: order[item[1][0][0].name])
+        nbytes = sum(each.box.numel * each.dtype.itemsize for each in sources)
+        notices.notify()
+        try:
+            with torch.no_grad(), no_torch_function(), self._progress.begin(nbytes):
+                for i, (tensor, found) in enumerate(ordered):
+                    self._load_tensor(tensor, found[0], i)
+                for tensor, found in ordered:
+                    for leaves in found[1:]:
+                        self._compare_tied(tensor, leaves)
+        finally:
+            for descriptor in self._opened.values():
+                os.close(descriptor)
+        if self._error is not None:
+            raise self._error
+
+    def _load_tensor(self, tensor: ModelTensor, leaves: Sequence[Leaf], i: int) -> None:
+        """Loads the tensor number `i`. Replicas take turns from one tensor to the next, too."""
+        for source, target in self._pieces(tensor, leaves, BUCKET_NBYTES, number=i):
+            try:
+                if self._error is None:
+                    with torch.inference_mode(target.is_inference()):
+                        target.copy_(source)
+            except RuntimeError as error:  # raised once all pieces were exchanged
+                self._error = error
+            self._progress.add(target.nbytes)
+
+    def _compare_tied(self, tensor: ModelTensor, leaves: Sequence[Leaf]) -> None:
+        """Compares another source of a tied parameter with what was loaded."""
+        for source, loaded in self._pieces(tensor, leaves, BUCKET_NBYTES // 4, number=0):
+            if self._error is None and not torch.equal(source.to(loaded), loaded):
+                where = f"{leaves[0].name} in {self._files[leaves[0].name].file}"
+                self._error = ValueError(
+                    f"load_model: {' and '.join(tensor.names)} are one parameter of the model, but differ in the files "
+                    f"({where}). Untie them in the model, or leave one out by names= (None)."
+                )
+
+    def _pieces(
+        self, tensor: ModelTensor, leaves: Sequence[Leaf], most_nbytes: int, number: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (values in the files, the part of this rank's shard where they belong), piece by piece.
+
+        `number`: says with which replica the turns begin.
+        """
+        replicas = Replicas(tensor.groups) if tensor.groups else None
+        for leaf in leaves:
+            target = leaf.box.intersection(tensor.box)
+            if not target.numel:
+                continue
+            file, wanted = self._files[leaf.name], leaf.in_tensor(target)
+            itemsize = file.dtype.itemsize
+            around = wanted.widened(file.shape, LEAST_RUN_NBYTES // itemsize)
+            for piece in around.pieces(max(1, most_nbytes // itemsize)):
+                memory, turn = self._bucket[: piece.numel * itemsize], number % (replicas.size if replicas else 1)
+                if replicas is None or turn == replicas.index:
+                    self._read(file, piece)
+                if replicas is not None:
+                    memory = self._exchange(memory, replicas, turn)
+                number += 1
+                inner = piece.intersection(wanted)
+                if inner.numel:
+                    values = inner.of(memory.view(file.dtype).view(piece.sizes), piece.starts)
+                    belongs = leaf.in_view(inner)
+                    assert belongs is not None, "it has elements"
+                    yield leaf.arrange(values), belongs.of(tensor.local, tensor.box.starts)
+
+    def _exchange(self, memory: Tensor, replicas: Replicas, source: int) -> Tensor:
+        """Returns the bytes that one of the replicas has read, where ranks communicate."""
+        if self._ranks.device.type != "cpu":
+            if self._sent.device != self._ranks.device:
+                self._sent = torch.empty_like(self._bucket, device=self._ranks.device)
+            memory = self._sent[: memory.numel()].copy_(memory)
+        replicas.broadcast(memory, source)
+        return memory
+
+    def _read(self, file: FileTensor, piece: Box) -> None:
+        """Reads a box of a tensor into the bucket. An error waits until the ranks have met."""
+        try:
+            starts, length = piece.runs(file.shape)
+            itemsize, done = file.dtype.itemsize, 0
+            for start in starts if self._error is None else ():
+                end = done + length * itemsize
+                position = file.start + start * itemsize - done
+                while done < end:
+                    count = os.preadv(self._open(file.file), [memoryview(self._memory)[done:end]], position + done)
+                    if count == 0:
+                        raise ValueError(f"{file.file}: {file.name}: the file has become shorter while it was read")
+                    done += count
+                    self.bytes_read += count
+        except (OSError, ValueError) as error:
+            self._error = error
+
+    def _open(self, path: str) -> int:
+        if path not in self._opened:
+            self._opened[path] = os.open(path, os.O_RDONLY)
+            size = os.fstat(self._opened[path]).st_size
+            if size != self._sizes[path]:
+                what = f"expected {self._sizes[path]} bytes, as the first rank has found, got {size}"
+                raise ValueError(f"{path}: {what}. All ranks must see the same files.")
+        return self._opened[path]

@@ -1,0 +1,453 @@
+"""Saves a sharded model as safetensors files: each rank writes its own rows to their place in the final files."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..checks.checksum import bits_of, checksum
+from ..core.compat import no_torch_function
+from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
+from .folders import NewFolder
+from .load import BUCKET_NBYTES
+from .progress import Progress
+from .ranks import Ranks, Replicas
+from .tensors import ModelTensor, find_tensors, groups_in, meshes_of, settle, some
+from .views import Leaf, View, as_view
+
+
+def save_model(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    *,
+    names: Mapping[str, str | View] | None = None,
+    progress: bool | None = None,
+) -> int:
+    """Saves a model as safetensors files in a folder, which `from_pretrained` of Transformers loads.
+
+    Each rank writes its own rows to their place in the final files. Nothing is gathered, and nothing is written twice;
+    replicas take turns. The files are those that `safetensors.torch.save_file` writes for the plain model, to the byte:
+    `model.safetensors`, or, from `max_shard_size` on, several and `model.safetensors.index.json`. A tied parameter is
+    saved once, under its first name. A model of Transformers also gets its `config.json`. Of buffers that differ
+    between ranks, those of the first rank are saved. Every rank must call it, between steps.
+
+    The files are written in a new folder beside `folder`, which then takes its place in one step: whenever the program
+    is killed, the folder is either the previous one or the new one. (Where the filesystem can't exchange folders, the
+    previous one has another name for a moment, by which `load_model` refers to it.) All files in it that are not of the
+    model stay. Where ranks can't write to one file, because each machine has its own disk or the filesystem has no
+    shared writes, the first rank receives the rows, one bucket at a time, and writes them.
+
+    Example:
+        ```python
+        fsdp2.hf.save_model(model, "trained", dtype=torch.bfloat16)
+        AutoModelForCausalLM.from_pretrained("trained")
+        ```
+
+    Args:
+        model: a module, of which all, some or no submodules are sharded.
+        folder: is made, with its parents, or replaced.
+        dtype: the dtype of floating-point tensors in the files. None: that of the parameters.
+        max_shard_size: bytes of tensors in a file, as a number or a text such as "5GB". A larger tensor has its own.
+        names: names in the files -> the parameter, or the view of parameters, that is saved under this name, as in
+            `load_model`. Parameters that are named there are saved under these names only.
+        progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
+
+    Returns:
+        The number of bytes of tensors that this rank has written.
+
+    Raises:
+        TypeError: an argument.
+        ValueError: a size, or a folder that can't be replaced; adapters of peft, which `save_adapter` saves; names that
+            save some elements of a parameter twice or never; parameters that differ between ranks that hold the same.
+        NotImplementedError: quantised parameters and other tensor subclasses; a dtype that safetensors lacks.
+        OSError: a file can't be written.
+        RuntimeError: a parameter is on meta; a forward or backward runs; a rank has died.
+            All errors are raised on all ranks, and leave the previous folder as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if getattr(model, "peft_config", None) and names is None:
+        what = "the model has adapters of peft. Save them by fsdp2.hf.save_adapter(model, folder)"
+        raise ValueError(f"save_model: {what}, or merge them before.")
+    most = parse_size(max_shard_size)
+
+    def add_files(target: Path) -> None:
+        _save_config(model, target, dtype)
+
+    return _save(model, folder, dtype, most, names or {}, "model", add_files, progress)
+
+
+def save_adapter(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    *,
+    adapter_name: str = "default",
+    progress: bool | None = None,
+) -> int:
+    """Saves the LoRA adapters of a model alone, in peft's layout, as `save_model` saves a whole model.
+
+    A model of peft, or one of Transformers with an adapter, gives `adapter_model.safetensors` and
+    `adapter_config.json`, which `PeftModel.from_pretrained` loads: what peft would save, under peft's names. Of any
+    other model, all parameters with `lora_` in their names are saved, under their FQNs.
+
+    Args:
+        model: a module, of which all, some or no submodules are sharded.
+        folder: is made, with its parents, or replaced.
+        dtype: the dtype of floating-point tensors in the file. None: that of the parameters.
+        adapter_name: the adapter to save, if peft has several.
+        progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
+
+    Returns:
+        The number of bytes of tensors that this rank has written.
+
+    Raises:
+        ValueError: there is no such adapter.
+        NotImplementedError: peft would save a tensor that is no parameter of the model.
+            Besides, what `save_model` raises.
+    """
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    if configs and adapter_name not in configs:
+        raise ValueError(f"adapter_name: expected one of {', '.join(configs)}, got {adapter_name!r}")
+    named = {name for tensor in find_tensors(model) for name in tensor.names}
+    names = _names_of_peft(model, adapter_name, named) if configs else {n: n for n in named if "lora_" in n}
+    if not names:
+        raise ValueError("save_adapter: expected parameters with lora_ in their names, found none. Use save_model.")
+
+    def add_files(target: Path) -> None:
+        if configs:
+            config = copy.copy(configs[adapter_name])
+            base: Any = getattr(model, "get_base_model", lambda: model)()
+            config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None)
+            config.inference_mode = True
+            if config.task_type is None:  # as peft writes it
+                name = type(base).__name__.removeprefix("FSDP")
+                config.auto_mapping = {"base_model_class": name, "parent_library": type(base).__module__}
+            config.save_pretrained(str(target))
+
+    given: Any = dict(sorted(names.items()))
+    return _save(model, folder, dtype, None, given, "adapter_model", add_files, progress, only=True)
+
+
+def _names_of_peft(model: nn.Module, adapter_name: str, named: set[str]) -> dict[str, str]:
+    """Returns name in peft's file -> FQN. Markers go through peft's own function, which selects and renames them."""
+    from peft import get_peft_model_state_dict
+
+    markers = {name: torch.empty(0, device="meta") for name in named}
+    names = {id(marker): name for name, marker in markers.items()}
+    found = {}
+    for name, marker in get_peft_model_state_dict(model, state_dict=markers, adapter_name=adapter_name).items():
+        if id(marker) not in names:
+            raise NotImplementedError(f"save_adapter: {name}: peft computes it. Use full_params and peft's function.")
+        prefix = "" if name.startswith("base_model.") else "base_model.model."  # of transformers' add_adapter
+        found[prefix + name] = names[id(marker)]
+    return found
+
+
+def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """Saves the configuration of a model of Transformers, as its `save_pretrained` does."""
+    original = getattr(model, "config", None)
+    if not hasattr(original, "save_pretrained"):
+        return
+    config: Any = copy.deepcopy(original)
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(str(folder))
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate():
+        generation.save_pretrained(str(folder))
+
+
+# ---- what is saved where
+
+
+class _Plan(NamedTuple):
+    """Says which files there are, of which parameters each tensor in them consists, and which these are, by name."""
+
+    files: NewFiles
+    leaves: dict[str, list[Leaf]]
+    sources: dict[str, ModelTensor]
+
+
+def _plan(
+    tensors: Sequence[ModelTensor],
+    names: Mapping[str, str | View],
+    dtype: torch.dtype | None,
+    most_nbytes: int | None,
+    stem: str,
+    only: bool,
+) -> _Plan:
+    """Plans the files. `only`: of the parameters that `names` has, and no others."""
+    by_name = {name: tensor for tensor in tensors for name in tensor.names}
+
+    def shape_of(name: str) -> tuple[int, ...]:
+        if name not in by_name:
+            raise ValueError(f"names: expected names of parameters or persistent buffers, got {name!r}")
+        return by_name[name].shape
+
+    resolved = {name: as_view(source).resolve(shape_of) for name, source in names.items()}
+    used_in: dict[ModelTensor, list[str]] = {}
+    for name, (_, leaves) in resolved.items():
+        for leaf in leaves:
+            used_in.setdefault(by_name[leaf.name], []).append(name)
+    new: dict[str, FileTensor] = {}
+    leaves_of: dict[str, list[Leaf]] = {}
+    for tensor in tensors:
+        for name in used_in.get(tensor, [] if only else [tensor.name]):
+            shape, leaves_of[name] = resolved[name] if tensor in used_in else as_view(name).resolve(shape_of)
+            new[name] = FileTensor(name, _saved_dtype(name, leaves_of[name], by_name, dtype), shape, "", 0)
+    numels: dict[ModelTensor, int] = {}
+    for leaf in (leaf for leaves in leaves_of.values() for leaf in leaves):
+        numels[by_name[leaf.name]] = numels.get(by_name[leaf.name], 0) + leaf.box.numel
+    for tensor, numel in numels.items():
+        tensor.locate()
+        if tensor.tensor.is_meta:
+            raise RuntimeError(f"{tensor.name} is on meta: it has no values. Load or initialise the model first.")
+        if numel != math.prod(tensor.shape):
+            what = f"each of its {math.prod(tensor.shape)} elements to be saved once, got {numel}"
+            raise ValueError(f"names: {tensor.name}: expected {what} in {some(used_in[tensor])}")
+    return _Plan(plan_files([*new.values()], stem, most_nbytes), leaves_of, by_name)
+
+
+def _saved_dtype(
+    name: str, leaves: Sequence[Leaf], sources: Mapping[str, ModelTensor], dtype: torch.dtype | None
+) -> torch.dtype:
+    own = {sources[leaf.name].dtype for leaf in leaves}
+    chosen, *others = {dtype if dtype is not None and each.is_floating_point else each for each in own}
+    if others:
+        raise ValueError(f"names: {name}: expected parameters of one dtype, got {some([*map(str, own)])}")
+    if chosen not in CODES:
+        raise NotImplementedError(f"{name}: safetensors files hold no {chosen}. Pass dtype=, or convert it.")
+    return chosen
+
+
+def _save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None,
+    most_nbytes: int | None,
+    names: Mapping[str, str | View],
+    stem: str,
+    add_files: Callable[[Path], None],
+    progress: bool | None,
+    only: bool = False,
+) -> int:
+    """Saves a model, or with `only` what `names` has. `add_files` is called with the new folder on the first rank."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+    groups = groups_in(model)
+    ranks = Ranks(meshes_of(model, groups))
+    doing, bar = "fsdp2.hf.save_model", Progress("saving", progress, ranks.is_first)
+    ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), doing)
+    plan = ranks.run(lambda: _plan(find_tensors(model), names, dtype, most_nbytes, stem, only), doing)
+    turns = _find_turns(plan, ranks)
+    made: list[NewFolder] = []
+
+    def begin() -> str:
+        made.append(NewFolder(Path(folder)))
+        for name, header in plan.files.headers.items():
+            with (made[0].path / name).open("xb") as file:
+                file.write(header)
+                file.truncate(plan.files.checkpoint.sizes[name])
+        (made[0].path / "probe").write_bytes(bytes(ranks.size))
+        return str(made[0].path)
+
+    def finish() -> None:
+        if ranks.is_first:
+            if plan.files.index_text is not None:
+                (made[0].path / f"{stem}.safetensors.index.json").write_bytes(plan.files.index_text)
+            add_files(made[0].path)
+            made[0].publish(stem)
+
+    try:
+        path = Path(ranks.from_first(begin))
+        writer, pieces = _Writer(bar), _pieces(plan, turns, path)
+        nbytes = sum(plan.files.checkpoint.sizes.values()) // ranks.size
+        with torch.no_grad(), no_torch_function(), bar.begin(nbytes):
+            if _can_share_writes(path / "probe", ranks):
+                ranks.run(lambda: writer.write_all(pieces), doing)
+            else:
+                _send_to_first(pieces, writer, ranks, doing)
+        ranks.run(finish, doing)
+    except BaseException:
+        for each in made:
+            each.remove()
+        raise
+    return writer.bytes_written
+
+
+def _can_share_writes(probe: Path, ranks: Ranks) -> bool:
+    """Returns True if all ranks can write to one file, and the first sees all that they have written."""
+    own = _Piece(str(probe), [ranks.index], 1, memoryview(b"\1"))
+    try:
+        _Writer(None).write_all(iter([own]))
+        could = True
+    except OSError:
+        could = False
+    could = ranks.all(could, "writing to one file")
+
+    def has_all() -> bool:
+        found = probe.read_bytes()
+        probe.unlink()
+        return could and found == b"\1" * ranks.size
+
+    return ranks.from_first(has_all)
+
+
+# ---- who writes what
+
+
+class _Turns(NamedTuple):
+    """Says that this rank writes the pieces `own`, `own + size`, ... of a tensor's part; -1: none."""
+
+    own: int
+    size: int
+
+
+def _find_turns(plan: _Plan, ranks: Ranks) -> dict[ModelTensor, _Turns]:
+    """Returns with how many ranks this one shares the writes of each tensor. All ranks must call it.
+
+    Raises:
+        ValueError: ranks hold the same part of a parameter with different values.
+    """
+    turns = {}
+    others: list[ModelTensor] = []
+    for tensor in dict.fromkeys(plan.sources[leaf.name] for leaves in plan.leaves.values() for leaf in leaves):
+        mesh: Any = getattr(tensor.tensor, "device_mesh", None)
+        if tensor.groups is not None and mesh.mesh.numel() == ranks.size:
+            replicas = Replicas(tensor.groups)
+            turns[tensor] = _Turns(replicas.index, replicas.size)
+        else:  # which ranks hold the same part, their meshes don't tell
+            others.append(tensor)
+    if others:
+        own = ranks.run(lambda: [(each.box, _digest(each)) for each in others], "computing checksums of parameters")
+        of_all = ranks.gather(own)
+        for tensor, *facts in zip(others, *of_all, strict=True):
+            if len({*facts}) > len({box for box, _ in facts}):
+                raise ValueError(
+                    f"{tensor.name}: expected equal values on all ranks that hold the same part of it, got others. If "
+                    "each rank has a tensor of its own (experts), make it a DTensor on the axis of these ranks before "
+                    "fully_shard; if it should be equal, call sync_module_states."
+                )
+            holders = [rank for rank, (box, _) in enumerate(facts) if box == tensor.box]
+            own_turn = holders.index(ranks.index)
+            turns[tensor] = _Turns(own_turn, len(holders)) if tensor.is_parameter else _Turns(own_turn and -1, 1)
+    return turns
+
+
+def _digest(tensor: ModelTensor) -> int:
+    """Returns a checksum of this rank's part of a parameter; 0 for a buffer, which the first rank alone saves."""
+    return int(checksum(bits_of(tensor.local))) if tensor.is_parameter and tensor.local.numel() else 0
+
+
+class _Piece(NamedTuple):
+    """Describes bytes for a file: runs of equal length, where these belong, and the bytes of all runs.
+
+    `data` lies in a bucket until the next piece is made.
+    """
+
+    path: str
+    offsets: list[int]
+    run_nbytes: int
+    data: memoryview
+
+
+def _pieces(plan: _Plan, turns: Mapping[ModelTensor, _Turns], folder: Path) -> Iterator[_Piece]:
+    """Yields all that this rank writes, in the order of the files."""
+    memory = bytearray(BUCKET_NBYTES)
+    bucket = torch.frombuffer(memory, dtype=torch.uint8)
+    for number, file in enumerate(plan.files.checkpoint.tensors.values()):
+        itemsize = file.dtype.itemsize
+        for leaf in plan.leaves[file.name]:
+            tensor = plan.sources[leaf.name]
+            box = leaf.in_view(tensor.box)
+            for i, piece in enumerate(box.pieces(len(memory) // itemsize) if box is not None else (), number):
+                if i % turns[tensor].size == turns[tensor].own:
+                    nbytes = piece.numel * itemsize
+                    values = leaf.arrange(leaf.in_tensor(piece).of(tensor.local, tensor.box.starts))
+                    bucket[:nbytes].view(file.dtype).view(piece.sizes).copy_(values)
+                    starts, length = piece.runs(file.shape)
+                    offsets = [file.start + start * itemsize for start in starts]
+                    yield _Piece(str(folder / file.file), offsets, length * itemsize, memoryview(memory)[:nbytes])
+
+
+class _Writer:
+    """Writes pieces into files that exist. `bytes_written` counts them."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.bytes_written = 0
+        self._progress = progress
+        self._opened: dict[str, int] = {}
+
+    def write_all(self, pieces: Iterator[_Piece]) -> None:
+        """Writes all, and waits until the disk has it."""
+        try:
+            for each in pieces:
+                self.write(each)
+        finally:
+            self.close()
+
+    def write(self, piece: _Piece) -> None:
+        """Writes one piece."""
+        if piece.path not in self._opened:
+            self._opened[piece.path] = os.open(piece.path, os.O_WRONLY)
+        done = 0
+        for i, offset in enumerate(piece.offsets):
+            first, end = i * piece.run_nbytes, (i + 1) * piece.run_nbytes
+            while done < end:
+                done += os.pwrite(self._opened[piece.path], piece.data[done:end], offset + done - first)
+        self.bytes_written += done
+        if self._progress is not None:
+            self._progress.add(done)
+
+    def close(self) -> None:
+        """Closes the files, when the disk has them."""
+        opened, self._opened = self._opened, {}
+        try:
+            for descriptor in opened.values():
+                os.fsync(descriptor)
+        finally:
+            for descriptor in opened.values():
+                os.close(descriptor)
+
+
+def _send_to_first(pieces: Iterator[_Piece], writer: _Writer, ranks: Ranks, doing: str) -> None:
+    """Has the first rank write what all ranks have: they send it piece by piece, one rank after the other."""
+    if ranks.is_first:
+        what = "ranks can't all write to one file there: the first receives all rows, and writes them"
+        logging.getLogger("fsdp2").warning(f"saving: {what}. A folder that all ranks share is faster.")
+    failed: Exception | None = None
+    for source in range(ranks.size):
+        while True:
+            piece: Any = None
+            try:
+                piece = next(pieces, None) if source == ranks.index else None
+            except Exception as error:  # raised once the others have sent theirs
+                failed = error
+            sent = piece and tuple(piece._replace(data=bytes(piece.data)))
+            received = pickle.loads(ranks.broadcast_bytes(pickle.dumps(sent), source))
+            if received is None:
+                break
+            if ranks.is_first and failed is None:
+                try:
+                    writer.write(_Piece(*received))
+                except OSError as error:
+                    failed = error
+
+    def finish() -> None:
+        writer.close()
+        if failed is not None:
+            raise failed
+
+    ranks.run(finish, doing)
