@@ -11,6 +11,7 @@ from .ext.meshes import DataParallelMeshDims, ShardPlacementResult
 from .ext.root_methods import GradientReductionHandle
 from .install import install as _install
 from .module import FSDPModule, share_comm_ctx
+from .optim.flat import flatten_optimizer
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
 from .tools.compare import compare
@@ -41,6 +42,7 @@ __all__ = [
     "clip_grad_norm_",
     "compare",
     "dtensor_fixes",
+    "flatten_optimizer",
     "full_params",
     "fully_shard",
     "padding_report",

@@ -1,0 +1,1 @@
+"""Optimizers and averages that work on the flat shards of whole groups."""

@@ -1,0 +1,60 @@
+"""Private names of torch that the flat optimizer uses, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# The kernels of fused steps. The public functions around them (`torch.optim.adam.adam`) group their lists by device and
+# dtype in each call, and expect a step count for each tensor: that takes longer than the kernels do.
+fused_adam: Callable[..., None] = torch._fused_adam_
+fused_adamw: Callable[..., None] = torch._fused_adamw_
+fused_sgd: Callable[..., None] = torch._fused_sgd_
+fused_adagrad: Callable[..., None] = torch._fused_adagrad_
+add_to_each: Callable[..., None] = torch._foreach_add_
+subtract_from_each: Callable[..., None] = torch._foreach_sub_
+zero_each: Callable[[list[Tensor]], None] = torch._foreach_zero_
+
+grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+def without_hooks(cls: type[Optimizer]) -> Callable[..., Any]:
+    """Returns the step of an optimizer's class without what torch wraps around it, which runs hooks."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step that runs the hooks of an optimizer, as torch's constructor wraps it once for each class."""
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    return hooked  # type: ignore[no-any-return]
+
+
+def zero_grad_label(optimizer: Optimizer) -> str:
+    """Returns how profilers are told of `zero_grad`."""
+    return optimizer._zero_grad_profile_name
+
+
+def follow_step_of_class(optimizer: Optimizer) -> bool:
+    """Has an optimizer whose class has changed call the `step` of that class, also behind a scheduler's wrapper, which
+    has kept the one of the class before. Returns False if something else was put in the place of its `step`.
+    """
+    own: Any = vars(optimizer).get("step")
+    if own is None:
+        return True
+    if not hasattr(own, "_wrapped_by_lr_sched"):
+        return False
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[assignment, method-assign]
+    return True

@@ -1,0 +1,468 @@
+"""Steps of an optimizer on spans: which there are, what is stepped on as what, and the state of all parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..checks.unsynchronized import UnsynchronizedGrad
+from ..core.compat import local_of, no_torch_function
+from ..core.events import strategies
+from ..dtensor.compat import spec_of
+from ..dtensor.write_notices import notices
+from . import kernels, states
+from .compat import grad_of, without_hooks, zero_each
+from .probe import NotElementwiseError, Verdict, probe, signature
+from .spans import Place, Places, Span, runs
+from .states import State
+
+# An entry's parameters that are stepped on one by one, as DTensors or plain tensors.
+_BESIDE = "beside"
+_MOST_PLANS = 4096
+
+
+class Plan:
+    """Says what one step steps on, while the same parameters have gradients.
+
+    `params`: all parameters of all entries; `absent`: which of them have no gradient; `odd`: indices of those whose
+    gradients are laid out otherwise than they. `flats`: for each entry, what the optimizer's own step gets. `listed`:
+    (entry, spans) that a fused kernel steps on.
+    """
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        absent: list[bool],
+        odd: tuple[int, ...],
+        spans: list[Span],
+        listed: list[tuple[int, list[Span]]],
+        flats: list[list[Tensor]],
+    ) -> None:
+        self.params, self.absent, self.odd, self.flats, self.listed = params, absent, odd, flats, listed
+        self.spans = spans
+        index = {id(param): i for i, param in enumerate(params)}
+        members = [member for span in spans for member in span.members]
+        self.members = [member.parameter for member in members]
+        self._locals = [member.place.local for member in members]
+        self._specs = [member.place.param.dtensor_spec for member in members]
+        # Where the gradients of the members are among those of all parameters.
+        self._indices = [index[id(member.parameter)] for member in members]
+        self._pick = itemgetter(*self._indices) if len(members) > 1 else None
+        self.filled = [bool(member.numel) for member in members]
+        self._classes = {strategies().tensor_class, DTensor}
+        # The gradients of each span, among those of the members, and among those that are not empty.
+        self.slices: list[tuple[slice, slice]] = []
+        every = filled = 0
+        for span in spans:
+            some = sum(1 for member in span.members if member.numel)
+            self.slices.append((slice(every, every + len(span.members)), slice(filled, filled + some)))
+            every, filled = every + len(span.members), filled + some
+        self.padding = [each for span in spans for each in span.padding]
+
+    def pick(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Returns the gradients of the members, of those of all parameters."""
+        return self._pick(gradients) if self._pick is not None else [gradients[i] for i in self._indices]
+
+    def fits(self, params: list[Tensor], absent: list[bool]) -> bool:
+        """Returns True if these are its parameters, and they lie where they lay."""
+        if absent != self.absent or len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            return False
+        return all(map(is_, map(local_of, self.members), self._locals))
+
+    def is_usual(self, picked: Sequence[Any]) -> bool:
+        """Returns True if the gradients of the members are those that reductions make."""
+        if not self._classes.issuperset(map(type, picked)):
+            return False
+        return all(map(is_, map(spec_of, picked), self._specs))
+
+
+class FlatSteps:
+    """Steps one optimizer on spans, and holds its state.
+
+    Args:
+        optimizer: whose `param_groups` say what is stepped on, and how.
+        cls: its class, without what has made it flat.
+
+    Raises:
+        NotElementwiseError: it works on whole tensors.
+    """
+
+    def __init__(self, optimizer: Optimizer, cls: type[Optimizer]) -> None:
+        self._optimizer, self._cls, self._own_step = optimizer, cls, without_hooks(cls)
+        self._kernel = kernels.kernel_of(cls)
+        self._verdicts: dict[Any, Verdict] = {}
+        # What the optimizer's own step sees as its state: of flat tensors, and of parameters that it steps one by one.
+        self._live: defaultdict[Any, Any] = defaultdict(dict)
+        # Identity of a flat tensor -> its span; identity of a parameter -> the span that it is in.
+        self._spans: dict[int, Span] = {}
+        self._span_of: dict[int, Span] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._last: Plan | None = None
+        # The state as a user has seen it last, and what it was made of, to notice changes.
+        self._shown: Any = None
+        self._shown_of: list[tuple[Any, Any, dict[str, Any], list[int]]] = []
+        self.check_options()
+
+    # ---- what the optimizer is
+
+    def check_options(self) -> None:
+        """Asks the probe about all entries of `param_groups`.
+
+        Raises:
+            NotElementwiseError: the optimizer works on whole tensors.
+        """
+        for options in self._optimizer.param_groups:
+            for like in _kinds_of(options["params"]):
+                self._verdict(options, like)
+
+    def _verdict(self, options: dict[str, Any], like: Tensor) -> Verdict:
+        key = (like.dtype, like.device, signature(options))
+        if key not in self._verdicts:
+            self._verdicts[key] = probe(self._optimizer, self._cls, options, like)
+        return self._verdicts[key]
+
+    def _joins(self, options: dict[str, Any], place: Place) -> bool:
+        """Returns True if parameters like that get the bits that they get one by one when they are stepped as one."""
+        local = place.local
+        if local.device.type == "cpu" and (options.get("fused") or local.dtype.itemsize < 4):
+            # Kernels compute the ends of tensors otherwise than the rest, which shows in few elements of many.
+            return self._is_listed(options)
+        return self._verdict(options, local).joins
+
+    def _is_listed(self, options: dict[str, Any]) -> bool:
+        """Returns True if a fused kernel steps on the parameters of that entry, each by itself."""
+        return self._kernel is not None and bool(options.get("fused")) and not options.get("differentiable")
+
+    # ---- the state, as users see it
+
+    def show(self) -> defaultdict[Any, Any]:
+        """Returns the state of each parameter, over the memory of the spans' states."""
+        shown: defaultdict[Any, Any] = defaultdict(dict)
+        self._shown_of = []
+        for key, state in self._live.items():
+            span = self._spans.get(id(key))
+            if span is None:
+                shown[key] = state
+                continue
+            for member in span.members:
+                shown[member.parameter] = states.show(state, span, member) if state else {}
+        for key, state in shown.items():
+            entries = dict(state) if isinstance(state, dict) else {}
+            self._shown_of.append((key, state, entries, _versions_of(entries)))
+        self._shown = shown
+        return shown
+
+    def absorb(self, shown: Any) -> None:
+        """Takes over what a user has done to the state, or has loaded."""
+        if shown is not self._shown or not self._is_as_shown(shown):
+            self._live = defaultdict(dict, {key: state for key, state in shown.items() if state})
+            self._forget_spans()
+        self._shown, self._shown_of = None, []
+
+    def _is_as_shown(self, shown: Any) -> bool:
+        if len(shown) != len(self._shown_of):
+            return False
+        for key, state, entries, versions in self._shown_of:
+            now = shown.get(key)
+            if now is not state:
+                return False
+            is_same = not isinstance(now, dict) or (
+                now.keys() == entries.keys() and all(map(is_, now.values(), entries.values()))
+            )
+            if not is_same or _versions_of(entries) != versions:
+                return False
+        return True
+
+    def _forget_spans(self) -> None:
+        self._spans.clear()
+        self._span_of.clear()
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._last = None
+
+    # ---- spans
+
+    def _add(self, span: Span, state: State | None) -> None:
+        self._spans[id(span.flat)] = span
+        for member in span.members:
+            self._span_of[id(member.parameter)] = span
+        if state:
+            self._live[span.flat] = state
+
+    def _remove(self, span: Span) -> State:
+        """Forgets a span, and returns its state."""
+        del self._spans[id(span.flat)]
+        for member in span.members:
+            del self._span_of[id(member.parameter)]
+        self._forget_plans()
+        state: State = self._live.pop(span.flat, None) or {}
+        return state
+
+    def _dissolve(self, span: Span) -> None:
+        """Gives each parameter of a span its own state."""
+        state = self._remove(span)
+        for member in span.members if state else ():
+            self._live[member.parameter] = states.show(state, span, member)
+
+    def _cut(self, span: Span, labels: dict[int, Any]) -> None:
+        """Cuts a span where the labels of its parameters change."""
+        found = [labels.get(id(member.parameter)) for member in span.members]
+        if all(label == found[0] for label in found):
+            if isinstance(found[0], int):
+                span.entry = found[0]
+            elif found[0] == _BESIDE:
+                self._dissolve(span)
+            return
+        state = self._remove(span)
+        # A label that is None keeps its parameters together, too, until they have gradients again.
+        placed = [(member.place, (label,)) for member, label in zip(span.members, found, strict=True)]
+        for places, (label,) in runs(placed):
+            part = Span(places, label if isinstance(label, int) else span.entry)
+            self._add(part, states.split(state, span, part) if state else None)
+            if label == _BESIDE:
+                self._dissolve(part)
+
+    def _make_spans(self, places: Sequence[tuple[Place, int]], options: Sequence[dict[str, Any]]) -> list[Tensor]:
+        """Joins parameters to spans. Returns those that have to be stepped on by themselves, for their states' sake."""
+        read: dict[int, State] = {}
+        left: list[Tensor] = []
+        for place, _ in places:
+            state = states.read(self._live.get(place.parameter) or {}, place)
+            if state is None:
+                left.append(place.parameter)
+            else:
+                read[id(place.parameter)] = state
+        for run, entry in runs([pair for pair in places if id(pair[0].parameter) in read]):
+            begin, joins = 0, self._joins(options[entry], run[0])
+            for i in range(1, len(run) + 1):
+                is_end = i == len(run) or not joins
+                if is_end or not states.can_join(read[id(run[begin].parameter)], read[id(run[i].parameter)]):
+                    self._join(run[begin:i], entry, [read[id(place.parameter)] for place in run[begin:i]])
+                    begin = i
+        return left
+
+    def _join(self, places: list[Place], entry: int, found: list[State]) -> None:
+        span = Span(places, entry)
+        for place in places:
+            self._live.pop(place.parameter, None)
+        self._add(span, states.join(found, span) if found[0] else None)
+
+    # ---- plans
+
+    def _plan(self, params: list[Tensor], entries: list[int], absent: list[bool], odd: tuple[int, ...]) -> Plan:
+        key = (tuple(map(id, params)), tuple(absent), odd)
+        plan = self._plans.get(key)
+        if plan is None or not plan.fits(params, absent):
+            plan = self._make_plan(params, entries, absent, odd)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        self._last = plan
+        return plan
+
+    def _make_plan(self, params: list[Tensor], entries: list[int], absent: list[bool], odd: tuple[int, ...]) -> Plan:
+        options = self._optimizer.param_groups
+        with torch.no_grad(), no_torch_function():
+            for span in [*self._spans.values()]:
+                if not span.is_valid():
+                    self._dissolve(span)
+            places, labels = Places(), {}
+            found: dict[int, Place] = {}
+            for i in compress(range(len(params)), [not each for each in absent]):
+                place = None if i in odd else places.find(params[i])
+                if place is not None:
+                    found[id(params[i])] = place
+                labels[id(params[i])] = _BESIDE if place is None else entries[i]
+            for span in [*self._spans.values()]:
+                self._cut(span, labels)
+            fresh = [
+                (found[id(param)], entry)
+                for param, entry in zip(params, entries, strict=True)
+                if id(param) in found and id(param) not in self._span_of
+            ]
+            beside = {*map(id, self._make_spans(fresh, options))}
+        stepped: dict[int, Span] = {}
+        flats: list[list[Tensor]] = [[] for _ in options]
+        listed: dict[int, list[Span]] = {}
+        for param, entry, is_absent in zip(params, entries, absent, strict=True):
+            if is_absent:
+                continue
+            if id(param) in beside or id(param) not in found:
+                flats[entry].append(param)
+                continue
+            span = self._span_of[id(param)]
+            if id(span) in stepped:
+                continue
+            stepped[id(span)] = span
+            if self._is_listed(options[entry]) and span.device.type == "cpu":
+                listed.setdefault(entry, []).append(span)
+            else:
+                flats[entry].append(span.flat)
+        spans = [*stepped.values()]
+        return Plan(params, absent, odd, spans, [*listed.items()], flats)
+
+    # ---- steps
+
+    def step(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Takes one step. `args`, `options`: what the optimizer's own step is given besides."""
+        groups = self._optimizer.param_groups
+        params = [param for group in groups for param in group["params"]]
+        entries = [i for i, group in enumerate(groups) for _ in group["params"]]
+        with no_torch_function():
+            gradients = [*map(grad_of, params)]
+            absent = [gradient is None for gradient in gradients]
+            plan = self._last
+            if plan is None or not plan.fits(params, absent):
+                plan = self._plan(params, entries, absent, _odd_among(params, gradients))
+            picked = plan.pick(gradients)
+            if not plan.is_usual(picked):
+                odd = _odd_among(params, gradients)
+                if odd != plan.odd:
+                    plan = self._plan(params, entries, absent, odd)
+                    picked = plan.pick(gradients)
+            elif plan.odd and (odd := _odd_among(params, gradients)) != plan.odd:
+                plan = self._plan(params, entries, absent, odd)
+                picked = plan.pick(gradients)
+            locals_ = [*map(local_of, picked)]
+        return self._take(plan, locals_, args, options)
+
+    def _take(self, plan: Plan, gradients: list[Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        optimizer: Any = self._optimizer
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        if plan.spans:
+            notices.tell()
+        copied: list[tuple[Span, Tensor, list[Tensor]]] = []
+        listed = {id(span) for _, spans in plan.listed for span in spans}
+        flats: list[Tensor] = []
+        with torch.no_grad():
+            filled = [*compress(gradients, plan.filled)]
+            addresses = [*map(Tensor.data_ptr, filled)]
+            for span, (_, some) in zip(plan.spans, plan.slices, strict=True):
+                if id(span) in listed:
+                    continue
+                own = filled[some]
+                flat = span.find_flat(own, addresses[some])
+                if flat is None:
+                    flat = span.copy_flat(own)
+                    copied.append((span, flat, own))
+                span.flat.grad = flat
+                flats.append(span.flat)
+        vars(optimizer)["state"] = self._live
+        try:
+            for group, chosen in zip(groups, plan.flats, strict=True):
+                group["params"] = chosen
+            self._run_kernels(plan, gradients)
+            result = self._own_step(optimizer, *args, **options)
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+            del vars(optimizer)["state"]
+            for flat in flats:
+                flat.grad = None
+            self._settle(plan, copied)
+        return result
+
+    def _settle(self, plan: Plan, copied: Iterable[tuple[Span, Tensor, list[Tensor]]]) -> None:
+        """Does what is left to do for gradients, padding and version counters."""
+        scaled = getattr(self._optimizer, "grad_scale", None) is not None
+        groups = self._optimizer.param_groups
+        with torch.no_grad():
+            for span, flat, own in copied:
+                if scaled or self._verdict(groups[span.entry], span.flat).writes_gradients:
+                    span.write_back(flat, own)
+            if plan.padding and not all(each.keeps_zeros for each in self._verdicts.values()):
+                zero_each(plan.padding)
+        if plan.members:
+            increment_version(plan.members)
+
+    def _run_kernels(self, plan: Plan, gradients: list[Tensor]) -> None:
+        """Steps on the spans that fused kernels step on."""
+        places = {id(span): some for span, (some, _) in zip(plan.spans, plan.slices, strict=True)}
+        for entry, spans in plan.listed:
+            options = self._optimizer.param_groups[entry]
+            assert self._kernel is not None, "it has listed spans"
+            for span in spans:
+                if span.flat not in self._live:
+                    state = self._kernel.begin(self._optimizer, options, span)
+                    if state:
+                        self._live[span.flat] = state
+            alike: dict[Any, list[Span]] = {}
+            for span in spans:
+                names = tuple(n for n, v in self._live[span.flat].items() if states.is_elements(v, span.flat))
+                alike.setdefault((span.dtype, span.device, names), []).append(span)
+            for (_, _, names), some in alike.items():
+                own = [self._live[span.flat] for span in some]
+                listed = kernels.Listed(
+                    some,
+                    own,
+                    [member.place.local for span in some for member in span.members],
+                    [gradient for span in some for gradient in gradients[places[id(span)]]],
+                    kernels.elements_of(some, own, names),
+                )
+                kernels.run(self._kernel, self._optimizer, options, listed)
+
+
+def _kinds_of(params: Sequence[Tensor]) -> list[Tensor]:
+    """Returns a tensor of each dtype and device that parameters have; at least one."""
+    found: dict[Any, Tensor] = {}
+    for param in params:
+        local = local_of(param) if isinstance(param, DTensor) else param
+        if type(local) is Tensor and local.is_floating_point() and isinstance(param, DTensor):
+            device = torch.device("cpu") if local.device.type == "meta" else local.device
+            found.setdefault((local.dtype, device), torch.empty(0, dtype=local.dtype, device=device))
+    return [*found.values()] or [torch.empty(0, device="cpu", dtype=torch.float32)]
+
+
+def _versions_of(entries: dict[str, Any]) -> list[int]:
+    """Returns the versions of the numbers in the state of a parameter, which users may write to."""
+    return [value._version for value in entries.values() if type(value) is Tensor]
+
+
+def _odd_among(params: Sequence[Tensor], gradients: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the indices of DTensors whose gradients are laid out otherwise than they.
+
+    Raises:
+        RuntimeError: a gradient is not synchronized between ranks, or was stepped with in backward.
+    """
+    odd = []
+    for i, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
+        if gradient is None or not isinstance(param, DTensor):
+            continue
+        if isinstance(gradient, UnsynchronizedGrad):
+            gradient.to_local()  # raises
+        if not _is_laid_out_like(gradient, param):
+            odd.append(i)
+    return tuple(odd)
+
+
+def _is_laid_out_like(gradient: Any, param: DTensor) -> bool:
+    if not isinstance(gradient, DTensor):
+        return False
+    own, local = local_of(param), local_of(gradient)
+    spec, other = spec_of(param), spec_of(gradient)
+    return (
+        type(local) is Tensor
+        and spec.placements == other.placements
+        and spec.mesh == other.mesh
+        and local.dtype == own.dtype
+        and local.device == own.device
+        and local.shape == own.shape
+        and local.layout is torch.strided
+        and local.is_contiguous()
+    )
+
+
+Refused = NotElementwiseError
+Step = Callable[..., Any]
