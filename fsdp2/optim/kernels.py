@@ -7,7 +7,7 @@ each parameter by itself, as the ordinary step does, but without looking at each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,21 +16,33 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from . import compat
 from .spans import Span
-from .states import State
+from .states import State, is_elements
 
 
 class Listed(NamedTuple):
-    """Spans of one device and dtype, and of each parameter of theirs: its local tensor, gradient, and elements.
+    """Spans of one device and dtype, and of each parameter of theirs: its local tensor, and its part of the state.
 
     Args:
-        elements: name of an entry of the state -> its part of each parameter.
+        elements: name of an entry of the state -> its part of each parameter, of the shape of the local tensor.
     """
 
     spans: list[Span]
     states: list[State]
     locals: list[Tensor]
-    gradients: list[Tensor]
     elements: dict[str, list[Tensor]]
+
+    @staticmethod
+    def of(spans: list[Span], live: Mapping[Any, State], names: Sequence[str]) -> Listed:
+        """Lists the parameters of spans whose states have elements under `names`."""
+        own = [live[span.flat] for span in spans]
+        members = [(member, state) for span, state in zip(spans, own, strict=True) for member in span.members]
+        elements = {name: [member.part_of(state[name]) for member, state in members] for name in names}
+        return Listed(spans, own, [member.place.local for member, _ in members], elements)
+
+
+def names_of_elements(state: State, span: Span) -> tuple[str, ...]:
+    """Returns under which names a state has elements."""
+    return tuple(name for name, value in state.items() if is_elements(value, span.flat))
 
 
 class Kernel(NamedTuple):
@@ -38,11 +50,11 @@ class Kernel(NamedTuple):
 
     Args:
         begin: (optimizer, options, span) -> the state before the first step.
-        step: (optimizer, options, what to step on, the optimizer's scale and flag of gradients on that device).
+        step: (options, what to step on, its gradients, the optimizer's scale and flag of gradients on that device).
     """
 
     begin: Callable[[Optimizer, dict[str, Any], Span], State]
-    step: Callable[[dict[str, Any], Listed, dict[str, Tensor | None]], None]
+    step: Callable[[dict[str, Any], Listed, Sequence[Tensor], dict[str, Tensor | None]], None]
 
 
 def kernel_of(cls: type[Optimizer]) -> Kernel | None:
@@ -50,15 +62,17 @@ def kernel_of(cls: type[Optimizer]) -> Kernel | None:
     return _KERNELS.get(cls)
 
 
-def run(kernel: Kernel, optimizer: Optimizer, options: dict[str, Any], listed: Listed) -> None:
-    """Steps on `listed`. `options`: an entry of `param_groups`."""
+def run(
+    kernel: Kernel, optimizer: Optimizer, options: dict[str, Any], listed: Listed, gradients: Sequence[Tensor]
+) -> None:
+    """Steps on `listed`, with the local tensors of its gradients. `options`: an entry of `param_groups`."""
     device = listed.locals[0].device
     scaling: dict[str, Tensor | None] = {}
     for name in ("grad_scale", "found_inf"):  # which a GradScaler sets
         value = getattr(optimizer, name, None)
         scaling[name] = None if value is None else value.to(device, non_blocking=True)
     with torch.no_grad():
-        kernel.step(options, listed, scaling)
+        kernel.step(options, listed, gradients, scaling)
 
 
 def _zeros(span: Span) -> Tensor:
@@ -99,14 +113,16 @@ def _rate(options: dict[str, Any], listed: Listed) -> Any:
     return rate.to(device, non_blocking=True) if isinstance(rate, Tensor) and rate.device.type != "cpu" else rate
 
 
-def _step_adam(options: dict[str, Any], listed: Listed, scaling: dict[str, Tensor | None]) -> None:
+def _step_adam(
+    options: dict[str, Any], listed: Listed, gradients: Sequence[Tensor], scaling: dict[str, Tensor | None]
+) -> None:
     (beta1, beta2), elements = options["betas"], listed.elements
     fused = compat.fused_adamw if options["decoupled_weight_decay"] else compat.fused_adam
 
     def kernel(counts: list[Tensor]) -> None:
         fused(
             listed.locals,
-            listed.gradients,
+            gradients,
             elements["exp_avg"],
             elements["exp_avg_sq"],
             elements["max_exp_avg_sq"] if options["amsgrad"] else [],
@@ -124,7 +140,9 @@ def _step_adam(options: dict[str, Any], listed: Listed, scaling: dict[str, Tenso
     _count_step(listed, scaling, kernel)
 
 
-def _step_sgd(options: dict[str, Any], listed: Listed, scaling: dict[str, Tensor | None]) -> None:
+def _step_sgd(
+    options: dict[str, Any], listed: Listed, gradients: Sequence[Tensor], scaling: dict[str, Tensor | None]
+) -> None:
     names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
     chosen = {name: options[name] for name in names}
     buffers, is_first = listed.elements.get("momentum_buffer", []), False
@@ -132,21 +150,21 @@ def _step_sgd(options: dict[str, Any], listed: Listed, scaling: dict[str, Tensor
         is_first = True
         for span, state in zip(listed.spans, listed.states, strict=True):
             state["momentum_buffer"] = _zeros(span)
-            buffers = buffers + [
-                member.of(state["momentum_buffer"]).view(member.place.local.shape) for member in span.members
-            ]
+            buffers = [*buffers, *(member.part_of(state["momentum_buffer"]) for member in span.members)]
     if options["momentum"] == 0:
         buffers = []
-    compat.fused_sgd(listed.locals, listed.gradients, buffers, **chosen, is_first_step=is_first, **scaling)
+    compat.fused_sgd(listed.locals, gradients, buffers, **chosen, is_first_step=is_first, **scaling)
 
 
-def _step_adagrad(options: dict[str, Any], listed: Listed, scaling: dict[str, Tensor | None]) -> None:
+def _step_adagrad(
+    options: dict[str, Any], listed: Listed, gradients: Sequence[Tensor], scaling: dict[str, Tensor | None]
+) -> None:
     chosen = {name: options[name] for name in ("lr_decay", "weight_decay", "eps", "maximize")}
 
     def kernel(counts: list[Tensor]) -> None:
         sums = listed.elements["sum"]
         rate = _rate(options, listed)
-        compat.fused_adagrad(listed.locals, listed.gradients, sums, counts, lr=rate, **chosen, **scaling)
+        compat.fused_adagrad(listed.locals, gradients, sums, counts, lr=rate, **chosen, **scaling)
 
     _count_step(listed, scaling, kernel)
 
@@ -157,15 +175,3 @@ _KERNELS: dict[type[Optimizer], Kernel] = {
     SGD: Kernel(_begin_sgd, _step_sgd),
     Adagrad: Kernel(_begin_adagrad, _step_adagrad),
 }
-
-
-def elements_of(spans: Sequence[Span], states: Sequence[State], names: Sequence[str]) -> dict[str, list[Tensor]]:
-    """Returns each entry that has elements -> its part of each parameter, of the shape of the local tensor."""
-    return {
-        name: [
-            member.of(state[name]).view(member.place.local.shape)
-            for span, state in zip(spans, states, strict=True)
-            for member in span.members
-        ]
-        for name in names
-    }

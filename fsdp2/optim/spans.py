@@ -93,13 +93,20 @@ class Member(NamedTuple):
         """Returns its elements in a tensor that is laid out like the span."""
         return flat.narrow(0, self.start, self.numel)
 
+    def part_of(self, flat: Tensor) -> Tensor:
+        """Returns the same in the shape of the parameter's local tensor."""
+        return self.of(flat).view(self.place.local.shape)
+
 
 class Span:
     """Parameters that are stepped on as one tensor, `flat`, over their memory.
 
-    `entry`: index of their entry in `param_groups`. `begin`: the first byte in the shard buffer. `offsets`: bytes between the first parameter that is not empty and
-    each other such one. `gaps`: (first element, number of elements) of the padding between them.
+    `entry`: index of their entry in `param_groups`. `begin`: the first byte in the shard buffer. `offsets`: bytes
+    between the first parameter that is not empty and each other such one. `gaps`: (first element, number of elements)
+    of the padding between them. `writes_gradients`, `keeps_zeros`: what is known of the optimizer's step, see Verdict.
     """
+
+    writes_gradients, keeps_zeros = False, True
 
     def __init__(self, places: Sequence[Place], entry: int) -> None:
         first, filled = places[0], [place for place in places if place.local.numel()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
+from itertools import chain, compress, repeat
 from operator import is_, itemgetter
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..dtensor.compat import spec_of
 from ..dtensor.write_notices import notices
 from . import kernels, states
 from .compat import grad_of, without_hooks, zero_each
-from .probe import NotElementwiseError, Verdict, probe, signature
+from .probe import Verdict, probe, signature
 from .spans import Place, Places, Span, runs
 from .states import State
 
@@ -33,56 +33,80 @@ _MOST_PLANS = 4096
 class Plan:
     """Says what one step steps on, while the same parameters have gradients.
 
-    `params`: all parameters of all entries; `absent`: which of them have no gradient; `odd`: indices of those whose
-    gradients are laid out otherwise than they. `flats`: for each entry, what the optimizer's own step gets. `listed`:
-    (entry, spans) that a fused kernel steps on.
+    `params`: all parameters of all entries; `sizes`: how many each entry has; `absent`: which of them have no gradient;
+    `odd`: indices of those whose gradients are laid out otherwise than they. `stepped`: for each entry, what the
+    optimizer's own step gets. `flats`: the spans among that; `listed`: (entry, spans) that a fused kernel steps on.
     """
 
     def __init__(
         self,
-        params: list[Tensor],
-        absent: list[bool],
-        odd: tuple[int, ...],
-        spans: list[Span],
+        key: tuple[list[Tensor], list[int], list[bool], tuple[int, ...]],
+        flats: list[Span],
         listed: list[tuple[int, list[Span]]],
-        flats: list[list[Tensor]],
+        stepped: list[list[Tensor]],
     ) -> None:
-        self.params, self.absent, self.odd, self.flats, self.listed = params, absent, odd, flats, listed
-        self.spans = spans
-        index = {id(param): i for i, param in enumerate(params)}
+        self.params, self.sizes, self.absent, self.odd = key
+        self.flats, self.listed, self.stepped = flats, listed, stepped
+        spans = [*flats, *(span for _, some in listed for span in some)]
+        index = {id(param): i for i, param in enumerate(self.params)}
         members = [member for span in spans for member in span.members]
         self.members = [member.parameter for member in members]
         self._locals = [member.place.local for member in members]
         self._specs = [member.place.param.dtensor_spec for member in members]
         # Where the gradients of the members are among those of all parameters.
-        self._indices = [index[id(member.parameter)] for member in members]
-        self._pick = itemgetter(*self._indices) if len(members) > 1 else None
-        self.filled = [bool(member.numel) for member in members]
+        self._pick = _picker([index[id(member.parameter)] for member in members])
         self._classes = {strategies().tensor_class, DTensor}
-        # The gradients of each span, among those of the members, and among those that are not empty.
-        self.slices: list[tuple[slice, slice]] = []
-        every = filled = 0
-        for span in spans:
-            some = sum(1 for member in span.members if member.numel)
-            self.slices.append((slice(every, every + len(span.members)), slice(filled, filled + some)))
-            every, filled = every + len(span.members), filled + some
-        self.padding = [each for span in spans for each in span.padding]
+        self._filled = [bool(member.numel) for span in flats for member in span.members]
+        # The gradients of each flat span among those that are not empty; where those of listed spans begin.
+        self._slices: list[slice] = []
+        end = 0
+        for span in flats:
+            begin, end = end, end + sum(1 for member in span.members if member.numel)
+            self._slices.append(slice(begin, end))
+        self.num_flat = len(self._filled)
+        self.padding = [each for span in flats for each in span.padding]
+        # What fused kernels step on, but for the gradients, once they have a state.
+        self.prepared: list[tuple[int, kernels.Listed, Callable[[Sequence[Any]], Sequence[Any]]]] | None = None
 
-    def pick(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Returns the gradients of the members, of those of all parameters."""
-        return self._pick(gradients) if self._pick is not None else [gradients[i] for i in self._indices]
-
-    def fits(self, params: list[Tensor], absent: list[bool]) -> bool:
+    def fits(self, params: list[Tensor], sizes: list[int], absent: list[bool]) -> bool:
         """Returns True if these are its parameters, and they lie where they lay."""
-        if absent != self.absent or len(params) != len(self.params) or not all(map(is_, params, self.params)):
+        if absent != self.absent or sizes != self.sizes or not all(map(is_, params, self.params)):
             return False
         return all(map(is_, map(local_of, self.members), self._locals))
 
-    def is_usual(self, picked: Sequence[Any]) -> bool:
-        """Returns True if the gradients of the members are those that reductions make."""
+    def pick(self, gradients: Sequence[Any]) -> Sequence[Any] | None:
+        """Returns the gradients of the members, of those of all parameters; None if some are not those that reductions
+        make.
+        """
+        picked = self._pick(gradients)
         if not self._classes.issuperset(map(type, picked)):
-            return False
-        return all(map(is_, map(spec_of, picked), self._specs))
+            return None
+        return picked if all(map(is_, map(spec_of, picked), self._specs)) else None
+
+    def pick_any(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Returns the gradients of the members, which are laid out like these."""
+        return self._pick(gradients)
+
+    def flat_gradients(self, gradients: Sequence[Tensor]) -> list[tuple[Span, Tensor, list[Tensor] | None]]:
+        """Returns for each flat span its gradient as one tensor, and those of its parameters if that is a copy.
+
+        `gradients`: the local tensors of the members' gradients.
+        """
+        filled = [*compress(gradients, self._filled)]
+        addresses = [*map(Tensor.data_ptr, filled)]
+        found: list[tuple[Span, Tensor, list[Tensor] | None]] = []
+        for span, some in zip(self.flats, self._slices, strict=True):
+            flat = span.find_flat(filled[some], addresses[some])
+            copied = None if flat is not None else filled[some]
+            found.append((span, span.copy_flat(filled[some]) if flat is None else flat, copied))
+        return found
+
+
+def _picker(indices: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Returns a function that picks items by their indices; no loop in Python."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda items: [items[i] for i in indices]
 
 
 class FlatSteps:
@@ -260,158 +284,151 @@ class FlatSteps:
 
     # ---- plans
 
-    def _plan(self, params: list[Tensor], entries: list[int], absent: list[bool], odd: tuple[int, ...]) -> Plan:
-        key = (tuple(map(id, params)), tuple(absent), odd)
+    def _plan(self, params: list[Tensor], sizes: list[int], absent: list[bool], odd: tuple[int, ...]) -> Plan:
+        key = (tuple(map(id, params)), tuple(sizes), tuple(absent), odd)
         plan = self._plans.get(key)
-        if plan is None or not plan.fits(params, absent):
-            plan = self._make_plan(params, entries, absent, odd)
+        if plan is None or not plan.fits(params, sizes, absent):
+            with torch.no_grad(), no_torch_function():
+                plan = self._make_plan(params, sizes, absent, odd)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
         self._last = plan
         return plan
 
-    def _make_plan(self, params: list[Tensor], entries: list[int], absent: list[bool], odd: tuple[int, ...]) -> Plan:
+    def _make_plan(self, params: list[Tensor], sizes: list[int], absent: list[bool], odd: tuple[int, ...]) -> Plan:
         options = self._optimizer.param_groups
-        with torch.no_grad(), no_torch_function():
-            for span in [*self._spans.values()]:
-                if not span.is_valid():
-                    self._dissolve(span)
-            places, labels = Places(), {}
-            found: dict[int, Place] = {}
-            for i in compress(range(len(params)), [not each for each in absent]):
-                place = None if i in odd else places.find(params[i])
+        entries = [entry for entry, size in enumerate(sizes) for _ in range(size)]
+        for span in [*self._spans.values()]:
+            if not span.is_valid():
+                self._dissolve(span)
+        places, labels = Places(), {}
+        found: dict[int, Place] = {}
+        for i, (param, entry) in enumerate(zip(params, entries, strict=True)):
+            if not absent[i]:
+                place = None if i in odd else places.find(param)
                 if place is not None:
-                    found[id(params[i])] = place
-                labels[id(params[i])] = _BESIDE if place is None else entries[i]
-            for span in [*self._spans.values()]:
-                self._cut(span, labels)
-            fresh = [
-                (found[id(param)], entry)
-                for param, entry in zip(params, entries, strict=True)
-                if id(param) in found and id(param) not in self._span_of
-            ]
-            beside = {*map(id, self._make_spans(fresh, options))}
-        stepped: dict[int, Span] = {}
-        flats: list[list[Tensor]] = [[] for _ in options]
-        listed: dict[int, list[Span]] = {}
+                    found[id(param)] = place
+                labels[id(param)] = _BESIDE if place is None else entry
+        for span in [*self._spans.values()]:
+            self._cut(span, labels)
+        fresh = [
+            (found[id(param)], entry)
+            for param, entry in zip(params, entries, strict=True)
+            if id(param) in found and id(param) not in self._span_of
+        ]
+        beside = {*map(id, self._make_spans(fresh, options))}
+        flats: dict[int, Span] = {}
+        listed: dict[int, dict[int, Span]] = {}
+        stepped: list[list[Tensor]] = [[] for _ in options]
         for param, entry, is_absent in zip(params, entries, absent, strict=True):
             if is_absent:
                 continue
             if id(param) in beside or id(param) not in found:
-                flats[entry].append(param)
+                stepped[entry].append(param)
                 continue
             span = self._span_of[id(param)]
-            if id(span) in stepped:
-                continue
-            stepped[id(span)] = span
             if self._is_listed(options[entry]) and span.device.type == "cpu":
-                listed.setdefault(entry, []).append(span)
-            else:
-                flats[entry].append(span.flat)
-        spans = [*stepped.values()]
-        return Plan(params, absent, odd, spans, [*listed.items()], flats)
+                listed.setdefault(entry, {})[id(span)] = span
+            elif id(span) not in flats:
+                flats[id(span)] = span
+                stepped[entry].append(span.flat)
+                verdict = self._verdict(options[entry], span.flat)
+                span.writes_gradients, span.keeps_zeros = verdict.writes_gradients, verdict.keeps_zeros
+        by_entry = [(entry, [*some.values()]) for entry, some in listed.items()]
+        return Plan(([*params], sizes, absent, odd), [*flats.values()], by_entry, stepped)
 
     # ---- steps
 
     def step(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Takes one step. `args`, `options`: what the optimizer's own step is given besides."""
-        groups = self._optimizer.param_groups
-        params = [param for group in groups for param in group["params"]]
-        entries = [i for i, group in enumerate(groups) for _ in group["params"]]
+        whole = [group["params"] for group in self._optimizer.param_groups]
+        params, sizes = whole[0] if len(whole) == 1 else [*chain.from_iterable(whole)], [*map(len, whole)]
         with no_torch_function():
             gradients = [*map(grad_of, params)]
-            absent = [gradient is None for gradient in gradients]
+            absent = [*map(is_, gradients, repeat(None))]
             plan = self._last
-            if plan is None or not plan.fits(params, absent):
-                plan = self._plan(params, entries, absent, _odd_among(params, gradients))
+            if plan is None or plan.odd or not plan.fits(params, sizes, absent):
+                plan = self._plan(params, sizes, absent, _odd_among(params, gradients))
             picked = plan.pick(gradients)
-            if not plan.is_usual(picked):
+            if picked is None:
                 odd = _odd_among(params, gradients)
-                if odd != plan.odd:
-                    plan = self._plan(params, entries, absent, odd)
-                    picked = plan.pick(gradients)
-            elif plan.odd and (odd := _odd_among(params, gradients)) != plan.odd:
-                plan = self._plan(params, entries, absent, odd)
-                picked = plan.pick(gradients)
-            locals_ = [*map(local_of, picked)]
-        return self._take(plan, locals_, args, options)
+                plan = plan if odd == plan.odd else self._plan(params, sizes, absent, odd)
+                picked = plan.pick_any(gradients)
+            return self._take(plan, whole, [*map(local_of, picked)], args, options)
 
-    def _take(self, plan: Plan, gradients: list[Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _take(
+        self,
+        plan: Plan,
+        whole: list[list[Tensor]],
+        gradients: list[Tensor],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        """Steps by a plan. `whole`: the parameters of all entries; `gradients`: those of the plan's members."""
         optimizer: Any = self._optimizer
-        groups = optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        if plan.spans:
+        if plan.members:
             notices.tell()
-        copied: list[tuple[Span, Tensor, list[Tensor]]] = []
-        listed = {id(span) for _, spans in plan.listed for span in spans}
-        flats: list[Tensor] = []
         with torch.no_grad():
-            filled = [*compress(gradients, plan.filled)]
-            addresses = [*map(Tensor.data_ptr, filled)]
-            for span, (_, some) in zip(plan.spans, plan.slices, strict=True):
-                if id(span) in listed:
-                    continue
-                own = filled[some]
-                flat = span.find_flat(own, addresses[some])
-                if flat is None:
-                    flat = span.copy_flat(own)
-                    copied.append((span, flat, own))
-                span.flat.grad = flat
-                flats.append(span.flat)
-        vars(optimizer)["state"] = self._live
+            flat = plan.flat_gradients(gradients) if plan.flats else []
+        own = vars(optimizer)
+        own["state"] = self._live
         try:
-            for group, chosen in zip(groups, plan.flats, strict=True):
+            for group, chosen in zip(optimizer.param_groups, plan.stepped, strict=True):
                 group["params"] = chosen
-            self._run_kernels(plan, gradients)
-            result = self._own_step(optimizer, *args, **options)
+            for span, gradient, _ in flat:
+                span.flat.grad = gradient
+            if plan.listed:
+                self._run_kernels(plan, gradients[plan.num_flat :])
+            return self._own_step(optimizer, *args, **options)
         finally:
-            for group, params in zip(groups, whole, strict=True):
+            for group, params in zip(optimizer.param_groups, whole, strict=True):
                 group["params"] = params
-            del vars(optimizer)["state"]
-            for flat in flats:
-                flat.grad = None
-            self._settle(plan, copied)
-        return result
+            del own["state"]
+            for span, _, _ in flat:
+                span.flat.grad = None
+            self._settle(plan, flat)
 
-    def _settle(self, plan: Plan, copied: Iterable[tuple[Span, Tensor, list[Tensor]]]) -> None:
+    def _settle(self, plan: Plan, flat: Iterable[tuple[Span, Tensor, list[Tensor] | None]]) -> None:
         """Does what is left to do for gradients, padding and version counters."""
-        scaled = getattr(self._optimizer, "grad_scale", None) is not None
-        groups = self._optimizer.param_groups
-        with torch.no_grad():
-            for span, flat, own in copied:
-                if scaled or self._verdict(groups[span.entry], span.flat).writes_gradients:
-                    span.write_back(flat, own)
-            if plan.padding and not all(each.keeps_zeros for each in self._verdicts.values()):
+        is_scaled = getattr(self._optimizer, "grad_scale", None) is not None
+        for span, gradient, copied in flat:
+            if copied is not None and (is_scaled or span.writes_gradients):
+                with torch.no_grad():
+                    span.write_back(gradient, copied)
+        if plan.padding and not all(span.keeps_zeros for span in plan.flats):
+            with torch.no_grad():
                 zero_each(plan.padding)
         if plan.members:
             increment_version(plan.members)
 
     def _run_kernels(self, plan: Plan, gradients: list[Tensor]) -> None:
-        """Steps on the spans that fused kernels step on."""
-        places = {id(span): some for span, (some, _) in zip(plan.spans, plan.slices, strict=True)}
+        """Steps on the spans that fused kernels step on. `gradients`: those of their parameters."""
+        kernel, groups = self._kernel, self._optimizer.param_groups
+        assert kernel is not None, "there are listed spans"
+        if plan.prepared is None:
+            plan.prepared = self._prepare(plan, kernel)
+        for entry, listed, pick in plan.prepared:
+            num_entries = sum(map(len, listed.states))
+            kernels.run(kernel, self._optimizer, groups[entry], listed, pick(gradients))
+            if sum(map(len, listed.states)) != num_entries:
+                plan.prepared = None  # SGD has begun to keep a momentum
+
+    def _prepare(self, plan: Plan, kernel: kernels.Kernel) -> list[Any]:
+        prepared, first = [], 0
         for entry, spans in plan.listed:
-            options = self._optimizer.param_groups[entry]
-            assert self._kernel is not None, "it has listed spans"
+            alike: dict[Any, list[tuple[Span, list[int]]]] = {}
             for span in spans:
                 if span.flat not in self._live:
-                    state = self._kernel.begin(self._optimizer, options, span)
-                    if state:
-                        self._live[span.flat] = state
-            alike: dict[Any, list[Span]] = {}
-            for span in spans:
-                names = tuple(n for n, v in self._live[span.flat].items() if states.is_elements(v, span.flat))
-                alike.setdefault((span.dtype, span.device, names), []).append(span)
+                    self._live[span.flat] = kernel.begin(self._optimizer, self._optimizer.param_groups[entry], span)
+                names = kernels.names_of_elements(self._live[span.flat], span)
+                indices = [*range(first, first + len(span.members))]
+                alike.setdefault((span.dtype, span.device, names), []).append((span, indices))
+                first += len(span.members)
             for (_, _, names), some in alike.items():
-                own = [self._live[span.flat] for span in some]
-                listed = kernels.Listed(
-                    some,
-                    own,
-                    [member.place.local for span in some for member in span.members],
-                    [gradient for span in some for gradient in gradients[places[id(span)]]],
-                    kernels.elements_of(some, own, names),
-                )
-                kernels.run(self._kernel, self._optimizer, options, listed)
+                listed = kernels.Listed.of([span for span, _ in some], self._live, names)
+                prepared.append((entry, listed, _picker([i for _, indices in some for i in indices])))
+        return prepared
 
 
 def _kinds_of(params: Sequence[Tensor]) -> list[Tensor]:
@@ -463,6 +480,3 @@ def _is_laid_out_like(gradient: Any, param: DTensor) -> bool:
         and local.is_contiguous()
     )
 
-
-Refused = NotElementwiseError
-Step = Callable[..., Any]
