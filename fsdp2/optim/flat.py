@@ -114,7 +114,12 @@ def _refuse_what_cannot_be(optimizer: Optimizer) -> None:
 
 
 class FlatOptimizer:
-    """Is what the classes of flat optimizers inherit from, before the optimizer's own class."""
+    """Is what the classes of flat optimizers inherit from, before the optimizer's own class.
+
+    `counts_own_steps`: a step counts itself in the versions of the parameters.
+    """
+
+    counts_own_steps = True
 
 
 @once

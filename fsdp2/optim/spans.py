@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_of
+from ..core.compat import copy_all, local_of
 from ..core.gather import view_bytes
 from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
@@ -98,74 +98,102 @@ class Member(NamedTuple):
         return self.of(flat).view(self.place.local.shape)
 
 
-class Span:
-    """Parameters that are stepped on as one tensor, `flat`, over their memory.
+class Run:
+    """Parameters side by side in one shard buffer.
 
-    `entry`: index of their entry in `param_groups`. `begin`: the first byte in the shard buffer. `offsets`: bytes
-    between the first parameter that is not empty and each other such one. `gaps`: (first element, number of elements)
-    of the padding between them. `writes_gradients`, `keeps_zeros`: what is known of the optimizer's step, see Verdict.
+    `begin`, `numel`: the first byte there, and the elements from the first to the last of those that are not empty.
+    `starts`: of each parameter, its first element. `gaps`: (first element, number of elements) of padding between them.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        first, filled = places[0], [place for place in places if place.local.numel()]
+        itemsize = first.local.dtype.itemsize
+        self.places, self.shards, self.group = places, first.shards, first.group
+        self.begin = filled[0].offset if filled else 0
+        end = filled[-1].offset + filled[-1].local.nbytes if filled else 0
+        self.numel = (end - self.begin) // itemsize
+        self.nbytes = end - self.begin
+        self.starts = [min(max(place.offset - self.begin, 0) // itemsize, self.numel) for place in places]
+        # Bytes between the first parameter that is not empty and each such one.
+        self._offsets = [place.offset - self.begin for place in filled]
+        self.gaps: list[tuple[int, int]] = []
+        reached = 0
+        for place, start in zip(places, self.starts, strict=True):
+            if place.local.numel():
+                if start > reached:
+                    self.gaps.append((reached, start - reached))
+                reached = start + place.local.numel()
+
+    def view(self) -> Tensor:
+        """Returns the memory of all of it, as one tensor."""
+        return view_bytes(self.shards, self.begin, self.numel, self.places[0].local.dtype)
+
+    def find_flat(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> Tensor | None:
+        """Returns the gradients of the parameters that are not empty as one tensor over their memory, if they lie in
+        one storage as the parameters do. `addresses`: where their memory begins.
+        """
+        if not addresses or (self.gaps and not getattr(self.group.gradients, "padding_is_zero", False)):
+            return None
+        base, first = addresses[0], gradients[0]
+        if [address - base for address in addresses] != self._offsets:
+            return None
+        storage = first.untyped_storage()
+        # What lies between the ends of one storage lies in it: no two allocations share memory.
+        if base + self.nbytes > storage.data_ptr() + storage.nbytes():
+            return None
+        return first.as_strided((self.numel,), (1,), first.storage_offset())
+
+
+class Span:
+    """Parameters that are stepped on as one tensor, `flat`: here, a run over whose memory it lies.
+
+    `entry`: index of their entry in `param_groups`. `padding`: what lies between the parameters in `flat`.
+    `writes_gradients`, `keeps_zeros`: what is known of the optimizer's step, see Verdict.
     """
 
     writes_gradients, keeps_zeros = False, True
 
     def __init__(self, places: Sequence[Place], entry: int) -> None:
-        first, filled = places[0], [place for place in places if place.local.numel()]
-        begin, itemsize = (filled or places)[0].offset, first.local.dtype.itemsize
-        end = filled[-1].offset + filled[-1].local.nbytes if filled else begin
-        numel = (end - begin) // itemsize
-        self.begin, self.entry, self.group = begin, entry, first.group
-        self.dtype, self.device = first.local.dtype, first.local.device
-        starts = [min(max(place.offset - begin, 0) // itemsize, numel) for place in places]
-        self.members = [Member(place, start) for place, start in zip(places, starts, strict=True)]
-        self.offsets = [place.offset - begin for place in filled]
-        self.gaps: list[tuple[int, int]] = []
-        reached = 0
-        for member in self.members:
-            if member.numel:
-                if member.start > reached:
-                    self.gaps.append((reached, member.start - reached))
-                reached = member.start + member.numel
+        self.entry, self.dtype, self.device = entry, places[0].local.dtype, places[0].local.device
         with torch.inference_mode(False), torch.no_grad():
-            self.flat = nn.Parameter(view_bytes(first.shards, begin if numel else 0, numel, self.dtype))
-            self.padding = [self.flat.detach().narrow(0, *gap) for gap in self.gaps]
-            self._zeros = [torch.zeros(count, dtype=self.dtype, device=self.device) for _, count in self.gaps]
+            self._build(places)
+
+    def _build(self, places: Sequence[Place]) -> None:
+        self.run = Run(places)
+        self.members = [Member(place, start) for place, start in zip(places, self.run.starts, strict=True)]
+        self.flat = nn.Parameter(self.run.view())
+        self.padding = [self.flat.detach().narrow(0, *gap) for gap in self.run.gaps]
+        self._zeros = {first: self.flat.new_zeros(count) for first, count in self.run.gaps}
+
+    @property
+    def num_filled(self) -> int:
+        """Number of parameters that are not empty."""
+        return sum(1 for member in self.members if member.numel)
 
     def is_valid(self) -> bool:
         """Returns True if all parameters still lie there."""
         return all(member.place.is_valid() for member in self.members)
 
-    def find_flat(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> Tensor | None:
-        """Returns the gradients of the members that are not empty as one tensor over their memory, if they lie in one
-        storage as the parameters do.
-        """
-        if not addresses:
-            return torch.empty_like(self.flat, requires_grad=False)
-        if self.gaps and not getattr(self.group.gradients, "padding_is_zero", False):
-            return None
-        base, first = addresses[0], gradients[0]
-        if [address - base for address in addresses] != self.offsets:
-            return None
-        storage = first.untyped_storage()
-        # What lies between the ends of one storage lies in it: no two allocations share memory.
-        if base + self.flat.nbytes > storage.data_ptr() + storage.nbytes():
-            return None
-        return first.as_strided((self.flat.numel(),), (1,), first.storage_offset())
+    def find_gradient(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> tuple[Tensor, bool]:
+        """Returns the gradients as one tensor like `flat`, and True if that is a copy.
 
-    def copy_flat(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Returns a copy of the gradients of the members that are not empty, as one tensor, with zeros as padding."""
+        Args:
+            gradients: those of the parameters that are not empty, plain tensors.
+            addresses: where their memory begins.
+        """
+        flat = self.run.find_flat(gradients, addresses)
+        return (self._copy(gradients), True) if flat is None else (flat, False)
+
+    def _copy(self, gradients: Sequence[Tensor]) -> Tensor:
         if not gradients:
-            return torch.empty_like(self.flat, requires_grad=False)
-        parts = [gradient.reshape(-1) for gradient in gradients]
-        if self.gaps:
-            ends = {start: zeros for (start, _), zeros in zip(self.gaps, self._zeros, strict=True)}
-            padded, reached = [], 0
-            for part in parts:
-                if reached in ends:
-                    padded.append(ends[reached])
-                    reached += ends[reached].numel()
-                padded.append(part)
-                reached += part.numel()
-            parts = padded
+            return torch.zeros_like(self.flat, requires_grad=False)
+        parts, reached = [], 0
+        for gradient in gradients:
+            if reached in self._zeros:
+                parts.append(self._zeros[reached])
+                reached += self._zeros[reached].numel()
+            parts.append(gradient.reshape(-1))
+            reached += gradient.numel()
         return torch.cat(parts)
 
     def write_back(self, flat: Tensor, gradients: Sequence[Tensor]) -> None:
@@ -173,6 +201,71 @@ class Span:
         filled = [member for member in self.members if member.numel]
         for member, gradient in zip(filled, gradients, strict=True):
             gradient.copy_(member.of(flat).view(gradient.shape))
+
+    def open(self) -> None:
+        """Prepares `flat` for a step."""
+
+    def close(self) -> None:
+        """Gives the parameters what a step has left in `flat`."""
+
+
+class Packed(Span):
+    """Small runs, of several groups, whose parameters are copied to `flat` for each step, and back.
+
+    Its memory is there during a step only. It has no padding.
+    """
+
+    def _build(self, places: Sequence[Place]) -> None:
+        filled = [place for place in places if place.local.numel()]
+        self._runs: list[Run] = []
+        begin = 0
+        for i in range(1, len(filled) + 1):
+            if i == len(filled) or not _touch(filled[i - 1], filled[i]):
+                self._runs.append(Run(filled[begin:i]))
+                begin = i
+        self._memory = [run.view() for run in self._runs]
+        self._sizes = [run.numel for run in self._runs]
+        self.members, start = [], 0
+        for place in places:
+            self.members.append(Member(place, start))
+            start += place.local.numel()
+        self._values = torch.empty(start, dtype=self.dtype, device=self.device)
+        self.flat, self.padding = nn.Parameter(self._values), []
+        self._storage, self._nbytes = self._values.untyped_storage(), self._values.nbytes
+        self._storage.resize_(0)
+
+    def find_gradient(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> tuple[Tensor, bool]:
+        parts: list[Tensor] = []
+        end = 0
+        for run in self._runs:
+            begin, end = end, end + len(run.places)
+            own = gradients[begin:end]
+            flat = run.find_flat(own, addresses[begin:end]) if len(own) > 1 else None
+            if flat is None:
+                parts += [gradient.reshape(-1) for gradient in own]
+            else:
+                parts.append(flat)
+        return torch.cat(parts), True
+
+    def open(self) -> None:
+        self._storage.resize_(self._nbytes)
+        torch.cat(self._memory, out=self._values)
+
+    def close(self) -> None:
+        copy_all(self._memory, [*self._values.split(self._sizes)])
+        self._storage.resize_(0)
+
+
+def _touch(place: Place, following: Place) -> bool:
+    """Returns True if one begins where the other ends."""
+    return place.shards is following.shards and place.offset + place.local.nbytes == following.offset
+
+
+def make_span(places: Sequence[Place], entry: int) -> Span:
+    """Returns a span of these parameters: of one run, or of several, which are packed."""
+    if len([*runs([(place, 0) for place in places])]) == 1:
+        return Span(sorted(places, key=lambda place: place.rank), entry)
+    return Packed(places, entry)
 
 
 def runs(places: Sequence[tuple[Place, Any]]) -> Iterator[tuple[list[Place], Any]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..core.compat import dtensor_spec, local_of
 from ..core.gather import own_storage_view
 from ..dtensor.compat import dtensor
-from .spans import Member, Place, Span
+from .spans import Member, Packed, Place, Span
 
 State = dict[str, Any]
 
@@ -33,20 +33,32 @@ def copy_number(value: Any) -> Any:
 
 
 def split(state: State, span: Span, part: Span) -> State:
-    """Returns the state of `part`, some neighbours of a span, as views of that of the span."""
+    """Returns the state of `part`, some parameters of a span: views of that of the span, if it is a run."""
+    if not state:
+        return {}
+    start_of = {id(member.parameter): member for member in span.members}
+    members = [start_of[id(member.parameter)] for member in part.members]
+    if isinstance(span, Packed) or isinstance(part, Packed):
+        return join([_part_of(state, span, member) for member in members], part)
+    first = next((member.start for member in members if member.numel), 0)
     numel = part.flat.numel()
-    first = (part.begin - span.begin) // span.dtype.itemsize if numel else 0
     return {
         name: value.narrow(0, first, numel) if is_elements(value, span.flat) else copy_number(value)
         for name, value in state.items()
     }
 
 
+def _part_of(state: State, span: Span, member: Member) -> State:
+    return {
+        name: member.of(value) if is_elements(value, span.flat) else copy_number(value) for name, value in state.items()
+    }
+
+
 def show(state: State, span: Span, member: Member) -> State:
     """Returns the state of one parameter, as an ordinary optimizer has it: DTensors over the memory of the span's."""
     return {
-        name: _as_dtensor(member.of(value), member.place) if is_elements(value, span.flat) else copy_number(value)
-        for name, value in state.items()
+        name: _as_dtensor(value, member.place) if is_elements(state[name], span.flat) else value
+        for name, value in _part_of(state, span, member).items()
     }
 
 

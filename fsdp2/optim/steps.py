@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import is_, itemgetter
 from typing import Any
@@ -22,12 +22,15 @@ from ..dtensor.write_notices import notices
 from . import kernels, states
 from .compat import grad_of, without_hooks, zero_each
 from .probe import Verdict, probe, signature
-from .spans import Place, Places, Span, runs
+from .spans import Packed, Place, Places, Span, make_span, runs
 from .states import State
 
 # An entry's parameters that are stepped on one by one, as DTensors or plain tensors.
 _BESIDE = "beside"
 _MOST_PLANS = 4096
+# Up to so many elements, to copy a run costs less than the calls of a step's operations on it: some ten of them, on the
+# CPU about 1 us each beside their work.
+_SMALL_NUMEL = 16 * 1024
 
 
 class Plan:
@@ -61,7 +64,7 @@ class Plan:
         self._slices: list[slice] = []
         end = 0
         for span in flats:
-            begin, end = end, end + sum(1 for member in span.members if member.numel)
+            begin, end = end, end + span.num_filled
             self._slices.append(slice(begin, end))
         self.num_flat = len(self._filled)
         self.padding = [each for span in flats for each in span.padding]
@@ -96,9 +99,8 @@ class Plan:
         addresses = [*map(Tensor.data_ptr, filled)]
         found: list[tuple[Span, Tensor, list[Tensor] | None]] = []
         for span, some in zip(self.flats, self._slices, strict=True):
-            flat = span.find_flat(filled[some], addresses[some])
-            copied = None if flat is not None else filled[some]
-            found.append((span, span.copy_flat(filled[some]) if flat is None else flat, copied))
+            flat, is_copy = span.find_gradient(filled[some], addresses[some])
+            found.append((span, flat, filled[some] if is_copy else None))
         return found
 
 
@@ -251,9 +253,16 @@ class FlatSteps:
         state = self._remove(span)
         # A label that is None keeps its parameters together, too, until they have gradients again.
         placed = [(member.place, (label,)) for member, label in zip(span.members, found, strict=True)]
-        for places, (label,) in runs(placed):
-            part = Span(places, label if isinstance(label, int) else span.entry)
-            self._add(part, states.split(state, span, part) if state else None)
+        if isinstance(span, Packed):
+            parts: dict[Any, list[Place]] = {}
+            for place, wrapped in placed:
+                parts.setdefault(wrapped, []).append(place)
+            cut = [(places, wrapped) for wrapped, places in parts.items()]
+        else:
+            cut = [*runs(placed)]
+        for places, (label,) in cut:
+            part = make_span(places, label if isinstance(label, int) else span.entry)
+            self._add(part, states.split(state, span, part))
             if label == _BESIDE:
                 self._dissolve(part)
 
@@ -267,17 +276,36 @@ class FlatSteps:
                 left.append(place.parameter)
             else:
                 read[id(place.parameter)] = state
+        # Small runs that can share a state: (entry, dtype, device) -> places of each.
+        packs: dict[Any, list[list[Place]]] = {}
         for run, entry in runs([pair for pair in places if id(pair[0].parameter) in read]):
             begin, joins = 0, self._joins(options[entry], run[0])
             for i in range(1, len(run) + 1):
                 is_end = i == len(run) or not joins
                 if is_end or not states.can_join(read[id(run[begin].parameter)], read[id(run[i].parameter)]):
-                    self._join(run[begin:i], entry, [read[id(place.parameter)] for place in run[begin:i]])
-                    begin = i
+                    some, begin = run[begin:i], i
+                    if joins and self._packs(options[entry], some):
+                        packs.setdefault((entry, some[0].local.dtype, some[0].local.device), []).append(some)
+                    else:
+                        self._join(some, entry, read)
+        for (entry, _, _), found in packs.items():
+            pack: list[Place] = []
+            for some in found:
+                if pack and not states.can_join(read[id(pack[0].parameter)], read[id(some[0].parameter)]):
+                    self._join(pack, entry, read)
+                    pack = []
+                pack += some
+            self._join(pack, entry, read)
         return left
 
-    def _join(self, places: list[Place], entry: int, found: list[State]) -> None:
-        span = Span(places, entry)
+    def _packs(self, options: dict[str, Any], places: Sequence[Place]) -> bool:
+        """Returns True if operations on a run take longer to call than to compute, so that copies save time."""
+        is_small = sum(place.local.numel() for place in places) <= _SMALL_NUMEL
+        return is_small and places[0].local.device.type == "cpu" and not self._is_listed(options)
+
+    def _join(self, places: list[Place], entry: int, read: Mapping[int, State]) -> None:
+        span = make_span(places, entry)
+        found = [read[id(member.parameter)] for member in span.members]
         for place in places:
             self._live.pop(place.parameter, None)
         self._add(span, states.join(found, span) if found[0] else None)
@@ -377,6 +405,7 @@ class FlatSteps:
             for group, chosen in zip(optimizer.param_groups, plan.stepped, strict=True):
                 group["params"] = chosen
             for span, gradient, _ in flat:
+                span.open()
                 span.flat.grad = gradient
             if plan.listed:
                 self._run_kernels(plan, gradients[plan.num_flat :])
@@ -387,6 +416,7 @@ class FlatSteps:
             del own["state"]
             for span, _, _ in flat:
                 span.flat.grad = None
+                span.close()
             self._settle(plan, flat)
 
     def _settle(self, plan: Plan, flat: Iterable[tuple[Span, Tensor, list[Tensor] | None]]) -> None:
