@@ -245,15 +245,17 @@ class Packed(Span):
                 parts += [gradient.reshape(-1) for gradient in own]
             else:
                 parts.append(flat)
-        return torch.cat(parts), True
+        return (torch.cat(parts) if parts else torch.zeros_like(self._values)), True
 
     def open(self) -> None:
-        self._storage.resize_(self._nbytes)
-        torch.cat(self._memory, out=self._values)
+        if self._memory:
+            self._storage.resize_(self._nbytes)
+            torch.cat(self._memory, out=self._values)
 
     def close(self) -> None:
-        copy_all(self._memory, [*self._values.split(self._sizes)])
-        self._storage.resize_(0)
+        if self._memory:
+            copy_all(self._memory, [*self._values.split(self._sizes)])
+            self._storage.resize_(0)
 
 
 def _touch(place: Place, following: Place) -> bool:

@@ -179,8 +179,8 @@ class FlatSteps:
             if span is None:
                 shown[key] = state
                 continue
-            for member in span.members:
-                shown[member.parameter] = states.show(state, span, member) if state else {}
+            for member in span.members if state else ():
+                shown[member.parameter] = states.show(state, span, member)
         for key, state in shown.items():
             entries = dict(state) if isinstance(state, dict) else {}
             self._shown_of.append((key, state, entries, _versions_of(entries)))
