@@ -220,6 +220,7 @@ class FlatSteps:
     # ---- spans
 
     def _add(self, span: Span, state: State | None) -> None:
+        self._forget_plans()  # some may step on its parameters one by one
         self._spans[id(span.flat)] = span
         for member in span.members:
             self._span_of[id(member.parameter)] = span
