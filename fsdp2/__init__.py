@@ -11,6 +11,7 @@ from .ext.meshes import DataParallelMeshDims, ShardPlacementResult
 from .ext.root_methods import GradientReductionHandle
 from .install import install as _install
 from .module import FSDPModule, share_comm_ctx
+from .optim.averages import AveragedModel
 from .optim.flat import flatten_optimizer
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
@@ -24,6 +25,7 @@ from .tools.sync import sync_module_states
 __version__ = "0.1.0"
 
 __all__ = [
+    "AveragedModel",
     "CPUOffloadPolicy",
     "Comparison",
     "DataParallelMeshDims",

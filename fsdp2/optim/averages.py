@@ -1,0 +1,131 @@
+"""Averages of a sharded model's weights (EMA, SWA): one operation for all parameters that lie side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import swa_utils
+
+from ..core.compat import local_if_any
+from ..dtensor.write_notices import notices
+from .spans import Place, Places, Run
+
+
+class AveragedModel(swa_utils.AveragedModel):
+    """Is `torch.optim.swa_utils.AveragedModel`, which updates a sharded model's averages many parameters at a time.
+
+    Build it from the sharded model: `module` is a copy, sharded alike, and an update communicates nothing. `avg_fn` and
+    `multi_avg_fn` get flat tensors, each of several parameters; so they must compute element by element, as
+    `get_ema_multi_avg_fn` and all others of torch do. The averages have the same bits as those of torch's class, and
+    the state dict has the same names. Parameters that lie otherwise than their averages, and plain ones, are averaged
+    one by one, and so are buffers.
+
+        ema = fsdp2.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
+        ...
+        optimizer.step()
+        ema.update_parameters(model)
+    """
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Updates the averages by the weights that `model` has now. Every rank may call it by itself."""
+        both = [*self.parameters()], [*model.parameters()]
+        pairs = vars(self).get("_fsdp2_pairs")
+        if pairs is None or not pairs.are_of(*both):
+            pairs = vars(self)["_fsdp2_pairs"] = _Pairs(*both)
+        if pairs.written:
+            notices.tell()
+        ours, theirs = (_Flat(tensors, module) for tensors, module in zip(pairs.flat, (self.module, model), strict=True))
+        super(AveragedModel, _Update(self, ours)).update_parameters(theirs)
+        if pairs.written:
+            increment_version(pairs.written)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fsdp2_pairs"}
+
+
+class _Pairs:
+    """Pairs parameters of two models. `flat`: what is averaged, and by what; `written`: sharded parameters in that."""
+
+    def __init__(self, averaged: Sequence[Tensor], current: Sequence[Tensor]) -> None:
+        self._given = [*averaged], [*current]
+        self._locals = [*map(local_if_any, averaged)], [*map(local_if_any, current)]
+        self.flat: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.written: list[Tensor] = []
+        places, found = Places(), []
+        for pair in zip(averaged, current, strict=True):
+            here = [places.find(each) for each in pair]
+            if None in here or not _are_alike(*here):  # type: ignore[arg-type]
+                for flat, each in zip(self.flat, pair, strict=True):
+                    flat.append(each)
+            elif here[0].local.numel():  # type: ignore[union-attr]
+                found.append(here)
+        with torch.inference_mode(False), torch.no_grad():
+            for run in _touching(found):  # type: ignore[arg-type]
+                for flat, side in zip(self.flat, zip(*run, strict=True), strict=True):
+                    flat.append(Run([*side]).view())
+                self.written += [place.parameter for place, _ in run]
+
+    def are_of(self, averaged: Sequence[Tensor], current: Sequence[Tensor]) -> bool:
+        """Returns True if it was made of these, and their memory is the same."""
+        for given, locals_, now in zip(self._given, self._locals, (averaged, current), strict=True):
+            if len(given) != len(now) or not all(map(is_, given, now)):
+                return False
+            if not all(map(is_, locals_, map(local_if_any, now))):
+                return False
+        return True
+
+
+def _are_alike(one: Place, other: Place) -> bool:
+    return one.local.shape == other.local.shape and one.local.dtype == other.local.dtype
+
+
+def _touching(pairs: list[tuple[Place, Place]]) -> Iterator[list[tuple[Place, Place]]]:
+    """Yields runs of pairs of which both sides lie side by side, without padding between."""
+    run: list[tuple[Place, Place]] = []
+    for pair in sorted(pairs, key=lambda pair: (id(pair[0].shards), pair[0].offset)):
+        if run and not all(_touch(before, after) for before, after in zip(run[-1], pair, strict=True)):
+            yield run
+            run = []
+        run.append(pair)
+    if run:
+        yield run
+
+
+def _touch(place: Place, following: Place) -> bool:
+    is_same = place.shards is following.shards and place.local.dtype == following.local.dtype
+    return is_same and place.offset + place.local.nbytes == following.offset
+
+
+class _Flat:
+    """Stands for a model whose parameters are `tensors`, for torch's code."""
+
+    def __init__(self, tensors: list[Tensor], module: nn.Module) -> None:
+        self._tensors, self._module = tensors, module
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self._tensors)
+
+    def buffers(self) -> Iterator[Tensor]:
+        return self._module.buffers()
+
+
+class _Update(AveragedModel):
+    """Stands for an averaged model whose module has flat parameters, while torch's code updates it."""
+
+    def __init__(self, averaged: AveragedModel, module: _Flat) -> None:
+        vars(self).update(vars(averaged))
+        vars(self).update(module=module, n_averaged=averaged.n_averaged)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return chain(self.module.parameters())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)[name] = value
+
+
