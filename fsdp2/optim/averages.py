@@ -40,8 +40,8 @@ class AveragedModel(swa_utils.AveragedModel):
             pairs = vars(self)["_fsdp2_pairs"] = _Pairs(*both)
         if pairs.written:
             notices.tell()
-        ours, theirs = (_Flat(tensors, module) for tensors, module in zip(pairs.flat, (self.module, model), strict=True))
-        super(AveragedModel, _Update(self, ours)).update_parameters(theirs)
+        ours, theirs = _Flat(pairs.flat[0], self.module), _Flat(pairs.flat[1], model)
+        super(AveragedModel, _Update(self, ours)).update_parameters(theirs)  # type: ignore[arg-type]
         if pairs.written:
             increment_version(pairs.written)
 
@@ -127,5 +127,3 @@ class _Update(AveragedModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         vars(self)[name] = value
-
-

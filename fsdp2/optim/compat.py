@@ -26,14 +26,14 @@ grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 def without_hooks(cls: type[Optimizer]) -> Callable[..., Any]:
     """Returns the step of an optimizer's class without what torch wraps around it, which runs hooks."""
     step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a step that runs the hooks of an optimizer, as torch's constructor wraps it once for each class."""
     hooked: Any = Optimizer.profile_hook_step(step)
     hooked.hooked = True
-    return hooked  # type: ignore[no-any-return]
+    return hooked
 
 
 def zero_grad_label(optimizer: Optimizer) -> str:
@@ -56,5 +56,5 @@ def follow_step_of_class(optimizer: Optimizer) -> bool:
         return type(optimizer).step(optimizer, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[assignment, method-assign]
+    optimizer.step = step  # type: ignore[method-assign]
     return True

@@ -35,9 +35,9 @@ def flatten_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     `param_groups` lists the parameters, learning rates and other options may change at any time, hooks run once in each
     step, and schedulers, `GradScaler`, closures, `zero_grad`, `add_param_group` and `set_optimizer_in_backward` work as
     before. Parameters without a gradient do not move. Those that are not sharded by fsdp2 are stepped on beside, one by
-    one. `state` and `state_dict()` hold a DTensor for each parameter, over the memory of the flat state, and checkpoints
-    are those of the ordinary optimizer: each loads the other's, on any number of ranks. A copy (`copy.deepcopy`) is
-    flat, too; what is pickled is an ordinary optimizer.
+    one. `state` and `state_dict()` hold a DTensor for each parameter, over the memory of the flat state, and
+    checkpoints are those of the ordinary optimizer: each loads the other's, on any number of ranks. A copy
+    (`copy.deepcopy`) is flat, too; what is pickled is an ordinary optimizer.
 
     Parameters that have taken another number of steps than their neighbours, because they were frozen or unused for a
     while, are stepped on apart from these from then on. The fused kernels of the CPU (`fused=True`) compute the last
@@ -56,9 +56,9 @@ def flatten_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         ValueError: it keeps parameters elsewhere than in `param_groups`, needs a closure that it can call several
             times, is differentiable, or has got another `step` than its class has.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}")
-    cls = type(optimizer)
+    cls: type[Optimizer] = type(optimizer)
+    if not issubclass(cls, Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got a {cls.__name__}")
     if issubclass(cls, FlatOptimizer):
         return optimizer
     _refuse_what_cannot_be(optimizer)
@@ -81,10 +81,10 @@ def _make_flat(optimizer: Optimizer, cls: type[Optimizer]) -> None:
 
 def _advice(cls: type[Optimizer], error: Exception) -> str:
     name = cls.__name__
-    matrices = " For Muon on sharded matrices see fsdp2's own." if name == "Muon" else ""
+    matrices = " For whole matrices fsdp2 has an optimizer of its own." if name == "Muon" else ""
     return (
-        f"{name} can't step on many parameters as one flat tensor: {error.args[0]}. flatten_optimizer is for optimizers "
-        f"that compute each element by itself, as SGD and AdamW do. Use {name} as it is.{matrices}"
+        f"{name} can't step on many parameters as one flat tensor: {error.args[0]}. flatten_optimizer is for "
+        f"optimizers that compute each element by itself, as SGD and AdamW do. Use {name} as it is.{matrices}"
     )
 
 

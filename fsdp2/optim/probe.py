@@ -1,4 +1,4 @@
-"""Finds out whether an optimizer works element by element: steps on a tensor, and on its parts, must give equal bits."""
+"""Finds out whether an optimizer works element by element: steps on a tensor and on its parts must give equal bits."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def probe(optimizer: Optimizer, cls: type[Optimizer], options: dict[str, Any], l
     Raises:
         NotElementwiseError: the results differ, or it can't step on one of them.
     """
-    example = next((optimizer.state[p] for p in options["params"] if optimizer.state.get(p)), {})
+    example: dict[str, Any] = next((optimizer.state[p] for p in options["params"] if optimizer.state.get(p)), {})
     devices = [like.device] if like.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False):
         odd = _compare(optimizer, cls, options, like, example, _ODD)
@@ -138,7 +138,7 @@ def _compare(
             is_alike = [each.shape for each in found] == [part.shape for part in parts]
             if differing is None and not (is_alike and _same(value, join(found))):
                 differing = f"the state {name!r}"
-        elif isinstance(value, Tensor) and value.dim() or isinstance(value, list | tuple | dict | set):
+        elif (isinstance(value, Tensor) and value.dim()) or isinstance(value, list | tuple | dict | set):
             raise NotElementwiseError(
                 f"its state {name!r} is neither a number nor a tensor of the parameter's shape, but a "
                 f"{type(value).__name__}"
@@ -167,7 +167,7 @@ class _Side:
         self._params, self._step = params, without_hooks(cls)
         self._optimizer: Any = object.__new__(cls)
         own = {name: _copied(value) for name, value in vars(optimizer).items() if name != "step"}
-        hooks = {name: OrderedDict() for name in own if name.endswith("_hooks")}
+        hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.endswith("_hooks")}
         kept = {name: value for name, value in own.items() if name not in ("grad_scale", "found_inf")}
         group: dict[str, Any] = {**options, "params": [*params]}
         if "lr" in group:

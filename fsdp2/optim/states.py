@@ -64,7 +64,7 @@ def show(state: State, span: Span, member: Member) -> State:
 
 def _as_dtensor(elements: Tensor, place: Place) -> DTensor:
     param, dtype = place.param, elements.dtype
-    begin, memory = elements.storage_offset() * dtype.itemsize, elements.untyped_storage()
+    begin, memory = int(elements.storage_offset()) * dtype.itemsize, elements.untyped_storage()
     bytes_ = torch.empty(0, dtype=torch.uint8, device=elements.device).set_(memory)
     local = own_storage_view(bytes_, begin, tuple(param.local_shape), dtype)
     spec = param.dtensor_spec
@@ -117,9 +117,8 @@ def join(states: Sequence[State], span: Span) -> State:
     """Returns the state of a span from those of its parameters, which `read` has returned and which can be joined."""
     joined: State = {}
     for name, value in states[0].items():
-        if not (isinstance(value, Tensor) and value.dim() == 1):
-            joined[name] = value
-        elif len(states) == 1 and value.numel() == span.flat.numel():
+        is_number = not isinstance(value, Tensor) or value.dim() == 0
+        if is_number or (len(states) == 1 and value.numel() == span.flat.numel()):
             joined[name] = value
         else:
             joined[name] = torch.zeros(span.flat.shape, dtype=value.dtype, device=value.device)

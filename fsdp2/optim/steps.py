@@ -510,4 +510,3 @@ def _is_laid_out_like(gradient: Any, param: DTensor) -> bool:
         and local.layout is torch.strided
         and local.is_contiguous()
     )
-

@@ -293,8 +293,8 @@ def _find_usual(parameters: list[Any]) -> _Found | None:
 
 # ---- the norm
 #
-# Between ranks a norm is the sum of powers, in which a NaN shows. For the order inf it is two numbers: the largest value
-# but NaN, and how many NaN there are, for a maximum between ranks may lose a NaN, on some of them only.
+# Between ranks a norm is the sum of powers, in which a NaN shows. For the order inf it is two numbers: the largest
+# value but NaN, and how many NaN there are, for a maximum between ranks may lose a NaN, on some of them only.
 
 
 def _total_norm(found: _Found, order: float, one_by_one: bool) -> Tensor:
