@@ -31,12 +31,23 @@ class Library:
         can_cast: whether it takes dtypes.
         has_more: whether it has what torch's FSDP2 has not: a dtype in which gradients travel (`wire_dtype=`) and a
             planner against padding (`planned=True`), which `shard` then takes, too.
+        is_unflattened: whether its optimizers step on each parameter by itself, where they could be flattened.
     """
 
     name: str
     shard: Callable[..., nn.Module]
     can_cast: bool = True
     has_more: bool = False
+    is_unflattened: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.has_more
+
+
+def _shard_by_fsdp2(*args: Any, **options: Any) -> nn.Module:
+    """fsdp2, for what it does beside itself."""
+    return load_library("fsdp2").shard(*args, **options)
 
 
 # "torch-again" checks the benchmark itself: beside "torch", every ratio must come out as 1.
@@ -49,6 +60,7 @@ PEERS = {
     "fsdp1": Library("fsdp1", shard_by_fsdp1),
     "ddp": Library("ddp", shard_by_ddp, can_cast=False),
     "simple": Library("simple", shard_by_dtensors),
+    "unflattened": Library("unflattened", _shard_by_fsdp2, has_more=True, is_unflattened=True),
 }
 NAMES = (*MODULES, *GUARDS, *PEERS)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim import swa_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
