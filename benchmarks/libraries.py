@@ -45,11 +45,6 @@ class Library:
         return self.has_more
 
 
-def _shard_by_fsdp2(*args: Any, **options: Any) -> nn.Module:
-    """fsdp2, for what it does beside itself."""
-    return load_library("fsdp2").shard(*args, **options)
-
-
 # "torch-again" checks the benchmark itself: beside "torch", every ratio must come out as 1.
 MODULES = {
     "fsdp2": "fsdp2",
@@ -60,15 +55,17 @@ PEERS = {
     "fsdp1": Library("fsdp1", shard_by_fsdp1),
     "ddp": Library("ddp", shard_by_ddp, can_cast=False),
     "simple": Library("simple", shard_by_dtensors),
-    "unflattened": Library("unflattened", _shard_by_fsdp2, has_more=True, is_unflattened=True),
 }
-NAMES = (*MODULES, *GUARDS, *PEERS)
+UNFLATTENED = "unflattened"  # fsdp2, whose optimizers step on each parameter by itself
+NAMES = (*MODULES, UNFLATTENED, *GUARDS, *PEERS)
 
 
 def load_library(name: str) -> Library:
     """Import one library; exits with a sentence that says what to do when it cannot be imported."""
     if name in PEERS:
         return PEERS[name]
+    if name == UNFLATTENED:
+        return replace(load_library("fsdp2"), name=name, is_unflattened=True)
     if name in GUARDS:
         guarded = load_library("fsdp2")
         return replace(guarded, name=name, shard=partial(_shard_without, guarded, GUARDS[name]))
