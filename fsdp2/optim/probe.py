@@ -101,10 +101,10 @@ def _compare(
     shapes: Sequence[tuple[int, ...]],
 ) -> _Comparison:
     sizes = [*map(prod, shapes), _ZEROS]
-    numel, draw = sum(sizes), torch.Generator().manual_seed(0)
+    numel, draw = sum(sizes), torch.Generator("cpu").manual_seed(0)
 
     def random() -> Tensor:
-        values = torch.randn(numel, generator=draw).to(like.device, like.dtype)
+        values = torch.randn(numel, generator=draw, device="cpu", dtype=torch.float32).to(like.device, like.dtype)
         values[numel - _ZEROS :] = 0
         return values
 

@@ -22,7 +22,7 @@ from ..dtensor.write_notices import notices
 from . import kernels, states
 from .compat import grad_of, without_hooks, zero_each
 from .probe import Verdict, probe, signature
-from .spans import Packed, Place, Places, Span, make_span, runs
+from .spans import Packed, Place, Places, Run, Span, make_span, runs
 from .states import State
 
 # An entry's parameters that are stepped on one by one, as DTensors or plain tensors.
@@ -31,14 +31,17 @@ _MOST_PLANS = 4096
 # Up to so many elements, to copy a run costs less than the calls of a step's operations on it: some ten of them, on the
 # CPU about 1 us each beside their work.
 _SMALL_NUMEL = 16 * 1024
+# From so many elements on, an operation computes for so long that its call does not count.
+_LARGE_NUMEL = 1024 * 1024
 
 
 class Plan:
     """Says what one step steps on, while the same parameters have gradients.
 
     `params`: all parameters of all entries; `sizes`: how many each entry has; `absent`: which of them have no gradient;
-    `odd`: indices of those whose gradients are laid out otherwise than they. `stepped`: for each entry, what the
-    optimizer's own step gets. `flats`: the spans among that; `listed`: (entry, spans) that a fused kernel steps on.
+    `odd`: indices of those whose gradients are laid out otherwise than they; `fused`: which entries asked for fused
+    kernels. `stepped`: for each entry, what the optimizer's own step gets. `flats`: the spans among that; `listed`:
+    (entry, spans) that a fused kernel steps on.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Plan:
     ) -> None:
         self.params, self.sizes, self.absent, self.odd = key
         self.flats, self.listed, self.stepped = flats, listed, stepped
+        self.fused: list[Any] = []
         spans = [*flats, *(span for _, some in listed for span in some)]
         index = {id(param): i for i, param in enumerate(self.params)}
         members = [member for span in spans for member in span.members]
@@ -267,8 +271,13 @@ class FlatSteps:
             if label == _BESIDE:
                 self._dissolve(part)
 
-    def _make_spans(self, places: Sequence[tuple[Place, int]], options: Sequence[dict[str, Any]]) -> list[Tensor]:
-        """Joins parameters to spans. Returns those that have to be stepped on by themselves, for their states' sake."""
+    def _make_spans(
+        self, places: Sequence[tuple[Place, int]], options: Sequence[dict[str, Any]], gradients: Mapping[int, Any]
+    ) -> list[Tensor]:
+        """Joins parameters to spans. Returns those that have to be stepped on by themselves, for their states' sake.
+
+        `gradients`: identity of a parameter -> its gradient.
+        """
         read: dict[int, State] = {}
         left: list[Tensor] = []
         for place, _ in places:
@@ -281,6 +290,7 @@ class FlatSteps:
         packs: dict[Any, list[list[Place]]] = {}
         for run, entry in runs([pair for pair in places if id(pair[0].parameter) in read]):
             begin, joins = 0, self._joins(options[entry], run[0])
+            joins = joins and (self._is_listed(options[entry]) or _may_be_joined(run, gradients))
             for i in range(1, len(run) + 1):
                 is_end = i == len(run) or not joins
                 if is_end or not states.can_join(read[id(run[begin].parameter)], read[id(run[i].parameter)]):
@@ -313,19 +323,28 @@ class FlatSteps:
 
     # ---- plans
 
-    def _plan(self, params: list[Tensor], sizes: list[int], absent: list[bool], odd: tuple[int, ...]) -> Plan:
-        key = (tuple(map(id, params)), tuple(sizes), tuple(absent), odd)
+    def _plan(
+        self, params: list[Tensor], gradients: list[Any], sizes: list[int], absent: list[bool], odd: tuple[int, ...]
+    ) -> Plan:
+        key = (tuple(map(id, params)), tuple(sizes), tuple(absent), odd, tuple(self._fused()))
         plan = self._plans.get(key)
         if plan is None or not plan.fits(params, sizes, absent):
             with torch.no_grad(), no_torch_function():
-                plan = self._make_plan(params, sizes, absent, odd)
+                plan = self._make_plan(params, gradients, sizes, absent, odd)
+            plan.fused = self._fused()
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = plan
         self._last = plan
         return plan
 
-    def _make_plan(self, params: list[Tensor], sizes: list[int], absent: list[bool], odd: tuple[int, ...]) -> Plan:
+    def _fused(self) -> list[Any]:
+        """Returns which entries ask for fused kernels now."""
+        return [group.get("fused") for group in self._optimizer.param_groups]
+
+    def _make_plan(
+        self, params: list[Tensor], gradients: list[Any], sizes: list[int], absent: list[bool], odd: tuple[int, ...]
+    ) -> Plan:
         options = self._optimizer.param_groups
         entries = [entry for entry, size in enumerate(sizes) for _ in range(size)]
         for span in [*self._spans.values()]:
@@ -346,7 +365,8 @@ class FlatSteps:
             for param, entry in zip(params, entries, strict=True)
             if id(param) in found and id(param) not in self._span_of
         ]
-        beside = {*map(id, self._make_spans(fresh, options))}
+        of_param = {id(param): gradient for param, gradient in zip(params, gradients, strict=True)}
+        beside = {*map(id, self._make_spans(fresh, options, of_param))}
         flats: dict[int, Span] = {}
         listed: dict[int, dict[int, Span]] = {}
         stepped: list[list[Tensor]] = [[] for _ in options]
@@ -377,14 +397,15 @@ class FlatSteps:
             gradients = [*map(grad_of, params)]
             absent = [*map(is_, gradients, repeat(None))]
             plan = self._last
-            if plan is None or plan.odd or not plan.fits(params, sizes, absent):
-                plan = self._plan(params, sizes, absent, _odd_among(params, gradients))
+            if plan is None or plan.odd or not plan.fits(params, sizes, absent) or plan.fused != self._fused():
+                plan = self._plan(params, gradients, sizes, absent, _odd_among(params, gradients))
             picked = plan.pick(gradients)
             if picked is None:
                 odd = _odd_among(params, gradients)
-                plan = plan if odd == plan.odd else self._plan(params, sizes, absent, odd)
+                plan = plan if odd == plan.odd else self._plan(params, gradients, sizes, absent, odd)
                 picked = plan.pick_any(gradients)
-            return self._take(plan, whole, [*map(local_of, picked)], args, options)
+            locals_ = [*map(local_of, picked)]
+        return self._take(plan, whole, locals_, args, options)  # in which classes of tensors may need torch functions
 
     def _take(
         self,
@@ -471,6 +492,14 @@ def _kinds_of(params: Sequence[Tensor]) -> list[Tensor]:
             device = torch.device("cpu") if local.device.type == "meta" else local.device
             found.setdefault((local.dtype, device), torch.empty(0, dtype=local.dtype, device=device))
     return [*found.values()] or [torch.empty(0, device="cpu", dtype=torch.float32)]
+
+
+def _may_be_joined(places: Sequence[Place], gradients: Mapping[int, Any]) -> bool:
+    """Returns False for large gradients that do not lie side by side: to copy them takes memory, and saves no time."""
+    if sum(place.local.numel() for place in places) <= _LARGE_NUMEL:
+        return True
+    own = [local_of(gradients[id(place.parameter)]) for place in places if place.local.numel()]
+    return Run(places).find_flat(own, [each.data_ptr() for each in own]) is not None
 
 
 def _versions_of(entries: dict[str, Any]) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -105,12 +106,12 @@ class Pair:
     def draw_gradients(self, seed: int) -> None:
         """Gradients of parts of parameters that nothing has computed: they cost no forward and no communication."""
         for model in self.models:
-            draw = torch.Generator().manual_seed(seed * 10 + dist.get_rank())
+            draw = torch.Generator("cpu").manual_seed(seed * 10 + dist.get_rank())
             for param in model.parameters():
                 if param.requires_grad:
                     gradient = torch.zeros_like(param.detach())
                     local = gradient.to_local()
-                    local.copy_(torch.randn(local.shape, generator=draw))
+                    local.copy_(torch.randn(local.shape, generator=draw, device="cpu"))
                     param.grad = gradient
 
     def step(self, *args: Any) -> None:
@@ -427,6 +428,45 @@ def check_states_that_users_change() -> None:
         pair.step()
         pair.compare(f"step {step}")
     pair.compare_states("changed")
+
+
+def check_options_that_change() -> None:
+    pair = Pair(adamw)
+    for step in range(6):
+        pair.backward(step)
+        for optimizer in pair.optimizers:
+            optimizer.param_groups[0]["maximize"] = step == 1
+            for group in optimizer.param_groups:
+                group["fused"], group["betas"] = step in (2, 3), (0.5, 0.9 + 0.01 * step)
+        pair.step()
+        pair.compare(f"step {step}")
+    pair.compare_states("changed")
+
+
+def check_large_and_small_spans() -> None:
+    """As with millions of elements: runs that are not copied, also none of whose gradients are copied."""
+    for small, large in ((0, 1 << 20), (0, 0)):
+        with mock.patch.multiple("fsdp2.optim.steps", _SMALL_NUMEL=small, _LARGE_NUMEL=large):
+            train_at_random(Pair(partial(optim.AdamW, eps=0.0)), 6, seed=7)
+            train_at_random(Pair(ELEMENTWISE["SGD"]), 6, seed=8)
+
+
+def check_modes() -> None:
+    """A default device, a default dtype and modes of a user's own are in force."""
+    with torch.device("meta"):
+        pair_of = optim.AdamW
+        with torch.device("cpu"):
+            pair = Pair(pair_of)
+        pair.optimizers[1] = flatten_optimizer(optim.AdamW(pair.models[1].parameters()))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            for step in range(2):
+                pair.draw_gradients(step)
+                pair.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    pair.compare("modes")
 
 
 def check_copies() -> None:
