@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.compat import local_of
 from .compat import without_hooks
 
 STEPS = 7  # RAdam changes its rule in the sixth
@@ -74,9 +73,9 @@ def probe(optimizer: Optimizer, cls: type[Optimizer], options: dict[str, Any], l
     Raises:
         NotElementwiseError: the results differ, or it can't step on one of them.
     """
-    example: dict[str, Any] = next((optimizer.state[p] for p in options["params"] if optimizer.state.get(p)), {})
+    example = next((_example(optimizer.state[p], p) for p in options["params"] if optimizer.state.get(p)), {})
     devices = [like.device] if like.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.inference_mode(False):
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.device(like.device):
         odd = _compare(optimizer, cls, options, like, example, _ODD)
         if odd.differing is None:
             return Verdict(True, odd.keeps_zeros, odd.writes_gradients)
@@ -84,6 +83,17 @@ def probe(optimizer: Optimizer, cls: type[Optimizer], options: dict[str, Any], l
     if even.differing is not None:
         raise NotElementwiseError(f"{even.differing} of the parts of a tensor is another than that of the tensor")
     return Verdict(False, odd.keeps_zeros, odd.writes_gradients)
+
+
+def _example(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """Returns the state of a parameter with empty tensors in place of those that have its shape."""
+    found = {}
+    for name, value in state.items():
+        has_shape = isinstance(value, DTensor) or (
+            isinstance(value, Tensor) and value.dim() and value.shape == param.shape
+        )
+        found[name] = torch.empty(0, dtype=value.dtype) if has_shape else value
+    return found
 
 
 class _Comparison(NamedTuple):
@@ -184,9 +194,8 @@ class _Side:
         for i, param in enumerate(self._params):
             state = {}
             for name, value in self._example.items():
-                local = local_of(value) if isinstance(value, DTensor) else value
-                if isinstance(value, DTensor):
-                    state[name] = self._elements[name][i].to(local.dtype)
+                if isinstance(value, Tensor) and not value.numel():
+                    state[name] = self._elements[name][i].to(value.dtype)
                 else:
                     state[name] = value.clone() if isinstance(value, Tensor) else copy.copy(value)
             self._optimizer.state[param] = state
