@@ -20,6 +20,9 @@ add_to_each: Callable[..., None] = torch._foreach_add_
 subtract_from_each: Callable[..., None] = torch._foreach_sub_
 zero_each: Callable[[list[Tensor]], None] = torch._foreach_zero_
 
+# (tensors of one dtype and device) -> their elements, one tensor behind the other. It calls no function for each.
+flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
+
 grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 

@@ -18,6 +18,7 @@ from ..core.gather import view_bytes
 from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
 from ..ext.owners import sharded_owner
+from .compat import flatten
 
 
 class Place(NamedTuple):
@@ -192,9 +193,9 @@ class Span:
             if reached in self._zeros:
                 parts.append(self._zeros[reached])
                 reached += self._zeros[reached].numel()
-            parts.append(gradient.reshape(-1))
+            parts.append(gradient)
             reached += gradient.numel()
-        return torch.cat(parts)
+        return flatten(parts)
 
     def write_back(self, flat: Tensor, gradients: Sequence[Tensor]) -> None:
         """Copies what a step has left in a copy of the gradients back into these."""
@@ -241,11 +242,8 @@ class Packed(Span):
             begin, end = end, end + len(run.places)
             own = gradients[begin:end]
             flat = run.find_flat(own, addresses[begin:end]) if len(own) > 1 else None
-            if flat is None:
-                parts += [gradient.reshape(-1) for gradient in own]
-            else:
-                parts.append(flat)
-        return (torch.cat(parts) if parts else torch.zeros_like(self._values)), True
+            parts += own if flat is None else [flat]
+        return (flatten(parts) if parts else torch.zeros_like(self._values)), True
 
     def open(self) -> None:
         if self._memory:

@@ -22,7 +22,7 @@ from ..core.events import strategies
 from ..dtensor.compat import spec_of
 from ..ext.compat import norm_each, scale_each
 from ..ext.rank_facts import all_reduce_over
-from ..optim.compat import grad_of
+from ..optim.compat import flatten, grad_of
 from ..optim.spans import Places, Run, runs
 
 
@@ -82,11 +82,14 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} over all gradients is {total.item()}: nothing was clipped. "
             "error_if_nonfinite=False scales by it anyway."
         )
-    _scale(found.own, limit, total, one_by_one)
+    _scale([found.own] if found.is_alike and found.own else _alike(found.own), limit, total, one_by_one)
     return total
 
 
 # ---- the parameters
+
+
+_SMALL_NUMEL = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -137,12 +140,13 @@ class _Found:
     """Holds the gradients that this rank has a part of, as plain tensors.
 
     `own`: what is to be scaled. `counted`: the axes that shard parameters -> what their norm is of, also where there is
-    nothing. `is_double`: a parameter is fp64.
+    nothing. `is_double`: a parameter is fp64. `is_alike`: all have one device and dtype, and none is empty.
     """
 
     own: list[Tensor]
     counted: dict[tuple[_Axis, ...], list[Tensor]]
     is_double: bool
+    is_alike: bool = False
 
 
 def _find_any(unique: list[Any]) -> _Found:
@@ -226,15 +230,20 @@ class _Prepared:
         known: dict[Any, tuple[_Axis, ...]] = {}
         # The axes of those that are here; runs of several that lie side by side in a buffer; indices of the others.
         self.axes: list[tuple[_Axis, ...]] = []
+        kinds = {(local.dtype, local.device) for local in map(local_of, parameters) if local.numel()}
+        self.is_alike = len(kinds) == 1
         self.runs: dict[tuple[_Axis, ...], list[tuple[Run, list[int]]]] = {}
         self.single: dict[tuple[_Axis, ...], list[int]] = {}
         places, found = Places(), []
         for i, parameter in enumerate(parameters):
             if _is_here(parameter):
                 axes = _axes_of(parameter, known)
-                place = places.find(parameter) if local_of(parameter).numel() else None
+                others = self.single.setdefault(axes, [])
+                if not local_of(parameter).numel():
+                    continue  # adds nothing to a norm
+                place = places.find(parameter)
                 if place is None:
-                    self.single.setdefault(axes, []).append(i)
+                    others.append(i)
                 else:
                     found.append((place, axes))
         self.axes = [*dict.fromkeys([*self.single, *(axes for _, axes in found)])]
@@ -269,7 +278,7 @@ class _Prepared:
                 flat = run.find_flat(own, [*map(Tensor.data_ptr, own)]) if len(own) == len(indices) else None
                 parts.extend(own if flat is None else [flat])
             parts.extend([each for i in self.single.get(axes, ()) if (each := locals_[i]) is not None])
-        return _Found([*chain.from_iterable(counted.values())], counted, self.is_double)
+        return _Found([*chain.from_iterable(counted.values())], counted, self.is_double, self.is_alike)
 
 
 # What was prepared last, by the identities of the parameters.
@@ -306,7 +315,8 @@ def _total_norm(found: _Found, order: float, one_by_one: bool) -> Tensor:
     is_largest = math.isinf(order)
     partial: dict[tuple[_Axis, ...], Tensor] = {}
     for axes, gradients in found.counted.items():
-        norms = [_norms(alike, order, one_by_one).to(device, dtype) for alike in _alike(gradients)]
+        alike_ones = [gradients] if found.is_alike and gradients else _alike(gradients)
+        norms = [_norms(alike, order, one_by_one).to(device, dtype) for alike in alike_ones]
         partial[axes] = _powers(norms, order, dtype, device)
     purpose = Purpose("norms in clip_grad_norm_")
     for axis in dict.fromkeys(axis for axes in partial for axis in axes):
@@ -334,10 +344,17 @@ def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _norms(gradients: list[Tensor], order: float, one_by_one: bool) -> Tensor:
-    """Returns the norm of each gradient, in at least fp32."""
+    """Returns norms, in at least fp32: of each gradient, or of several small ones together."""
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if one_by_one:
         return torch.stack([torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients])
+    if len(gradients) > 1 and gradients[0].device.type == "cpu":
+        # A copy takes less time than the call of a norm for each.
+        small = [gradient for gradient in gradients if gradient.numel() <= _SMALL_NUMEL]
+        if len(small) > 1:
+            together = flatten(small)
+            gradients = [gradient for gradient in gradients if gradient.numel() > _SMALL_NUMEL]
+            gradients.append(together)
     return torch.stack(norm_each(gradients, order, dtype))
 
 
@@ -352,10 +369,13 @@ def _powers(norms: list[Tensor], order: float, dtype: torch.dtype, device: torch
     return torch.stack([together.masked_fill(is_nan, 0).amax(), is_nan.sum().to(dtype)])
 
 
-def _scale(gradients: list[Tensor], limit: float, total: Tensor, one_by_one: bool) -> None:
-    """Scales gradients without reading the norm, for which the host would wait: a factor of 1 changes nothing."""
+def _scale(gradients: list[list[Tensor]], limit: float, total: Tensor, one_by_one: bool) -> None:
+    """Scales gradients without reading the norm, for which the host would wait: a factor of 1 changes nothing.
+
+    `gradients`: lists of one device and dtype each.
+    """
     factor = (limit / (total + 1e-6)).clamp(max=1.0)
-    for alike in _alike(gradients):
+    for alike in gradients:
         here = factor.to(alike[0].device)
         if one_by_one:
             for gradient in alike:

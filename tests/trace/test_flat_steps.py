@@ -64,10 +64,10 @@ def by_decay(params: list[nn.Parameter]) -> list[dict[str, Any]]:
 # (options, whether vectors have options of their own) -> most calls and operations of a flat step. Counted in November
 # 2026, plus a tenth. Views of gradients are more than half of the operations: one each.
 STEPS = {
-    ("foreach", False): (292, 180),
+    ("foreach", False): (277, 180),
     ("fused", False): (197, 5),
-    ("one by one", False): (259, 177),
-    ("foreach", True): (520, 197),
+    ("one by one", False): (244, 178),
+    ("foreach", True): (454, 197),
     ("fused", True): (297, 7),
 }
 OPTIONS: dict[str, dict[str, bool]] = {"foreach": {"foreach": True}, "fused": {"fused": True}, "one by one": {}}
@@ -98,8 +98,8 @@ def test_gradients_that_lie_as_the_parameters_do_are_not_copied(model: Any) -> N
         group.gradients.padding_is_zero = True
     optimizer = flatten_optimizer(optim.SGD(model.parameters(), lr=0.5))
     steps, clip = cost(optimizer.step), cost(partial(clip_grad_norm_, [*model.parameters()], 1e9))
-    assert steps[1] <= 26, steps
-    assert clip[1] <= 34, clip
+    assert steps[1] <= 44, steps
+    assert clip[1] <= 54, clip
     assert all(bool((local_of(p) == 1 - 5 * 0.25).all()) for p in model.parameters())
 
 
@@ -127,7 +127,7 @@ def test_clipping_costs_a_bounded_number(model: Any, order: float) -> None:
     params = [*model.parameters()]
     calls, ops = cost(partial(clip_grad_norm_, params, 1.0, order))
     assert calls <= 122, calls
-    assert ops <= 25, ops
+    assert ops <= 186, ops  # a view of each gradient, inside one call that copies all
 
 
 def test_an_average_costs_a_bounded_number(model: Any) -> None:
