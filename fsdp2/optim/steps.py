@@ -503,8 +503,11 @@ def _may_be_joined(places: Sequence[Place], gradients: Mapping[int, Any]) -> boo
 
 
 def _versions_of(entries: dict[str, Any]) -> list[int]:
-    """Returns the versions of the numbers in the state of a parameter, which users may write to."""
-    return [value._version for value in entries.values() if type(value) is Tensor]
+    """Returns the versions of the numbers in the state of a parameter, which users may write to, and the identities of
+    the local tensors of the others, which they may replace.
+    """
+    tensors = [value for value in entries.values() if isinstance(value, Tensor)]
+    return [id(local_of(value)) if isinstance(value, DTensor) else value._version for value in tensors]
 
 
 def _odd_among(params: Sequence[Tensor], gradients: Sequence[Any]) -> tuple[int, ...]:

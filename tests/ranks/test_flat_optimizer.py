@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer, fully_shard
+from fsdp2.ext.owners import sharded_owner
 from helpers import Differences, run_checks, run_ranks
 from scenarios import Net
 
@@ -423,6 +424,8 @@ def check_states_that_users_change() -> None:
                 optimizer.state[weight]["exp_avg_sq"] = optimizer.state[weight]["exp_avg_sq"] * 3
             if step == 4:
                 optimizer.state.pop(weight)
+                other = optimizer.state[model.stem.weight]["exp_avg"]
+                other.data = other.data * 2
             if step == 5:
                 optimizer.state.clear()
         pair.step()
@@ -447,8 +450,13 @@ def check_large_and_small_spans() -> None:
     """As with millions of elements: runs that are not copied, also none of whose gradients are copied."""
     for small, large in ((0, 1 << 20), (0, 0)):
         with mock.patch.multiple("fsdp2.optim.steps", _SMALL_NUMEL=small, _LARGE_NUMEL=large):
-            train_at_random(Pair(partial(optim.AdamW, eps=0.0)), 6, seed=7)
+            train_at_random(pair := Pair(partial(optim.AdamW, eps=0.0)), 6, seed=7)
             train_at_random(Pair(ELEMENTWISE["SGD"]), 6, seed=8)
+            for group in {owned.group for p in pair.models[1].parameters() if (owned := sharded_owner(p))}:
+                values = group.parameters.buffers.shards.view(torch.float32).clone()
+                for param, offset in zip(group.params, group.parameters.buffers.layout.shard_offsets, strict=True):
+                    values[offset // 4 : offset // 4 + param.local.numel()] = 0
+                assert not values.count_nonzero(), "padding is zero"
 
 
 def check_modes() -> None:
