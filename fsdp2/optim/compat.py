@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -54,9 +55,12 @@ def follow_step_of_class(optimizer: Optimizer) -> bool:
     if not hasattr(own, "_wrapped_by_lr_sched"):
         return False
 
+    reference = ref(optimizer)
+
     def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return type(optimizer).step(optimizer, *args, **kwargs)
+        now: Any = reference()
+        now._opt_called = True
+        return type(now).step(now, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from math import prod
@@ -74,8 +75,15 @@ def probe(optimizer: Optimizer, cls: type[Optimizer], options: dict[str, Any], l
         NotElementwiseError: the results differ, or it can't step on one of them.
     """
     example = next((_example(optimizer.state[p], p) for p in options["params"] if optimizer.state.get(p)), {})
+    # What the optimizer warns of, it warns of in a step.
     devices = [like.device] if like.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.device(like.device):
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices),
+        torch.inference_mode(False),
+        torch.device(like.device),
+    ):
+        warnings.simplefilter("ignore")
         odd = _compare(optimizer, cls, options, like, example, _ODD)
         if odd.differing is None:
             return Verdict(True, odd.keeps_zeros, odd.writes_gradients)

@@ -251,7 +251,7 @@ class Packed(Span):
             torch.cat(self._memory, out=self._values)
 
     def close(self) -> None:
-        if self._memory:
+        if self._memory and self._storage.nbytes():  # an error may have come before it was opened
             copy_all(self._memory, [*self._values.split(self._sizes)])
             self._storage.resize_(0)
 

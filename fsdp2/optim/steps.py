@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import is_, itemgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -127,7 +128,8 @@ class FlatSteps:
     """
 
     def __init__(self, optimizer: Optimizer, cls: type[Optimizer]) -> None:
-        self._optimizer, self._cls, self._own_step = optimizer, cls, without_hooks(cls)
+        # The optimizer holds this object: a cycle would keep its state until garbage is collected.
+        self._reference, self._cls, self._own_step = ref(optimizer), cls, without_hooks(cls)
         self._kernel = kernels.kernel_of(cls)
         self._verdicts: dict[Any, Verdict] = {}
         # What the optimizer's own step sees as its state: of flat tensors, and of parameters that it steps one by one.
@@ -143,6 +145,10 @@ class FlatSteps:
         self.check_options()
 
     # ---- what the optimizer is
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._reference()
 
     def check_options(self) -> None:
         """Asks the probe about all entries of `param_groups`.
@@ -194,7 +200,8 @@ class FlatSteps:
     def absorb(self, shown: Any) -> None:
         """Takes over what a user has done to the state, or has loaded."""
         if shown is not self._shown or not self._is_as_shown(shown):
-            self._live = defaultdict(dict, {key: state for key, state in shown.items() if state})
+            is_empty = {key for key, state in shown.items() if isinstance(state, dict) and not state}
+            self._live = defaultdict(dict, {key: state for key, state in shown.items() if key not in is_empty})
             self._forget_spans()
         self._shown, self._shown_of = None, []
 
@@ -309,6 +316,12 @@ class FlatSteps:
             self._join(pack, entry, read)
         return left
 
+    def _may_stay(self, span: Span, options: Sequence[dict[str, Any]]) -> bool:
+        """Returns False if its parameters must not be joined any more, for options have changed."""
+        if len(span.members) == 1 or span.entry >= len(options):
+            return True
+        return self._joins(options[span.entry], span.members[0].place)
+
     def _packs(self, options: dict[str, Any], places: Sequence[Place]) -> bool:
         """Returns True if operations on a run take longer to call than to compute, so that copies save time."""
         is_small = sum(place.local.numel() for place in places) <= _SMALL_NUMEL
@@ -348,7 +361,7 @@ class FlatSteps:
         options = self._optimizer.param_groups
         entries = [entry for entry, size in enumerate(sizes) for _ in range(size)]
         for span in [*self._spans.values()]:
-            if not span.is_valid():
+            if not span.is_valid() or not self._may_stay(span, options):
                 self._dissolve(span)
         places, labels = Places(), {}
         found: dict[int, Place] = {}
@@ -416,7 +429,7 @@ class FlatSteps:
         options: dict[str, Any],
     ) -> Any:
         """Steps by a plan. `whole`: the parameters of all entries; `gradients`: those of the plan's members."""
-        optimizer: Any = self._optimizer
+        optimizer = self._optimizer
         if plan.members:
             notices.tell()
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """Which optimizers `flatten_optimizer` takes: a trial on some numbers decides, and errors name what to use instead."""
 
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -215,6 +216,19 @@ def test_plain_parameters_step_as_before() -> None:
         optimizer.zero_grad()
     assert all(map(torch.equal, *given))
     assert repr(both[0]) == repr(both[1])
+
+
+def test_the_state_is_freed_with_the_optimizer() -> None:
+    """Not when garbage is collected: it takes twice the memory of the parameters."""
+    optimizer = optim.AdamW(given := params())
+    schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    flatten_optimizer(optimizer)
+    for p in given:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    reference = weakref.ref(optimizer.state[given[0]]["exp_avg"])
+    del optimizer, schedule
+    assert reference() is None
 
 
 def test_a_group_that_can_not_be_flat_is_not_added() -> None:
