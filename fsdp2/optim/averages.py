@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -34,13 +34,12 @@ class AveragedModel(swa_utils.AveragedModel):
 
     def update_parameters(self, model: nn.Module) -> None:
         """Updates the averages by the weights that `model` has now. Every rank may call it by itself."""
-        both = [*self.parameters()], [*model.parameters()]
         pairs = vars(self).get("_fsdp2_pairs")
-        if pairs is None or not pairs.are_of(*both):
-            pairs = vars(self)["_fsdp2_pairs"] = _Pairs(*both)
+        if pairs is None or not pairs.are_of(self.module, model):
+            pairs = vars(self)["_fsdp2_pairs"] = _Pairs(self.module, model)
         if pairs.written:
             notices.tell()
-        ours, theirs = _Flat(pairs.flat[0], self.module), _Flat(pairs.flat[1], model)
+        ours, theirs = (_Flat(*parts) for parts in zip(pairs.flat, pairs.members, strict=True))
         super(AveragedModel, _Update(self, ours)).update_parameters(theirs)  # type: ignore[arg-type]
         if pairs.written:
             increment_version(pairs.written)
@@ -52,13 +51,14 @@ class AveragedModel(swa_utils.AveragedModel):
 class _Pairs:
     """Pairs parameters of two models. `flat`: what is averaged, and by what; `written`: sharded parameters in that."""
 
-    def __init__(self, averaged: Sequence[Tensor], current: Sequence[Tensor]) -> None:
-        self._given = [*averaged], [*current]
-        self._locals = [*map(local_if_any, averaged)], [*map(local_if_any, current)]
+    def __init__(self, averaged: nn.Module, current: nn.Module) -> None:
+        self.members = _Members(averaged), _Members(current)
+        self._given = [members.parameters() for members in self.members]
+        self._locals = [[*map(local_if_any, given)] for given in self._given]
         self.flat: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.written: list[Tensor] = []
         places, found = Places(), []
-        for pair in zip(averaged, current, strict=True):
+        for pair in zip(*self._given, strict=True):
             here = [places.find(each) for each in pair]
             if None in here or not _are_alike(*here):  # type: ignore[arg-type]
                 for flat, each in zip(self.flat, pair, strict=True):
@@ -71,14 +71,35 @@ class _Pairs:
                     flat.append(Run([*side]).view())
                 self.written += [place.parameter for place, _ in run]
 
-    def are_of(self, averaged: Sequence[Tensor], current: Sequence[Tensor]) -> bool:
-        """Returns True if it was made of these, and their memory is the same."""
-        for given, locals_, now in zip(self._given, self._locals, (averaged, current), strict=True):
-            if len(given) != len(now) or not all(map(is_, given, now)):
+    def are_of(self, averaged: nn.Module, current: nn.Module) -> bool:
+        """Returns True if it was made of these, whose parameters are the same, in the same memory."""
+        for members, given, locals_, module in zip(
+            self.members, self._given, self._locals, (averaged, current), strict=True
+        ):
+            if members.module is not module or not all(map(is_, given, members.parameters())):
                 return False
-            if not all(map(is_, locals_, map(local_if_any, now))):
+            if not all(map(is_, locals_, map(local_if_any, given))):
                 return False
         return True
+
+
+class _Members:
+    """Knows where the parameters of a module stand: to walk over all modules takes longer than to average.
+
+    `module`: it has the same modules, and these the same names, as when this was made.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        found: dict[int, tuple[dict[str, Any], str]] = {}
+        for each in module.modules():
+            for name, value in each._parameters.items():
+                if value is not None:
+                    found.setdefault(id(value), (each._parameters, name))
+        self._dicts, self._names = [each for each, _ in found.values()], [name for _, name in found.values()]
+
+    def parameters(self) -> list[Any]:
+        return [*map(dict.get, self._dicts, self._names)]
 
 
 def _are_alike(one: Place, other: Place) -> bool:
@@ -105,14 +126,14 @@ def _touch(place: Place, following: Place) -> bool:
 class _Flat:
     """Stands for a model whose parameters are `tensors`, for torch's code."""
 
-    def __init__(self, tensors: list[Tensor], module: nn.Module) -> None:
-        self._tensors, self._module = tensors, module
+    def __init__(self, tensors: list[Tensor], members: _Members) -> None:
+        self._tensors, self._members = tensors, members
 
     def parameters(self) -> Iterator[Tensor]:
         return iter(self._tensors)
 
     def buffers(self) -> Iterator[Tensor]:
-        return self._module.buffers()
+        return self._members.module.buffers()
 
 
 class _Update(AveragedModel):

@@ -138,3 +138,4 @@ def test_an_average_costs_a_bounded_number(model: Any) -> None:
     )
     assert flat[1] * 6 <= plain[1], (flat, plain)
     assert flat[1] <= 44, flat
+    assert flat[0] * 2 <= plain[0], (flat, plain)
