@@ -52,9 +52,10 @@ def flatten_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
             that is known by then.
 
     Raises:
-        TypeError: it is no optimizer; or its step works on whole tensors, which a trial on some numbers has shown.
-        ValueError: it keeps parameters elsewhere than in `param_groups`, needs a closure that it can call several
-            times, is differentiable, or has got another `step` than its class has.
+        TypeError: it is no optimizer; its step works on whole tensors, which a trial on some numbers has shown; or it
+            needs a closure.
+        ValueError: it keeps parameters elsewhere than in `param_groups`, is differentiable, or has got another `step`
+            than its class has.
     """
     cls: type[Optimizer] = type(optimizer)
     if not issubclass(cls, Optimizer):
