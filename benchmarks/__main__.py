@@ -34,7 +34,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 NOTES = """\
 Ratios of times are taken inside each round and shown as median (smallest to largest); values are medians over rounds.
-A step is forward, backward and zero_grad(set_to_none=True), without an optimizer; N is the world size.
+A step is forward, backward and zero_grad(set_to_none=True), without an optimizer but in the suite step; N is the world
+size.
 `torch` is torch's FSDP2, `fsdp1` its FullyShardedDataParallel with use_orig_params, `ddp` its DistributedDataParallel
 (which shards nothing, and casts nothing on CPU), `simple` a minimal SimpleFSDP: a DTensor for each parameter, eager.
 `bare` is the model without any library. `limit` is the least that fsdp2's schedule needs, and what stands over it is
@@ -42,7 +43,7 @@ the distance: 1 is perfect. `-`: no such number.
 """
 
 NOT_MEASURED = """\
-**Not measured:** anything on a GPU; NCCL; more than two real ranks, which share the cores of one machine; optimizers;
+**Not measured:** anything on a GPU; NCCL; more than two real ranks, which share the cores of one machine;
 compiled models; fragmentation; libraries that need a GPU (Megatron-FSDP, YaFSDP) or their own loop (DeepSpeed)."""
 
 

@@ -31,12 +31,18 @@ class Library:
         can_cast: True if it takes dtypes.
         has_more: True if it has two options that torch's FSDP2 lacks, which `shard` then takes, too: a dtype in which
             gradients are sent (`wire_dtype=`) and a planner against padding (`planned=True`).
+        is_unflattened: True if its optimizers step on each parameter by itself, where they could be flattened.
     """
 
     name: str
     shard: Callable[..., nn.Module]
     can_cast: bool = True
     has_more: bool = False
+    is_unflattened: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.has_more
 
 
 # "torch-again" checks the benchmark itself: beside "torch", every ratio must come out as 1.
@@ -50,13 +56,16 @@ PEERS = {
     "ddp": Library("ddp", shard_by_ddp, can_cast=False),
     "simple": Library("simple", shard_by_dtensors),
 }
-NAMES = (*MODULES, *GUARDS, *PEERS)
+UNFLATTENED = "unflattened"  # fsdp2, whose optimizers step on each parameter by itself
+NAMES = (*MODULES, UNFLATTENED, *GUARDS, *PEERS)
 
 
 def load_library(name: str) -> Library:
     """Imports one library, or exits with a sentence that says what to do if it cannot be imported."""
     if name in PEERS:
         return PEERS[name]
+    if name == UNFLATTENED:
+        return replace(load_library("fsdp2"), name=name, is_unflattened=True)
     if name in GUARDS:
         guarded = load_library("fsdp2")
         return replace(guarded, name=name, shard=partial(_shard_without, guarded, GUARDS[name]))

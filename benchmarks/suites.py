@@ -18,6 +18,7 @@ from .memory import measure_memory
 from .overlap import measure_overlap
 from .places import Place, UnavailableError, open_throttled_link
 from .report import Row
+from .step import measure_step
 from .traffic import measure_traffic
 from .wrapping import measure_init
 
@@ -92,6 +93,17 @@ SUITES = {
         "gradients must come in by outputs, as torch's FSDP2 expects them.",
         quick_worlds=(8, 64, 512),
         peers=("fsdp1", "ddp", "simple"),
+    ),
+    "step": Suite(
+        measure_step,
+        "CPU time of the process in the phases of a training step, on a process group that writes nothing: hooks "
+        "(forward and backward above the plain model's), `clip_grad_norm_`, a step of AdamW, `zero_grad`. `fsdp2`'s "
+        "optimizer is flattened (`flatten_optimizer`), `unflattened` is fsdp2 without that; both clip by fsdp2's "
+        "function. `fsdp1` clips by its own method; `ddp` holds all elements on each rank. Limit: AdamW on one plain "
+        "tensor of as many elements. The last rows are of a rank that holds many elements.",
+        worlds=(64,),
+        quick_worlds=(64,),
+        peers=("unflattened", "fsdp1", "ddp"),
     ),
     "traffic": Suite(
         measure_traffic,

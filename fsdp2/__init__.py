@@ -14,6 +14,8 @@ from .ext.meshes import DataParallelMeshDims, ShardPlacementResult
 from .ext.root_methods import GradientReductionHandle
 from .install import install as _install
 from .module import FSDPModule, share_comm_ctx
+from .optim.averages import AveragedModel
+from .optim.flat import flatten_optimizer
 from .optim.muon import muon
 from .optim.split import MatrixSplit, split_matrices
 from .optim.whole_matrix import WholeMatrixOptimizer
@@ -40,6 +42,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 __all__ = [
+    "AveragedModel",
     "CPUOffloadPolicy",
     "Comparison",
     "DataParallelMeshDims",
@@ -66,6 +69,7 @@ __all__ = [
     "compare",
     "describe",
     "dtensor_fixes",
+    "flatten_optimizer",
     "full_params",
     "fully_shard",
     "muon",

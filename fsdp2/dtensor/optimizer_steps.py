@@ -213,12 +213,14 @@ def _follow(optimizer: Optimizer) -> None:
     facts = _inspect(optimizer)
     if not (facts.groups or facts.has_stale) or not is_on("optimizer-steps"):
         return
-    params = _params_of(optimizer)
-    increment_version([param for param in params if isinstance(param, ShardedDTensor) and param.grad is not None])
+    if not getattr(optimizer, "counts_own_steps", False):
+        params = _params_of(optimizer)
+        increment_version([param for param in params if isinstance(param, ShardedDTensor) and param.grad is not None])
     for group in facts.alive():
         if group.phase is UNSHARDED and not group.state.running and group.root.backward is None:
             group.unshard_again()  # after a call of unshard(): its parameters get the new values
     if facts.has_stale:
+        params = _params_of(optimizer)
         _refuse_stale(type(optimizer).__name__, [param for param in params if param.grad is None])
 
 

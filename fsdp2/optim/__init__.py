@@ -1,1 +1,1 @@
-"""Optimizers that need whole matrices, on sharded parameters: each matrix is updated by one rank."""
+"""Flat optimizer steps and averages, and optimizers of whole matrices, for sharded parameters."""

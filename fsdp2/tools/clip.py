@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain, compress
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,8 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core.comm import Purpose
+from ..core.compat import local_of, no_torch_function
+from ..core.events import strategies
+from ..dtensor.compat import spec_of
 from ..ext.compat import norm_each, scale_each
 from ..ext.rank_facts import all_reduce_over
+from ..optim.compat import flatten, grad_of
+from ..optim.spans import Places, Run, runs
 
 
 @torch.no_grad()
@@ -64,19 +73,23 @@ def clip_grad_norm_(
         raise TypeError(f"error_if_nonfinite: expected a bool, got {error_if_nonfinite!r}")
     if not isinstance(foreach, bool | None):
         raise TypeError(f"foreach: expected a bool or None, got {foreach!r}")
-    members = _members(parameters)
-    one_by_one = foreach is False
-    total = _total_norm(members, order, one_by_one)
+    one_by_one, unique = foreach is False, _listed(parameters)
+    found = None if one_by_one else _find_usual(unique)
+    found = _find_any(unique) if found is None else found
+    total = _total_norm(found, order, one_by_one)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} over all gradients is {total.item()}: nothing was clipped. "
             "error_if_nonfinite=False scales by it anyway."
         )
-    _scale([member.own for member in members if member.own is not None], limit, total, one_by_one)
+    _scale([found.own] if found.is_alike and found.own else _alike(found.own), limit, total, one_by_one)
     return total
 
 
 # ---- the parameters
+
+
+_SMALL_NUMEL = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -111,18 +124,43 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"{name}: expected a number, got {value!r}") from error
 
 
-def _members(parameters: Any) -> list[_Member]:
-    """Returns the parameters of this rank's meshes. All parameters are checked before anything is communicated."""
+def _listed(parameters: Any) -> list[Any]:
+    """Returns what was given, each once."""
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     if not isinstance(parameters, Iterable):
         raise TypeError(f"parameters: expected tensors, e.g. model.parameters(), got a {type(parameters).__name__}")
-    given = list(parameters)
-    for i, parameter in enumerate(given):
+    given = [*parameters]
+    by_id = dict(zip(map(id, given), given, strict=True))  # a tensor's own hash is a function in Python
+    return given if len(by_id) == len(given) else [*by_id.values()]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Holds the gradients that this rank has a part of, as plain tensors.
+
+    `own`: what is to be scaled. `counted`: the axes that shard parameters -> what their norm is of, also where there is
+    nothing. `is_double`: a parameter is fp64. `is_alike`: all have one device and dtype, and none is empty.
+    """
+
+    own: list[Tensor]
+    counted: dict[tuple[_Axis, ...], list[Tensor]]
+    is_double: bool
+    is_alike: bool = False
+
+
+def _find_any(unique: list[Any]) -> _Found:
+    """Looks at the parameters one by one. All are checked before anything is communicated."""
+    for i, parameter in enumerate(unique):
         _check(i, parameter)
-    unique = dict.fromkeys(given)
     axes: dict[Any, tuple[_Axis, ...]] = {}
-    return [_member(parameter, axes) for parameter in unique if _is_on_own_mesh(parameter)]
+    members = [_member(parameter, axes) for parameter in unique if _is_on_own_mesh(parameter)]
+    counted: dict[tuple[_Axis, ...], list[Tensor]] = {member.axes: [] for member in members}
+    for member in members:
+        if member.counted is not None:
+            counted[member.axes].append(member.counted)
+    is_double = any(member.parameter.dtype == torch.float64 for member in members)
+    return _Found([member.own for member in members if member.own is not None], counted, is_double)
 
 
 def _check(i: int, parameter: Any) -> None:
@@ -148,9 +186,7 @@ def _member(parameter: Tensor, known: dict[Any, tuple[_Axis, ...]]) -> _Member:
     if not isinstance(parameter, DTensor):
         return _Member(parameter, grad, grad, ())
     mesh, placements = parameter.device_mesh, parameter.placements
-    if (mesh, placements) not in known:
-        known[mesh, placements] = _sharding_axes(parameter)
-    axes = known[mesh, placements]
+    axes = _axes_of(parameter, known)
     if grad is None:
         return _Member(parameter, None, None, axes)
     assert isinstance(grad, DTensor), "a DTensor's gradient is one, too"
@@ -158,6 +194,14 @@ def _member(parameter: Tensor, known: dict[Any, tuple[_Axis, ...]]) -> _Member:
     # Partial sums can be scaled, but their norm is not that of the sum.
     counted = own if grad.placements == placements else grad.redistribute(mesh, placements).to_local()
     return _Member(parameter, own, counted, axes)
+
+
+def _axes_of(parameter: DTensor, known: dict[Any, tuple[_Axis, ...]]) -> tuple[_Axis, ...]:
+    """Returns the axes that shard a parameter. `known`: those of others."""
+    key = (parameter.device_mesh, parameter.placements)
+    if key not in known:
+        known[key] = _sharding_axes(parameter)
+    return known[key]
 
 
 def _sharding_axes(parameter: DTensor) -> tuple[_Axis, ...]:
@@ -170,32 +214,123 @@ def _sharding_axes(parameter: DTensor) -> tuple[_Axis, ...]:
     return tuple(_Axis(tuple(dist.get_process_group_ranks(group)), mesh.device_type, group) for group in groups)
 
 
+# ---- sharded parameters, with the gradients that reductions make
+
+
+class _Prepared:
+    """Holds what does not change between calls for the same sharded parameters: no step in Python for each of them.
+
+    `axes`: the axes that shard some of them -> the indices of these.
+    """
+
+    def __init__(self, parameters: list[DTensor]) -> None:
+        self._references = [weakref.ref(parameter) for parameter in parameters]
+        self._locals = [weakref.ref(local_of(parameter)) for parameter in parameters]
+        self.is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
+        self._classes = {strategies().tensor_class, type(None)}
+        known: dict[Any, tuple[_Axis, ...]] = {}
+        # The axes of those that are here; runs of several that lie side by side in a buffer; indices of the others.
+        self.axes: list[tuple[_Axis, ...]] = []
+        kinds = {(local.dtype, local.device) for local in map(local_of, parameters) if local.numel()}
+        self.is_alike = len(kinds) == 1
+        self.runs: dict[tuple[_Axis, ...], list[tuple[Run, list[int]]]] = {}
+        self.single: dict[tuple[_Axis, ...], list[int]] = {}
+        places, found = Places(), []
+        for i, parameter in enumerate(parameters):
+            if _is_on_own_mesh(parameter):
+                axes = _axes_of(parameter, known)
+                others = self.single.setdefault(axes, [])
+                if not local_of(parameter).numel():
+                    continue  # adds nothing to a norm
+                place = places.find(parameter)
+                if place is None:
+                    others.append(i)
+                else:
+                    found.append((place, axes))
+        self.axes = [*dict.fromkeys([*self.single, *(axes for _, axes in found)])]
+        index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        for run, axes in runs(found):
+            indices = [index[id(place.parameter)] for place in run]
+            if len(run) > 1:
+                self.runs.setdefault(axes, []).append((Run(run), indices))
+            else:
+                self.single.setdefault(axes, []).extend(indices)
+
+    def is_of(self, parameters: list[Any]) -> bool:
+        """Returns True if it was made of these, and their memory is the same."""
+        if not all(map(is_, [reference() for reference in self._references], parameters)):
+            return False
+        return all(map(is_, [reference() for reference in self._locals], map(local_of, parameters)))
+
+    def find(self, parameters: list[Any], gradients: list[Any]) -> _Found | None:
+        """Returns the gradients, or None if some are not those that reductions make."""
+        if not self._classes.issuperset(map(type, gradients)):
+            return None
+        is_there = [gradient is not None for gradient in gradients]
+        own_specs = map(spec_of, compress(parameters, is_there))
+        if not all(map(is_, map(spec_of, compress(gradients, is_there)), own_specs)):
+            return None
+        locals_ = [None if gradient is None else local_of(gradient) for gradient in gradients]
+        counted: dict[tuple[_Axis, ...], list[Tensor]] = {}
+        for axes in self.axes:
+            parts = counted[axes] = []
+            for run, indices in self.runs.get(axes, ()):
+                own = [each for i in indices if (each := locals_[i]) is not None]
+                flat = run.find_flat(own, [*map(Tensor.data_ptr, own)]) if len(own) == len(indices) else None
+                parts.extend(own if flat is None else [flat])
+            parts.extend([each for i in self.single.get(axes, ()) if (each := locals_[i]) is not None])
+        return _Found([*chain.from_iterable(counted.values())], counted, self.is_double, self.is_alike)
+
+
+# What was prepared last, by the identities of the parameters.
+_prepared: OrderedDict[tuple[int, ...], _Prepared] = OrderedDict()
+_MOST_PREPARED = 16
+
+
+def _find_usual(parameters: list[Any]) -> _Found | None:
+    """Returns the gradients of sharded parameters, if those are what reductions make; None for anything else."""
+    if not parameters or {*map(type, parameters)} != {strategies().tensor_class}:
+        return None
+    with no_torch_function():
+        key = tuple(map(id, parameters))
+        prepared = _prepared.get(key)
+        if prepared is None or not prepared.is_of(parameters):
+            prepared = _prepared[key] = _Prepared(parameters)
+            while len(_prepared) > _MOST_PREPARED:
+                _prepared.popitem(last=False)
+        return prepared.find(parameters, [*map(grad_of, parameters)])
+
+
 # ---- the norm
 #
-# Between ranks a norm is two numbers: the sum of powers (for the order inf: the largest value) without NaN, and how
-# many NaN there are. A maximum between ranks may lose a NaN, on some of them only.
+# Between ranks a norm is the sum of powers, in which a NaN shows. For the order inf it is two numbers: the largest
+# value but NaN, and how many NaN there are, for a maximum between ranks may lose a NaN, on some of them only.
 
 
-def _total_norm(members: list[_Member], order: float, one_by_one: bool) -> Tensor:
-    """Returns the norm over all members and ranks. The parameters alone decide which collectives it issues, because
-    ranks may have different gradients.
+def _total_norm(found: _Found, order: float, one_by_one: bool) -> Tensor:
+    """Returns the norm over all gradients and ranks. The parameters alone decide which collectives it takes: ranks may
+    have different gradients.
     """
-    dtype = torch.float64 if any(m.parameter.dtype == torch.float64 for m in members) else torch.float32
-    device = next((m.own.device for m in members if m.own is not None), torch.device("cpu"))
+    dtype = torch.float64 if found.is_double else torch.float32
+    device = found.own[0].device if found.own else torch.device("cpu")
+    is_largest = math.isinf(order)
     partial: dict[tuple[_Axis, ...], Tensor] = {}
-    for axes in dict.fromkeys(member.axes for member in members):
-        gradients = [m.counted for m in members if m.axes == axes and m.counted is not None]
-        norms = [_norms(alike, order, one_by_one).to(device, dtype) for alike in _alike(gradients)]
-        partial[axes] = _powers(torch.cat([torch.zeros(1, dtype=dtype, device=device), *norms]), order)
+    for axes, gradients in found.counted.items():
+        alike_ones = [gradients] if found.is_alike and gradients else _alike(gradients)
+        norms = [_norms(alike, order, one_by_one).to(device, dtype) for alike in alike_ones]
+        partial[axes] = _powers(norms, order, dtype, device)
     purpose = Purpose("norms in clip_grad_norm_")
     for axis in dict.fromkeys(axis for axes in partial for axis in axes):
         cut = [axes for axes in partial if axis in axes]
         together = torch.stack([partial[axes] for axes in cut]).to(axis.device_type)
-        all_reduce_over(together, [axis.group], largest=math.isinf(order), purpose=purpose)
+        all_reduce_over(together, [axis.group], largest=is_largest, purpose=purpose)
         partial.update(zip(cut, together.to(device), strict=True))
-    everything = torch.stack([torch.zeros(2, dtype=dtype, device=device), *partial.values()])
-    value, num_nan = everything.amax(0) if math.isinf(order) else everything.sum(0)
-    return torch.where(num_nan > 0, torch.nan, value if math.isinf(order) else value.pow(1 / order))
+    parts = [*partial.values()] or [_powers([], order, dtype, device)]
+    everything = parts[0] if len(parts) == 1 else torch.stack(parts)
+    if not is_largest:
+        return everything.sum().pow(1 / order)
+    value, num_nan = everything.view(-1, 2).amax(0)
+    return torch.where(num_nan > 0, torch.nan, value)
 
 
 def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
@@ -210,24 +345,38 @@ def _alike(gradients: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _norms(gradients: list[Tensor], order: float, one_by_one: bool) -> Tensor:
-    """Returns the norm of each gradient, in at least fp32."""
+    """Returns norms, in at least fp32: of each gradient, or of several small ones together."""
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if one_by_one:
         return torch.stack([torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients])
+    if len(gradients) > 1 and gradients[0].device.type == "cpu":
+        # A copy takes less time than the call of a norm for each.
+        small = [gradient for gradient in gradients if gradient.numel() <= _SMALL_NUMEL]
+        if len(small) > 1:
+            together = flatten(small)
+            gradients = [gradient for gradient in gradients if gradient.numel() > _SMALL_NUMEL]
+            gradients.append(together)
     return torch.stack(norm_each(gradients, order, dtype))
 
 
-def _powers(norms: Tensor, order: float) -> Tensor:
-    """Returns the two numbers that ranks exchange."""
-    is_nan = norms.isnan()
-    known = norms.masked_fill(is_nan, 0)
-    return torch.stack([known.amax() if math.isinf(order) else known.pow(order).sum(), is_nan.sum().to(norms.dtype)])
+def _powers(norms: list[Tensor], order: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns what ranks exchange: the sum of powers, or, for the order inf, two numbers."""
+    if not norms:
+        return torch.zeros(2 if math.isinf(order) else 1, dtype=dtype, device=device)
+    together = norms[0] if len(norms) == 1 else torch.cat(norms)
+    if not math.isinf(order):
+        return together.pow(order).sum(0, keepdim=True)
+    is_nan = together.isnan()
+    return torch.stack([together.masked_fill(is_nan, 0).amax(), is_nan.sum().to(dtype)])
 
 
-def _scale(gradients: list[Tensor], limit: float, total: Tensor, one_by_one: bool) -> None:
-    """Scales gradients by a factor of at most 1. The host does not read the norm, for which it would have to wait."""
+def _scale(gradients: list[list[Tensor]], limit: float, total: Tensor, one_by_one: bool) -> None:
+    """Scales gradients without reading the norm, for which the host would wait: a factor of 1 changes nothing.
+
+    `gradients`: lists of one device and dtype each.
+    """
     factor = (limit / (total + 1e-6)).clamp(max=1.0)
-    for alike in _alike(gradients):
+    for alike in gradients:
         local_factor = factor.to(alike[0].device)
         if one_by_one:
             for gradient in alike:

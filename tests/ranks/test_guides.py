@@ -138,6 +138,17 @@ def accumulation(names: Names) -> None:
     assert_equal(names["model"], expected)
 
 
+@guide("Flat optimizer steps and averages")
+def flat_steps(names: Names) -> None:
+    assert_equal(names["model"], trained(names, steps=3))
+    weights = [dict(trained(names, steps=1 + step).named_parameters()) for step in range(3)]
+    for name, average in names["average"].module.named_parameters():
+        expected = weights[0][name]
+        for later in weights[1:]:
+            expected = expected.lerp(later[name], 0.1)
+        assert_same(average, expected, 1e-5, 1e-5, name)
+
+
 @guide("Mixed precision")
 def mixed_precision(names: Names) -> None:
     """Steps of AdamW turn rounding errors of tiny gradients into whole steps: losses tell more than weights."""

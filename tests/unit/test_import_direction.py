@@ -22,8 +22,8 @@ MAY_IMPORT = {
     "ext": ("core", "checks", "dtensor"),
     "checks": ("core", "ext", "dtensor"),
     "dtensor": ("core", "ext", "checks"),
-    "tools": ("core", "ext", "checks", "dtensor"),
-    "optim": ("core", "ext", "dtensor"),
+    "optim": ("core", "ext", "checks", "dtensor"),
+    "tools": ("core", "ext", "checks", "dtensor", "optim"),
     "hf": ("core", "ext", "checks", "dtensor"),
     "bridge": ("core", "ext", "checks", "dtensor", ""),
     "": ("core", "ext", "checks", "dtensor", "optim", "tools", "bridge"),
@@ -42,7 +42,7 @@ REFUSED = f"only {', '.join(COMMS)} may use it"
 # It may choose between two names of one collective, not call it.
 CHOOSES = ("core.compat",)
 # Where private names of torch stand.
-COMPAT = ("core.compat", "ext.compat", "dtensor.compat", "core.user_code")
+COMPAT = ("core.compat", "ext.compat", "dtensor.compat", "optim.compat", "core.user_code")
 WHERE = f"it belongs in one of {', '.join(COMPAT)}"
 # The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
 BRIDGE = ("bridge.patch",)

@@ -1,0 +1,122 @@
+"""CPU time of what a training step does besides the model's own work: hooks, clipping, the optimizer, clearing."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from .jobs import Job
+from .libraries import Library
+from .models import Shape, build_plain, build_sharded, compute_loss, make_batch
+from .quiet_group import start_quiet_group
+from .report import Row, timed_row
+from .timing import interleave, process_seconds, subtract
+
+# 144 parameters, of which a rank of 64 holds a row each: host time is all there is.
+MANY_SHAPE = Shape(blocks=16, dim=16, hidden=32, tokens=4)
+# Of which a rank of 8 holds 5 million elements: the elements take the time.
+LARGE_SHAPE = Shape(blocks=16, dim=512, hidden=1024, tokens=1)
+LARGE_WORLD = 8
+WAYS: dict[str, dict[str, bool]] = {"foreach": {"foreach": True}, "fused": {"fused": True}}
+WARMUP = 3
+PHASES = ("forward and backward", "clip_grad_norm_", "AdamW", "zero_grad")
+
+
+@dataclass
+class Training:
+    """A model, its optimizer, and how long each phase of each step has taken."""
+
+    model: Any
+    optimizer: optim.Optimizer
+    batch: torch.Tensor
+    clip: Callable[[Sequence[nn.Parameter]], Any]
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+
+    def __post_init__(self) -> None:
+        self.params = [*self.model.parameters()]
+
+    def run(self) -> None:
+        self._time("forward and backward", lambda: compute_loss(self.model, self.batch).backward())
+        self._time("clip_grad_norm_", lambda: self.clip(self.params))
+        self._time("AdamW", self.optimizer.step)
+        self._time("zero_grad", self.optimizer.zero_grad)
+        self.batch.grad = None
+
+    def _time(self, phase: str, call: Callable[[], Any]) -> None:
+        start = time.process_time()
+        call()
+        self.seconds[phase].append(time.process_time() - start)
+
+
+def measure_step(job: Job, libraries: Sequence[Library]) -> list[Row]:
+    (world_size,) = job.worlds
+    rows: list[Row] = []
+    for shape, size, rounds in ((MANY_SHAPE, world_size, 40), (LARGE_SHAPE, LARGE_WORLD, 7)):
+        start_quiet_group(size)
+        for way in WAYS:
+            rows += _rows(shape, way, libraries, rounds // 4 if job.quick else rounds)
+        dist.destroy_process_group()
+    return rows
+
+
+def _rows(shape: Shape, way: str, libraries: Sequence[Library], rounds: int) -> list[Row]:
+    trainings = {library.name: _build(library, shape, way) for library in libraries}
+    trainings["plain"] = _build(None, shape, way)
+    whole = interleave(
+        {name: training.run for name, training in trainings.items()},
+        rounds=rounds,
+        warmup=WARMUP,
+        measure=process_seconds,
+    )
+    names = [library.name for library in libraries]
+    seconds = {name: {p: s[WARMUP:] for p, s in training.seconds.items()} for name, training in trainings.items()}
+    setting = f"N={dist.get_world_size()}, {len(trainings['plain'].params)} parameters"
+    if shape is LARGE_SHAPE:
+        setting += f", {shape.numel / dist.get_world_size() / 1e6:.0f} M local elements"
+    hooks = {name: subtract(seconds[name][PHASES[0]], seconds["plain"][PHASES[0]], 1e3) for name in names}
+    of_phases = {p: {name: [1e3 * s for s in seconds[name][p]] for name in names} for p in PHASES[1:]}
+    together = {
+        name: [sum(parts) for parts in zip(hooks[name], *(of_phases[p][name] for p in PHASES[1:]), strict=True)]
+        for name in names
+    }
+    assert all(len(times) == rounds for times in (*whole.values(), *together.values()))
+    rows = [timed_row("step", f"AdamW({way}), ms", setting, of_phases["AdamW"], limit=_flat_adamw(shape, way))]
+    rows.append(timed_row("step", f"hooks, clip, AdamW({way}), clearing: ms above the plain model", setting, together))
+    if way == "foreach":
+        rows.append(timed_row("step", "hooks alone, ms above the plain model", setting, hooks))
+        rows += [timed_row("step", f"{phase}, ms", setting, of_phases[phase]) for phase in (PHASES[1], PHASES[3])]
+    return rows
+
+
+def _build(library: Library | None, shape: Shape, way: str) -> Training:
+    """On all ranks. Without a library, the plain model."""
+    if library is None:
+        model: Any = build_plain(shape, "fp32")
+    else:
+        model = build_sharded(shape, "fp32", library, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-4, **WAYS[way])
+    clip: Callable[[Sequence[nn.Parameter]], Any] = lambda params: nn.utils.clip_grad_norm_(params, 1.0)  # noqa: E731
+    if library is not None and library.is_ours:
+        import fsdp2
+
+        clip = lambda params: fsdp2.clip_grad_norm_(params, 1.0)  # noqa: E731
+        if not library.is_unflattened:
+            fsdp2.flatten_optimizer(optimizer)
+    elif library is not None and library.name == "fsdp1":
+        clip = lambda params: model.clip_grad_norm_(1.0)  # noqa: E731
+    return Training(model, optimizer, make_batch(shape, "fp32"), clip)
+
+
+def _flat_adamw(shape: Shape, way: str) -> float:
+    """Milliseconds of a step on as many elements in one plain tensor."""
+    param = nn.Parameter(torch.ones(-(-shape.numel // dist.get_world_size())))
+    param.grad = torch.full_like(param, 0.5)
+    optimizer = optim.AdamW([param], lr=1e-4, **WAYS[way])
+    for _ in range(WARMUP):
+        optimizer.step()
+    return 1e3 * statistics.median(process_seconds(optimizer.step) for _ in range(10))

@@ -1,0 +1,150 @@
+"""Averages of a sharded model's weights (EMA, SWA): one operation for all parameters that lie side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import swa_utils
+
+from ..core.compat import local_if_any
+from ..dtensor.write_notices import notices
+from .spans import Place, Places, Run
+
+
+class AveragedModel(swa_utils.AveragedModel):
+    """Is `torch.optim.swa_utils.AveragedModel`, which updates a sharded model's averages many parameters at a time.
+
+    Build it from the sharded model: `module` is a copy, sharded alike, and an update communicates nothing. `avg_fn` and
+    `multi_avg_fn` get flat tensors, each of several parameters; so they must compute element by element, as
+    `get_ema_multi_avg_fn` and all others of torch do. The averages have the same bits as those of torch's class, and
+    the state dict has the same names. Parameters that lie otherwise than their averages, and plain ones, are averaged
+    one by one, and so are buffers.
+
+        ema = fsdp2.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
+        ...
+        optimizer.step()
+        ema.update_parameters(model)
+    """
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Updates the averages by the weights that `model` has now. Every rank may call it by itself."""
+        pairs = vars(self).get("_fsdp2_pairs")
+        if pairs is None or not pairs.are_of(self.module, model):
+            pairs = vars(self)["_fsdp2_pairs"] = _Pairs(self.module, model)
+        if pairs.written:
+            notices.notify()
+        ours, theirs = (_Flat(*parts) for parts in zip(pairs.flat, pairs.members, strict=True))
+        super(AveragedModel, _Update(self, ours)).update_parameters(theirs)  # type: ignore[arg-type]
+        if pairs.written:
+            increment_version(pairs.written)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fsdp2_pairs"}
+
+
+class _Pairs:
+    """Pairs parameters of two models. `flat`: what is averaged, and by what; `written`: sharded parameters in that."""
+
+    def __init__(self, averaged: nn.Module, current: nn.Module) -> None:
+        self.members = _Members(averaged), _Members(current)
+        self._given = [members.parameters() for members in self.members]
+        self._locals = [[*map(local_if_any, given)] for given in self._given]
+        self.flat: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.written: list[Tensor] = []
+        places, found = Places(), []
+        for pair in zip(*self._given, strict=True):
+            here = [places.find(each) for each in pair]
+            if None in here or not _are_alike(*here):  # type: ignore[arg-type]
+                for flat, each in zip(self.flat, pair, strict=True):
+                    flat.append(each)
+            elif here[0].local.numel():  # type: ignore[union-attr]
+                found.append(here)
+        with torch.inference_mode(False), torch.no_grad():
+            for run in _touching(found):  # type: ignore[arg-type]
+                for flat, side in zip(self.flat, zip(*run, strict=True), strict=True):
+                    flat.append(Run([*side]).view())
+                self.written += [place.parameter for place, _ in run]
+
+    def are_of(self, averaged: nn.Module, current: nn.Module) -> bool:
+        """Returns True if it was made of these, whose parameters are the same, in the same memory."""
+        for members, given, locals_, module in zip(
+            self.members, self._given, self._locals, (averaged, current), strict=True
+        ):
+            if members.module is not module or not all(map(is_, given, members.parameters())):
+                return False
+            if not all(map(is_, locals_, map(local_if_any, given))):
+                return False
+        return True
+
+
+class _Members:
+    """Knows where the parameters of a module stand: to walk over all modules takes longer than to average.
+
+    `module`: it has the same modules, and these the same names, as when this was made.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        found: dict[int, tuple[dict[str, Any], str]] = {}
+        for each in module.modules():
+            for name, value in each._parameters.items():
+                if value is not None:
+                    found.setdefault(id(value), (each._parameters, name))
+        self._dicts, self._names = [each for each, _ in found.values()], [name for _, name in found.values()]
+
+    def parameters(self) -> list[Any]:
+        return [*map(dict.get, self._dicts, self._names)]
+
+
+def _are_alike(one: Place, other: Place) -> bool:
+    return one.local.shape == other.local.shape and one.local.dtype == other.local.dtype
+
+
+def _touching(pairs: list[tuple[Place, Place]]) -> Iterator[list[tuple[Place, Place]]]:
+    """Yields runs of pairs of which both sides lie side by side, without padding between."""
+    run: list[tuple[Place, Place]] = []
+    for pair in sorted(pairs, key=lambda pair: (id(pair[0].shards), pair[0].offset)):
+        if run and not all(_touch(before, after) for before, after in zip(run[-1], pair, strict=True)):
+            yield run
+            run = []
+        run.append(pair)
+    if run:
+        yield run
+
+
+def _touch(place: Place, following: Place) -> bool:
+    is_same = place.shards is following.shards and place.local.dtype == following.local.dtype
+    return is_same and place.offset + place.local.nbytes == following.offset
+
+
+class _Flat:
+    """Stands for a model whose parameters are `tensors`, for torch's code."""
+
+    def __init__(self, tensors: list[Tensor], members: _Members) -> None:
+        self._tensors, self._members = tensors, members
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self._tensors)
+
+    def buffers(self) -> Iterator[Tensor]:
+        return self._members.module.buffers()
+
+
+class _Update(AveragedModel):
+    """Stands for an averaged model whose module has flat parameters, while torch's code updates it."""
+
+    def __init__(self, averaged: AveragedModel, module: _Flat) -> None:
+        vars(self).update(vars(averaged))
+        vars(self).update(module=module, n_averaged=averaged.n_averaged)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        return chain(self.module.parameters())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        vars(self)[name] = value

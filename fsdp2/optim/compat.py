@@ -1,0 +1,69 @@
+"""Private names of torch that the flat optimizer uses, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# The kernels of fused steps. The public functions around them (`torch.optim.adam.adam`) group their lists by device and
+# dtype in each call, and expect a step count for each tensor: that takes longer than the kernels do.
+fused_adam: Callable[..., None] = torch._fused_adam_
+fused_adamw: Callable[..., None] = torch._fused_adamw_
+fused_sgd: Callable[..., None] = torch._fused_sgd_
+fused_adagrad: Callable[..., None] = torch._fused_adagrad_
+add_to_each: Callable[..., None] = torch._foreach_add_
+subtract_from_each: Callable[..., None] = torch._foreach_sub_
+zero_each: Callable[[list[Tensor]], None] = torch._foreach_zero_
+
+# (tensors of one dtype and device) -> their elements, one tensor behind the other. It calls no function for each.
+flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
+
+grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+def without_hooks(cls: type[Optimizer]) -> Callable[..., Any]:
+    """Returns the step of an optimizer's class without what torch wraps around it, which runs hooks."""
+    step: Any = cls.step
+    own: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return own
+
+
+def with_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step that runs the hooks of an optimizer, as torch's constructor wraps it once for each class."""
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True
+    wrapped: Callable[..., Any] = hooked
+    return wrapped
+
+
+def zero_grad_label(optimizer: Optimizer) -> str:
+    """Returns how profilers are told of `zero_grad`."""
+    return optimizer._zero_grad_profile_name
+
+
+def follow_step_of_class(optimizer: Optimizer) -> bool:
+    """Has an optimizer whose class has changed call the `step` of that class, also behind a scheduler's wrapper, which
+    has kept the one of the class before. Returns False if something else was put in the place of its `step`.
+    """
+    own: Any = vars(optimizer).get("step")
+    if own is None:
+        return True
+    if not hasattr(own, "_wrapped_by_lr_sched"):
+        return False
+
+    reference = ref(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        now: Any = reference()
+        now._opt_called = True
+        return type(now).step(now, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
+    return True

@@ -1,0 +1,292 @@
+"""Spans: runs of parameters that lie side by side in a group's shard buffer, as one flat tensor.
+
+A span has one dtype and one entry of an optimizer's `param_groups`. Between its parameters there may be padding, which
+is zero and stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..core.compat import copy_all, local_of
+from ..core.gather import view_bytes
+from ..core.group import FSDPParamGroup
+from ..core.parameter import FSDPParam
+from ..ext.owners import sharded_owner
+from .compat import flatten
+
+
+class Place(NamedTuple):
+    """Says where a sharded parameter lies.
+
+    Args:
+        shards: the shard buffer of its group, in bytes.
+        offset: its first byte there.
+        rank: how many parameters lie before it there.
+    """
+
+    group: FSDPParamGroup
+    param: FSDPParam
+    parameter: Tensor
+    local: Tensor
+    shards: Tensor
+    offset: int
+    rank: int
+
+    def is_valid(self) -> bool:
+        """Returns True if the parameter still lies there."""
+        buffers = self.group.parameters.buffers
+        return buffers is not None and buffers.shards is self.shards and local_of(self.parameter) is self.local
+
+
+class Places:
+    """Finds where sharded parameters lie. It remembers the order of each buffer while it is in use."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[FSDPParamGroup, dict[FSDPParam, tuple[int, int]]] = {}
+
+    def find(self, parameter: Tensor) -> Place | None:
+        """Returns where a parameter lies, or None if it can't be stepped on as a part of a flat tensor."""
+        owned = sharded_owner(parameter) if isinstance(parameter, DTensor) else None
+        if owned is None or owned.group.parameters.buffers is None:
+            return None
+        ranks = self._ranks.get(owned.group)
+        if ranks is None:
+            ranks = self._ranks[owned.group] = _ranks_of(owned.group)
+        local, shards = owned.param.local, owned.group.parameters.buffers.shards
+        if owned.param not in ranks or type(local) is not Tensor or local.is_inference():
+            return None
+        offset, rank = ranks[owned.param]
+        is_there = not local.numel() or (local.data_ptr() == shards.data_ptr() + offset and local.is_contiguous())
+        if not is_there or not local.is_floating_point() or local.device.type == "meta":
+            return None
+        return Place(owned.group, owned.param, parameter, local, shards, offset, rank)
+
+
+def _ranks_of(group: FSDPParamGroup) -> dict[FSDPParam, tuple[int, int]]:
+    """Returns each parameter in the buffers -> its first byte, and how many lie before it."""
+    assert group.parameters.buffers is not None, "there are places"
+    offsets, params = group.parameters.buffers.layout.shard_offsets, group.parameters.plain
+    order = sorted(range(len(params)), key=lambda i: (offsets[i], i))
+    return {params[i]: (offsets[i], rank) for rank, i in enumerate(order)}
+
+
+class Member(NamedTuple):
+    """One parameter of a span. `start`: its first element in the flat tensor."""
+
+    place: Place
+    start: int
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.place.parameter
+
+    @property
+    def numel(self) -> int:
+        return self.place.local.numel()
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Returns its elements in a tensor that is laid out like the span."""
+        return flat.narrow(0, self.start, self.numel)
+
+    def part_of(self, flat: Tensor) -> Tensor:
+        """Returns the same in the shape of the parameter's local tensor."""
+        return self.of(flat).view(self.place.local.shape)
+
+
+class Run:
+    """Parameters side by side in one shard buffer.
+
+    `begin`, `numel`: the first byte there, and the elements from the first to the last of those that are not empty.
+    `starts`: of each parameter, its first element. `gaps`: (first element, number of elements) of padding between them.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        first, filled = places[0], [place for place in places if place.local.numel()]
+        itemsize = first.local.dtype.itemsize
+        self.places, self.shards = places, first.shards
+        self.begin = filled[0].offset if filled else 0
+        end = filled[-1].offset + filled[-1].local.nbytes if filled else 0
+        self.numel = (end - self.begin) // itemsize
+        self.nbytes = end - self.begin
+        self.starts = [min(max(place.offset - self.begin, 0) // itemsize, self.numel) for place in places]
+        # Bytes between the first parameter that is not empty and each such one.
+        self._offsets = [place.offset - self.begin for place in filled]
+        self.gaps: list[tuple[int, int]] = []
+        reached = 0
+        for place, start in zip(places, self.starts, strict=True):
+            if place.local.numel():
+                if start > reached:
+                    self.gaps.append((reached, start - reached))
+                reached = start + place.local.numel()
+
+    def view(self) -> Tensor:
+        """Returns the memory of all of it, as one tensor."""
+        return view_bytes(self.shards, self.begin, self.numel, self.places[0].local.dtype)
+
+    def find_flat(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> Tensor | None:
+        """Returns the gradients of the parameters that are not empty as one tensor over their memory, if they lie in
+        one storage as the parameters do. `addresses`: where their memory begins.
+        """
+        if not addresses or self.gaps:  # gradients of padding are not zero
+            return None
+        base, first = addresses[0], gradients[0]
+        if [address - base for address in addresses] != self._offsets:
+            return None
+        storage = first.untyped_storage()
+        # What lies between the ends of one storage lies in it: no two allocations share memory.
+        if base + self.nbytes > storage.data_ptr() + storage.nbytes():
+            return None
+        return first.as_strided((self.numel,), (1,), first.storage_offset())
+
+
+class Span:
+    """Parameters that are stepped on as one tensor, `flat`: here, a run over whose memory it lies.
+
+    `entry`: index of their entry in `param_groups`. `padding`: what lies between the parameters in `flat`.
+    `writes_gradients`, `keeps_zeros`: what is known of the optimizer's step, see Verdict.
+    """
+
+    writes_gradients, keeps_zeros = False, True
+
+    def __init__(self, places: Sequence[Place], entry: int) -> None:
+        self.entry, self.dtype, self.device = entry, places[0].local.dtype, places[0].local.device
+        with torch.inference_mode(False), torch.no_grad():
+            self._build(places)
+
+    def _build(self, places: Sequence[Place]) -> None:
+        self.run = Run(places)
+        self.members = [Member(place, start) for place, start in zip(places, self.run.starts, strict=True)]
+        self.flat = nn.Parameter(self.run.view())
+        self.padding = [self.flat.detach().narrow(0, *gap) for gap in self.run.gaps]
+        self._zeros = {first: self.flat.new_zeros(count) for first, count in self.run.gaps}
+
+    @property
+    def num_filled(self) -> int:
+        """Number of parameters that are not empty."""
+        return sum(1 for member in self.members if member.numel)
+
+    def is_valid(self) -> bool:
+        """Returns True if all parameters still lie there."""
+        return all(member.place.is_valid() for member in self.members)
+
+    def find_gradient(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> tuple[Tensor, bool]:
+        """Returns the gradients as one tensor like `flat`, and True if that is a copy.
+
+        Args:
+            gradients: those of the parameters that are not empty, plain tensors.
+            addresses: where their memory begins.
+        """
+        flat = self.run.find_flat(gradients, addresses)
+        return (self._copy(gradients), True) if flat is None else (flat, False)
+
+    def _copy(self, gradients: Sequence[Tensor]) -> Tensor:
+        if not gradients:
+            return torch.zeros_like(self.flat, requires_grad=False)
+        parts, reached = [], 0
+        for gradient in gradients:
+            if reached in self._zeros:
+                parts.append(self._zeros[reached])
+                reached += self._zeros[reached].numel()
+            parts.append(gradient)
+            reached += gradient.numel()
+        return flatten(parts)
+
+    def write_back(self, flat: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Copies what a step has left in a copy of the gradients back into these."""
+        filled = [member for member in self.members if member.numel]
+        for member, gradient in zip(filled, gradients, strict=True):
+            gradient.copy_(member.of(flat).view(gradient.shape))
+
+    def open(self) -> None:
+        """Prepares `flat` for a step."""
+
+    def close(self) -> None:
+        """Gives the parameters what a step has left in `flat`."""
+
+
+class Packed(Span):
+    """Small runs, of several groups, whose parameters are copied to `flat` for each step, and back.
+
+    Its memory is there during a step only. It has no padding.
+    """
+
+    def _build(self, places: Sequence[Place]) -> None:
+        filled = [place for place in places if place.local.numel()]
+        self._runs: list[Run] = []
+        begin = 0
+        for i in range(1, len(filled) + 1):
+            if i == len(filled) or not _touch(filled[i - 1], filled[i]):
+                self._runs.append(Run(filled[begin:i]))
+                begin = i
+        self._memory = [run.view() for run in self._runs]
+        self._sizes = [run.numel for run in self._runs]
+        self.members, start = [], 0
+        for place in places:
+            self.members.append(Member(place, start))
+            start += place.local.numel()
+        self._values = torch.empty(start, dtype=self.dtype, device=self.device)
+        self.flat, self.padding = nn.Parameter(self._values), []
+        self._storage, self._nbytes = self._values.untyped_storage(), self._values.nbytes
+        self._storage.resize_(0)
+
+    def find_gradient(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> tuple[Tensor, bool]:
+        parts: list[Tensor] = []
+        end = 0
+        for run in self._runs:
+            begin, end = end, end + len(run.places)
+            own = gradients[begin:end]
+            flat = run.find_flat(own, addresses[begin:end]) if len(own) > 1 else None
+            parts += own if flat is None else [flat]
+        return (flatten(parts) if parts else torch.zeros_like(self._values)), True
+
+    def open(self) -> None:
+        if self._memory:
+            self._storage.resize_(self._nbytes)
+            torch.cat(self._memory, out=self._values)
+
+    def close(self) -> None:
+        if self._memory and self._storage.nbytes():  # an error may have come before it was opened
+            copy_all(self._memory, [*self._values.split(self._sizes)])
+            self._storage.resize_(0)
+
+
+def _touch(place: Place, following: Place) -> bool:
+    """Returns True if one begins where the other ends."""
+    return place.shards is following.shards and place.offset + place.local.nbytes == following.offset
+
+
+def make_span(places: Sequence[Place], entry: int) -> Span:
+    """Returns a span of these parameters: of one run, or of several, which are packed."""
+    if len([*runs([(place, 0) for place in places])]) == 1:
+        return Span(sorted(places, key=lambda place: place.rank), entry)
+    return Packed(places, entry)
+
+
+def runs(places: Sequence[tuple[Place, Any]]) -> Iterator[tuple[list[Place], Any]]:
+    """Yields the longest runs of places that lie side by side, with equal labels that are not None: (places, label).
+
+    `places`: (place, label), in any order. Places with the label None are no part of any run.
+    """
+    groups: dict[FSDPParamGroup, list[tuple[Place, Any]]] = {}
+    for place, label in places:
+        if label is not None:
+            groups.setdefault(place.group, []).append((place, label))
+    for found in groups.values():
+        found.sort(key=lambda pair: pair[0].rank)
+        run: list[Place] = []
+        last: Any = None
+        for place, label in found:
+            is_next = run and run[-1].rank + 1 == place.rank and run[-1].local.dtype == place.local.dtype
+            if run and not (is_next and label == last):
+                yield run, last
+                run = []
+            run.append(place)
+            last = label
+        if run:
+            yield run, last
