@@ -74,7 +74,7 @@ def placed_header(purpose: Purpose, kind: str, tensors: Sequence[Tensor]) -> Hea
 
 
 def _doing(purpose: Purpose, kind: str) -> str:
-    name = purpose.name
+    name = purpose.label
     return f"{kind} {name}" if len(name) <= _LONGEST_NAME else f"{kind} ...{name[-_LONGEST_NAME:]}"
 
 

@@ -28,12 +28,13 @@ from .streams import AllWork, CopyWork, DividedWork, SumWork, Work
 class Purpose:
     """Names the group whose collectives a Comm issues, for errors and for checks that compare ranks.
 
-    `name`: FQN of the group's module. `part`: which of its gradients the next reduction is about. `root`: a weak
-    reference to the root that runs the group: a collective in flight must not keep a model alive.
+    `name`: FQN of the group's module; `label`: the same for errors, with the class where the FQN says little. `part`:
+    which of its gradients the next reduction is about. `root`: a weak reference to the root that runs the group: a
+    collective in flight must not keep a model alive.
     """
 
     def __init__(self, name: str = "facts to compare") -> None:
-        self.name, self.part = name, ""
+        self.name, self.label, self.part = name, name, ""
         self.root: Callable[[], Any] = lambda: None
 
     def where(self) -> tuple[str, int]:

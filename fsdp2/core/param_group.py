@@ -67,7 +67,7 @@ class ParamGroup:
         self.parameters.build(settings, self.comms.gathers.direct_min_bytes)
 
     def __repr__(self) -> str:
-        return self.purpose.name
+        return self.purpose.label
 
     # ---- settings
 
@@ -88,9 +88,9 @@ class ParamGroup:
                 prefix = names.get(slot.module)
                 if prefix is not None:
                     param.names[i] = fqn(prefix, slot.name)
-        self.name = self.purpose.name = names.get(self.modules[0], "") or "root"
+        self.name = self.purpose.name = self.purpose.label = names.get(self.modules[0], "") or "root"
         if not re.search("[^0-9.]", self.name):  # indices alone, of an nn.Sequential, say little in an error
-            self.purpose.name = f'{type(self.modules[0]).__name__} "{self.name}"'
+            self.purpose.label = f'{type(self.modules[0]).__name__} "{self.name}"'
 
     def set(self, **changes: Any) -> None:
         """Changes settings of the group, between steps."""

@@ -171,7 +171,7 @@ class PendingReduce(Pending):
                 self._work.wait()
             except RuntimeError as error:  # a peer is gone, for example
                 purpose = (self._reduction.replicas or self._reduction.shards).purpose
-                purpose.locate(error, f"reducing gradients of {purpose.name}")
+                purpose.locate(error, f"reducing gradients of {purpose.label}")
                 raise
             self._work = None
         self._held_beside = None

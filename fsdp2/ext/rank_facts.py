@@ -45,7 +45,7 @@ def all_reduce_over(
         try:
             all_reduce_now(tensor, group, largest=largest)
         except RuntimeError as error:  # a peer is gone, for example
-            purpose.locate(error, f"{ALL_REDUCING} {purpose.name}")
+            purpose.locate(error, f"{ALL_REDUCING} {purpose.label}")
             raise
 
 

@@ -90,7 +90,7 @@ class _Timeline(Observer):
         self._began = time.perf_counter_ns()
         self._lock = Lock()
         self.events: list[dict[str, Any]] = []
-        self._open: list[tuple[object, float]] = []  # forwards that run
+        self._open: list[tuple[Any, float]] = []  # forwards that run
         self._pass_began: dict[str, float] = {}
         self._step_began: dict[int, float] = {}
         self._gradients: dict[Any, int] = {}
@@ -206,7 +206,7 @@ class _Timeline(Observer):
         if any(each is group for each, _ in self._open):
             while self._open:  # those inside that have raised, too
                 each, began = self._open.pop()
-                self._span(str(each), _MODULES, began, bytes=group.nbytes)
+                self._span(each.name, _MODULES, began, bytes=group.nbytes)
                 if each is group:
                     return
 

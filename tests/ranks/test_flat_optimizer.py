@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer, fully_shard
 from fsdp2.ext.owners import sharded_owner
-from helpers import Differences, run_checks, run_ranks
+from helpers import Differences, run_checks, run_ranks, world_sizes
 from scenarios import Net
 
 Make = Callable[..., optim.Optimizer]
@@ -205,9 +205,9 @@ def variants(ranks: int) -> list[str]:
     return [names[ranks % len(names)] for names in of_class.values()]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", world_sizes(1, 3, nightly=(2, 4)))
 def test_training_at_random(ranks: int) -> None:
-    """On three and four ranks there are shards of other lengths, and empty ones."""
+    """On three ranks there are shards of other lengths, and empty ones. Two and four run at night."""
 
     def train(name: str) -> None:
         # torch's own can't step with momentum on some parameters that have one and others that have none yet.

@@ -26,7 +26,7 @@ from fsdp2 import CPUOffloadPolicy, ShardPlacementResult, fully_shard, hf, repli
 from fsdp2.core.events import Observer
 from fsdp2.core.state import require_state
 from fsdp2.hf import load, save
-from helpers import RankError, assert_same, full, run_checks, run_ranks
+from helpers import RankError, assert_same, full, run_checks, run_ranks, world_sizes
 from models import ConvNet, Experts, MixedDtypes, OddMLP, TinyGPT, TinyLSTM, TinyModel
 from safetensors_files import file_bytes
 
@@ -200,7 +200,7 @@ def is_shared(model: nn.Module, name: str) -> bool:
     return hasattr(state[name], "device_mesh")
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[4]))
 def test_ways_to_shard(world_size: int, tmp_path: Path) -> None:
     def check(shard: Callable[[Any], object]) -> Callable[[], None]:
         return lambda: round_trips(shard, tmp_path)
