@@ -170,6 +170,7 @@ def texts_of(output: str) -> list[str]:
     return [ast.literal_eval(text) for *_, text in found]
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="it takes 20 s; test_generate_from_a_checkpoint runs always")
 def test_generate() -> None:
     pytest.importorskip("tqdm", reason="it takes the model of train_gpt.py, which needs tqdm")
     output = run_forked("generate.py", 2)

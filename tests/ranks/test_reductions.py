@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
-from helpers import assert_same, full, run_ranks
+from helpers import assert_same, full, run_ranks, world_sizes
 
 ORDERS = (0, 0.5, 1, 2, 3, math.inf, -math.inf)
 norm = torch.linalg.vector_norm
@@ -72,7 +72,7 @@ def weights() -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:Found a non-scalar tensor:UserWarning")  # torch's, in the gradient of a product
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom is:UserWarning")  # of what a rank holds
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[4]))
 def test_a_penalty_added_to_a_loss_has_the_plain_gradient(world_size: int) -> None:
     """The kind: an operation whose gradient reduces again, or counts, by what is no dim of the local shard: extremes
     (which divide by how many elements are the largest: `sum` over no dims), `dist`, views by negative dims.

@@ -46,7 +46,7 @@ def test_differences_are_found(other: dict) -> None:
 def test_a_header_is_built_once() -> None:
     purpose, tensors = Purpose("a"), [torch.zeros(3)]
     assert header_of(purpose, "gathering", tensors) is header_of(purpose, "gathering", [torch.ones(3)])
-    purpose.name = "b"
+    purpose.name = purpose.label = "b"
     assert text_of(header_of(purpose, "gathering", tensors).data).startswith("gathering b")
 
 
