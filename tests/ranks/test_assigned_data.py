@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from helpers import assert_same, full, run_checks
+from helpers import assert_same, full, run_checks, world_sizes
 
 WIDTH = 6
 Assign = Callable[[nn.Parameter], object]
@@ -148,7 +148,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_data_assigned_while_unsharded_is_refused_and_dropped(world_size: int) -> None:
     def check(moment: Callable[[Any, Assign], None], assign: Assign, way: str) -> None:
         model = sharded(**WAYS[way]())

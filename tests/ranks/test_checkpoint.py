@@ -30,12 +30,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import fully_shard
-from helpers import assert_same, assert_same_names, assert_shard_of, full, run_ranks, shard_batch
+from helpers import assert_same, assert_same_names, assert_shard_of, full, run_ranks, shard_batch, world_sizes
 from models import FrozenMix, OddMLP, TinyGPT, TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
 
-WORLD_SIZES = [1, 2, 3, 4]
+WORLD_SIZES = world_sizes(1, 3, nightly=(2, 4))
 ROWS = 12
 BEFORE, AFTER = 2, 2
 """Steps before and after the checkpoint."""

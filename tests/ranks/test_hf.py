@@ -783,7 +783,7 @@ CHECKS: dict[Callable[[Path], None], tuple[int, ...]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=(2, 4)))
 def test_loading_and_saving(world_size: int, tmp_path: Path) -> None:
     checks = [check for check, sizes in CHECKS.items() if world_size in sizes]
     run_checks(world_size, [(check.__name__, lambda check=check: check(tmp_path)) for check in checks], timeout=120)

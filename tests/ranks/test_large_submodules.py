@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.ext import large_gradients, large_submodules
-from helpers import full, run_ranks
+from helpers import full, run_ranks, world_sizes
 from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd, train_and_evaluate
 
 VOCAB = 11
@@ -119,7 +119,7 @@ def recipe(run: Run, model: Language, **options: Any) -> None:
     run.shard(model, **options)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
 def test_any_use(world_size: int) -> None:
     """Three steps, of which one accumulates, and evaluations between."""
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from helpers import alone, assert_same, assert_same_names, assert_shard_of, run_ranks, shard_batch
+from helpers import alone, assert_same, assert_same_names, assert_shard_of, run_ranks, shard_batch, world_sizes
 from models import (
     ConvNet,
     Experts,
@@ -330,7 +330,7 @@ def check_cases(
     assert not different, f"{len(different)} differences:\n" + "\n".join(different)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, 4, nightly=[2]))
 def test_training_matches_the_plain_model_on_the_whole_batch(world_size: int) -> None:
     """A lost, doubled, unscaled or stale gradient or parameter, in any of these models and ways to wrap them.
 

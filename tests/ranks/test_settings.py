@@ -164,7 +164,7 @@ def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: i
             run.rows("evaluated", model(run.batch(seed=99)))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
 def test_each_setting_leaves_the_numbers_alone(world_size: int) -> None:
     """Set before the first step."""
 

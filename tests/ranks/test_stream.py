@@ -20,7 +20,7 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, StreamVersion, full_pa
 from fsdp2.core.compat import local_of
 from fsdp2.ext import rank_facts
 from fsdp2.tools import stream_buckets
-from helpers import full, run_checks
+from helpers import full, run_checks, world_sizes
 
 
 class Odd(nn.Module):
@@ -477,7 +477,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
 def test_streams(world_size: int) -> None:
     checks = [*VALUES, *CHANGES, *OTHERS]
     run_checks(world_size, [(check.__name__, check) for check in checks])

@@ -154,7 +154,7 @@ def test_writes_to_a_view_of_a_partial_result_write_to_the_result(world_size: in
     run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
 def test_writes_to_a_view_of_few_rows_write_to_the_dtensor(world_size: int) -> None:
     """Torch gathers to transpose a tensor that some rank has nothing of (2.15), or to view one across rows."""
 
