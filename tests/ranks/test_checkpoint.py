@@ -35,7 +35,7 @@ from models import FrozenMix, OddMLP, TinyGPT, TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
 
-WORLD_SIZES = world_sizes(1, 3, nightly=(2, 4))
+WORLD_SIZES = world_sizes(1, 2, 3, nightly=[4])
 ROWS = 12
 BEFORE, AFTER = 2, 2
 """Steps before and after the checkpoint."""
