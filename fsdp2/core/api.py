@@ -127,7 +127,7 @@ def _plan(module: Any, given: Arguments) -> Plan:
     nested = {inner for outer in roots for inner in outer.modules() if inner is not outer} if len(roots) > 1 else ()
     roots = [each for each in roots if each not in nested]
     shared = given.mesh if isinstance(given.mesh, DataMesh) else data_mesh(given.mesh)
-    inside = list(states_among([module for module in names_below(roots) if STATE in module.__dict__]))
+    inside = list(states_among(names_below(roots)))
     managed: dict[nn.Module, str] = {}
     for i, root in enumerate(roots):
         here = modules_below(root, "" if len(roots) == 1 else f"[{i}]", and_sharded=False)

@@ -125,7 +125,7 @@ def groups_below(module: nn.Module) -> list[FSDPParamGroup]:
 
 def states_among(modules: Iterable[nn.Module]) -> Iterator[FSDPState]:
     """Yields the states of those of `modules` that are sharded, each once."""
-    found = (state for module in modules if state_of(module) is not None for state in states_of(module))
+    found = (state for module in modules if STATE in module.__dict__ for state in states_of(module))
     yield from dict.fromkeys(found)
 
 
