@@ -24,11 +24,8 @@ class PendingGather:
 
     def finish(self) -> None:
         """Makes the current stream (on CPU: the caller) wait until the unsharded parameters are there."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+        self.abandon()
         self._plan.finish()
-        self._inputs_kept_alive = ()
 
     def abandon(self) -> None:
         """Waits until the all-gather no longer writes to the buffers, so that they can be freed."""
