@@ -91,8 +91,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    facts = _inspected.get(id(optimizer))  # which were compared before the step
-    if facts is None or facts.groups or facts.has_stale:
+    if not _has_only_other_parameters(optimizer):
         _follow(optimizer)
 
 
