@@ -199,7 +199,7 @@ def _numbers_of(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> ComparedNum
         for param in (param for group in groups for param in group.params):
             forget(param)
 
-    return ComparedNumbers(f"starting weights of {some_of([*map(str, groups)])}", numbers, judge)
+    return ComparedNumbers(f"starting weights of {some_of(map(str, groups))}", numbers, judge)
 
 
 def _refuse_different(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> None:
@@ -209,7 +209,7 @@ def _refuse_different(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> None:
     for param in params:
         known = _known.get(param)
         numbers += [digest([known] if known else []), known.origin() if known else UNKNOWN]
-    bounds = bounds_over(mesh, numbers, f"starting weights of parameters of {some_of([*map(str, groups)])}")
+    bounds = bounds_over(mesh, numbers, f"starting weights of parameters of {some_of(map(str, groups))}")
     for param, (least, most), (first, last) in zip(params, bounds[::2], bounds[1::2], strict=True):
         if first == last == BUILT and least != most:
             raise RuntimeError(

@@ -62,7 +62,7 @@ class UnmanagedParameters(RankCheck):
             self._common, self._known = common, set(unmanaged)
 
         sums = [checksum(parameter) for parameter in unmanaged.values()]
-        return ComparedNumbers(f"checksums of {some_of([*unmanaged])} (unmanaged)", sums, judge)
+        return ComparedNumbers(f"checksums of {some_of(unmanaged)} (unmanaged)", sums, judge)
 
     def _compare_beside(self) -> ComparedNumbers:
         numbers = []
@@ -80,7 +80,7 @@ class UnmanagedParameters(RankCheck):
                     "or freeze it, or average its gradient before each step."
                 )
 
-        return ComparedNumbers(f"checksums of {some_of([*self._beside])} (unmanaged)", numbers, judge)
+        return ComparedNumbers(f"checksums of {some_of(self._beside)} (unmanaged)", numbers, judge)
 
 
 def note_beside(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: Mapping[int, Tensor]) -> None:

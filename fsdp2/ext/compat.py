@@ -27,17 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..bridge.when_imported import when_imported
 from ..core import compat
-from ..core.compat import inner_tensors
+from ..core.compat import PLAIN, inner_tensors
 from .once import once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_PLAIN = (Tensor, Parameter)
 
 # (tensors, counters): sets the version counters of tensors. The public context manager around it can only restore them.
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
@@ -86,7 +84,7 @@ def memory_of(tensor: Tensor) -> Memory | None:
 
     None: the tensor has no elements, no data (meta), or no strides.
     """
-    data = tensor if type(tensor) in _PLAIN else inner_tensors(tensor)[0]
+    data = tensor if type(tensor) in PLAIN else inner_tensors(tensor)[0]
     if data.numel() == 0 or data.is_meta or data.layout != torch.strided:
         return None
     return StorageWeakRef(data.untyped_storage()), data.data_ptr()

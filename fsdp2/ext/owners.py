@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -61,9 +61,10 @@ def names_of_unsharded(tensor: Tensor) -> list[str]:
     return next((param.names for group in all_groups() for param in group.params if param.unsharded is tensor), [])
 
 
-def some_of(names: Sequence[str]) -> str:
-    """Returns the first three names, and how many more there are, for errors."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def some_of(names: Iterable[str], most: int = 3) -> str:
+    """Returns the first names, `most` of them, and how many more there are, for errors and reports."""
+    names = [*names]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # Identity of a sharded parameter -> its group, as `sharded_owner` has found it. It may be out of date. The dict is

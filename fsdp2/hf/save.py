@@ -226,7 +226,7 @@ def _saved_dtype(
     own = {sources[leaf.name].dtype for leaf in leaves}
     chosen, *others = {dtype if dtype is not None and each.is_floating_point else each for each in own}
     if others:
-        raise ValueError(f"names: {name}: expected parameters of one dtype, got {some([*map(str, own)])}")
+        raise ValueError(f"names: {name}: expected parameters of one dtype, got {some(map(str, own))}")
     if chosen not in CODES:
         raise NotImplementedError(f"{name}: safetensors files hold no {chosen}. Pass dtype=, or convert it.")
     return chosen

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from ..core.compat import PLAIN, local_of
 from ..core.group import COPIED, FSDPParamGroup
 from ..core.parameter import FSDPParam, Slot, fqn
 from ..core.state import modules_below, states_among
-from ..ext.owners import owners_by_id, sharded_owner
+from ..ext.owners import owners_by_id, sharded_owner, some_of
 from ..ext.tensor_parallel import TensorParallel
 from .files import Box, whole_box
 
 # What wrappers of torch put into the names of what they wrap, and state dicts of these modules leave out.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+# Names of tensors in errors and reports of files.
+some = partial(some_of, most=5)
 
 
 class ModelTensor:
@@ -163,9 +167,3 @@ def meshes_of(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> list[Device
     """Returns the meshes of all DTensors among the parameters of a model, which has these groups."""
     sharded: list[Any] = [param.sharded for group in groups for param in group.params]
     return [each.device_mesh for each in (*sharded, *model.parameters()) if isinstance(each, DTensor)]
-
-
-def some(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Returns the first five names, and how many more there are, for errors and reports."""
-    names = [*names]
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..checks.checksum import checksum, read, values_of
 from ..checks.compare_ranks import widest_mesh
 from ..checks.empty_memory import find_unwritten
+from ..checks.observers import follow_if
 from ..checks.partial_settings import find_partial
 from ..checks.rollcall import level_from_environment
 from ..checks.unsynchronized import UnsynchronizedGrad
@@ -95,7 +96,7 @@ class AuditAtDebugLevel(Observer):
 
     def ask(self, root: Any, wanted: bool = True) -> None:
         """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
-        (root.events.follow if wanted else root.events.ignore)(self, "pass_began")
+        follow_if(wanted, root, self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
         root.events.ignore(self, "pass_began")
