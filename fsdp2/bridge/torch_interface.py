@@ -56,7 +56,7 @@ class TorchState(ComposableState):
 
     @property
     def _comm_ctx(self) -> object:
-        """The same object for all states whose reductions in flight are bounded together."""
+        """This is the same object for all states whose reductions in flight are bounded together."""
         return self.state.groups[0].queue
 
     @property

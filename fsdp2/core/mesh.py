@@ -65,8 +65,8 @@ class DataMesh:
 
     @property
     def device(self) -> torch.device:
-        """Where parameters are gathered: a device of the mesh's type; of several, that which was current when this was
-        built. Other threads, which may never have chosen theirs, use the same.
+        """Parameters are gathered on this device of the mesh's type: of several, on that which was current when this
+        was built. Other threads, which may never have chosen theirs, use the same.
         """
         return self._device
 

@@ -110,17 +110,12 @@ def _touching(pairs: list[tuple[Place, Place]]) -> Iterator[list[tuple[Place, Pl
     """Yields runs of pairs of which both sides lie side by side, without padding between."""
     run: list[tuple[Place, Place]] = []
     for pair in sorted(pairs, key=lambda pair: (id(pair[0].shards), pair[0].offset)):
-        if run and not all(_touch(before, after) for before, after in zip(run[-1], pair, strict=True)):
+        if run and not all(before.touches(after) for before, after in zip(run[-1], pair, strict=True)):
             yield run
             run = []
         run.append(pair)
     if run:
         yield run
-
-
-def _touch(place: Place, following: Place) -> bool:
-    is_same = place.shards is following.shards and place.local.dtype == following.local.dtype
-    return is_same and place.offset + place.local.nbytes == following.offset
 
 
 class _Flat:

@@ -23,6 +23,9 @@ zero_each: Callable[[list[Tensor]], None] = torch._foreach_zero_
 
 # (tensors of one dtype and device) -> their elements, one tensor behind the other. It calls no function for each.
 flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
+SMALL_NUMEL = 16 * 1024
+"""Up to so many elements, on the CPU, a copy costs less than the call of a norm, or of a step's operations: some ten of
+them, each about 1 us beside its work. So small tensors are copied together first."""
 
 grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 

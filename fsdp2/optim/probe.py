@@ -33,7 +33,7 @@ _ZEROS = 64
 
 
 class Verdict(NamedTuple):
-    """What the probe has found.
+    """Says what the probe has found.
 
     Args:
         joins: several parameters give equal bits as one tensor. If not, each must be a tensor of its own.

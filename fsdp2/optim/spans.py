@@ -43,6 +43,11 @@ class Place(NamedTuple):
         buffers = self.group.parameters.buffers
         return buffers is not None and buffers.shards is self.shards and local_of(self.parameter) is self.local
 
+    def touches(self, following: Place) -> bool:
+        """Returns True if `following` has the same dtype and begins where this one ends, without padding between."""
+        is_alike = self.shards is following.shards and self.local.dtype == following.local.dtype
+        return is_alike and self.offset + self.local.nbytes == following.offset
+
 
 class Places:
     """Finds where sharded parameters lie. It remembers the order of each buffer while it is in use."""
@@ -221,7 +226,7 @@ class Packed(Span):
         self._runs: list[Run] = []
         begin = 0
         for i in range(1, len(filled) + 1):
-            if i == len(filled) or not _touch(filled[i - 1], filled[i]):
+            if i == len(filled) or not filled[i - 1].touches(filled[i]):
                 self._runs.append(Run(filled[begin:i]))
                 begin = i
         self._memory = [run.view() for run in self._runs]
@@ -254,11 +259,6 @@ class Packed(Span):
         if self._memory and self._storage.nbytes():  # an error may have come before it was opened
             copy_all(self._memory, [*self._values.split(self._sizes)])
             self._storage.resize_(0)
-
-
-def _touch(place: Place, following: Place) -> bool:
-    """Returns True if one begins where the other ends."""
-    return place.shards is following.shards and place.offset + place.local.nbytes == following.offset
 
 
 def make_span(places: Sequence[Place], entry: int) -> Span:

@@ -21,7 +21,7 @@ from ..core.events import strategies
 from ..dtensor.compat import spec_of
 from ..dtensor.write_notices import notices
 from . import kernels, states
-from .compat import grad_of, without_hooks, zero_each
+from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
 from .probe import Verdict, probe, signature
 from .spans import Packed, Place, Places, Run, Span, make_span, runs
 from .states import State
@@ -29,9 +29,6 @@ from .states import State
 # An entry's parameters that are stepped on one by one, as DTensors or plain tensors.
 _BESIDE = "beside"
 _MOST_PLANS = 4096
-# Up to so many elements, to copy a run costs less than the calls of a step's operations on it: some ten of them, on the
-# CPU about 1 us each beside their work.
-_SMALL_NUMEL = 16 * 1024
 # From so many elements on, an operation computes for so long that its call does not count.
 _LARGE_NUMEL = 1024 * 1024
 
@@ -324,7 +321,7 @@ class FlatSteps:
 
     def _packs(self, options: dict[str, Any], places: Sequence[Place]) -> bool:
         """Returns True if operations on a run take longer to call than to compute, so that copies save time."""
-        is_small = sum(place.local.numel() for place in places) <= _SMALL_NUMEL
+        is_small = sum(place.local.numel() for place in places) <= SMALL_NUMEL
         return is_small and places[0].local.device.type == "cpu" and not self._is_listed(options)
 
     def _join(self, places: list[Place], entry: int, read: Mapping[int, State]) -> None:

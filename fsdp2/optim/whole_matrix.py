@@ -155,7 +155,7 @@ class WholeMatrixOptimizer(Optimizer):
 
     # ---- who updates what
 
-    def _look(self) -> None:
+    def _follow(self) -> None:
         """Finds the trainable parameters, and how they are cut, if they are others than at the last step."""
         groups = enumerate(self.param_groups)
         places = [(i, j, p) for i, group in groups for j, p in enumerate(group["params"]) if p.requires_grad]
@@ -182,7 +182,7 @@ class WholeMatrixOptimizer(Optimizer):
         """Returns who updates what. `absent`: the numbers of trainable parameters that no rank has a gradient of. Every
         rank must call it.
         """
-        self._look()
+        self._follow()
         return self._planned(frozenset(absent))
 
     # ---- a step
@@ -201,7 +201,7 @@ class WholeMatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._look()
+        self._follow()
         if any(each.cut.owner is not None and steps_of(each.cut.owner) is not None for each in self._members):
             raise RuntimeError(
                 "whole-matrix optimizer: a step communicates, and can't run in backward on some parameters at a time. "

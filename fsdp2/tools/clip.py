@@ -22,7 +22,7 @@ from ..core.events import strategies
 from ..dtensor.compat import spec_of
 from ..ext.compat import norm_each, scale_each
 from ..ext.rank_facts import all_reduce_over
-from ..optim.compat import flatten, grad_of
+from ..optim.compat import SMALL_NUMEL, flatten, grad_of
 from ..optim.spans import Places, Run, runs
 
 
@@ -87,9 +87,6 @@ def clip_grad_norm_(
 
 
 # ---- the parameters
-
-
-_SMALL_NUMEL = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -350,11 +347,10 @@ def _norms(gradients: list[Tensor], order: float, one_by_one: bool) -> Tensor:
     if one_by_one:
         return torch.stack([torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients])
     if len(gradients) > 1 and gradients[0].device.type == "cpu":
-        # A copy takes less time than the call of a norm for each.
-        small = [gradient for gradient in gradients if gradient.numel() <= _SMALL_NUMEL]
+        small = [gradient for gradient in gradients if gradient.numel() <= SMALL_NUMEL]
         if len(small) > 1:
             together = flatten(small)
-            gradients = [gradient for gradient in gradients if gradient.numel() > _SMALL_NUMEL]
+            gradients = [gradient for gradient in gradients if gradient.numel() > SMALL_NUMEL]
             gradients.append(together)
     return torch.stack(norm_each(gradients, order, dtype))
 

@@ -449,7 +449,7 @@ def check_options_that_change() -> None:
 def check_large_and_small_spans() -> None:
     """As with millions of elements: runs that are not copied, also none of whose gradients are copied."""
     for small, large in ((0, 1 << 20), (0, 0)):
-        with mock.patch.multiple("fsdp2.optim.steps", _SMALL_NUMEL=small, _LARGE_NUMEL=large):
+        with mock.patch.multiple("fsdp2.optim.steps", SMALL_NUMEL=small, _LARGE_NUMEL=large):
             train_at_random(pair := Pair(partial(optim.AdamW, eps=0.0)), 6, seed=7)
             train_at_random(Pair(ELEMENTWISE["SGD"]), 6, seed=8)
             for group in {owned.group for p in pair.models[1].parameters() if (owned := sharded_owner(p))}:
