@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .jobs import Job
 from .libraries import Library
@@ -136,3 +137,19 @@ def count_calls(call: Callable[[], Any]) -> int:
         sys.setprofile(None)
         gc.enable()
     return count
+
+
+class _Ops(TorchDispatchMode):
+    sees_fsdp2 = True
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_ops(call: Callable[[], Any]) -> int:
+    """Counts the operations below autograd that `call` dispatches, views and collectives included."""
+    with _Ops() as ops:
+        call()
+    return ops.count

@@ -1,4 +1,12 @@
-"""Makes the bytes of a safetensors file from plain tensors, where the package safetensors need not be installed."""
+"""Makes the bytes of a safetensors file from plain tensors, where the package safetensors need not be installed, and
+counts the bytes that are read and written.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,3 +24,16 @@ def file_bytes(tensors: dict[str, Tensor]) -> bytes:
         start = checkpoint.tensors[name].start
         data[start : start + len(raw)] = raw
     return bytes(data)
+
+
+@contextmanager
+def calls_of(name: str) -> Iterator[list[int]]:
+    """Context: yields the bytes of each call of `os.preadv` or `os.pwrite`."""
+    function, sizes = getattr(os, name), []
+
+    def call(*args: Any) -> int:
+        sizes.append(function(*args))
+        return sizes[-1]
+
+    with mock.patch.object(os, name, call):
+        yield sizes

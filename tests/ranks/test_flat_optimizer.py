@@ -232,10 +232,12 @@ def mixed(module: nn.Module) -> Any:
     return fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
-def train(pair: Pair, steps: int = 3) -> None:
+def train(pair: Pair, steps: int = 3, change: Callable[[int], object] = lambda _: None) -> None:
+    """Compares after each step. `change(step)` comes between its backward and it."""
     differences = Differences()
     for step in range(steps):
         pair.backward(step)
+        change(step)
         pair.step()
         with differences.noted():
             pair.compare(f"step {step}")
@@ -356,13 +358,7 @@ def check_plain_parameters_beside() -> None:
         return fully_shard(module, ignored_params={p for n, p in module.named_parameters() if n.endswith("head.bias")})
 
     pair = Pair(adamw, shard=shard)
-    for step in range(3):
-        pair.backward(step)
-        for model in pair.models:
-            dist.all_reduce(model.head.bias.grad)
-        pair.step()
-    pair.compare("beside")
-    pair.compare_states("beside")
+    train(pair, change=lambda _: pair.each(lambda model, _: dist.all_reduce(model.head.bias.grad)))
 
 
 def check_step_in_backward() -> None:
@@ -399,21 +395,20 @@ def check_replaced_parameters() -> None:
 def check_gradients_of_users() -> None:
     """Placed otherwise, or of no reduction."""
     pair = Pair(partial(optim.AdamW, foreach=False))
-    for step in range(5):
-        pair.backward(step)
+
+    def change(step: int) -> None:
         for model in pair.models:
             model.stem.weight.grad = model.stem.weight.grad * 2
             if step % 2:
                 model.head.weight.grad = model.head.weight.grad.redistribute(placements=[dist.tensor.Replicate()])
-        pair.step()
-        pair.compare(f"step {step}")
-    pair.compare_states("of users")
+
+    train(pair, 5, change)
 
 
 def check_states_that_users_change() -> None:
     pair = Pair(adamw)
-    for step in range(6):
-        pair.backward(step)
+
+    def change(step: int) -> None:
         for model, optimizer in zip(pair.models, pair.optimizers, strict=True):
             weight = model.head.weight
             if step == 1:
@@ -428,22 +423,20 @@ def check_states_that_users_change() -> None:
                 other.data = other.data * 2
             if step == 5:
                 optimizer.state.clear()
-        pair.step()
-        pair.compare(f"step {step}")
-    pair.compare_states("changed")
+
+    train(pair, 6, change)
 
 
 def check_options_that_change() -> None:
     pair = Pair(adamw)
-    for step in range(6):
-        pair.backward(step)
+
+    def change(step: int) -> None:
         for optimizer in pair.optimizers:
             optimizer.param_groups[0]["maximize"] = step == 1
             for group in optimizer.param_groups:
                 group["fused"], group["betas"] = step in (2, 3), (0.5, 0.9 + 0.01 * step)
-        pair.step()
-        pair.compare(f"step {step}")
-    pair.compare_states("changed")
+
+    train(pair, 6, change)
 
 
 def check_large_and_small_spans() -> None:

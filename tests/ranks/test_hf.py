@@ -7,8 +7,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +27,7 @@ from fsdp2.core.state import require_state
 from fsdp2.hf import load, save
 from helpers import RankError, assert_same, full, run_checks, run_ranks, world_sizes
 from models import ConvNet, Experts, MixedDtypes, OddMLP, TinyGPT, TinyLSTM, TinyModel
-from safetensors_files import file_bytes
+from safetensors_files import calls_of, file_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
 
@@ -85,19 +84,6 @@ def assert_like(model: nn.Module, expected: dict[str, Tensor]) -> None:
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, value in expected.items():
         assert_same(full(state[name]), value, 0, 0, name)
-
-
-@contextmanager
-def counted(name: str) -> Iterator[list[int]]:
-    """The bytes of each call of os.preadv or os.pwrite."""
-    function, sizes = getattr(os, name), []
-
-    def call(*args: Any) -> int:
-        sizes.append(function(*args))
-        return sizes[-1]
-
-    with mock.patch.object(os, name, call):
-        yield sizes
 
 
 # ---- ways to shard
@@ -165,7 +151,7 @@ def round_trips(shard: Callable[[Any], object], folder: Path) -> None:
         data = (source / "model.safetensors").read_bytes()
         nbytes = sum(each.nbytes for each in expected.values())
         model = on_meta(build, shard)
-        with counted("preadv") as reads:
+        with calls_of("preadv") as reads:
             report = hf.load_model(model, source)
         assert sum(reads) == report.bytes_read
         assert (report.missing, report.unexpected, report.converted, report.uninitialised) == ([], [], {}, [])
@@ -184,7 +170,7 @@ def round_trips(shard: Callable[[Any], object], folder: Path) -> None:
         for name, buffer in plain.named_buffers():
             assert_same(model.get_buffer(name), buffer, 0, 0, name)
         target = folder / f"target {shard.__name__} {i}"
-        with counted("pwrite") as writes:
+        with calls_of("pwrite") as writes:
             written = hf.save_model(model, target)
         total = torch.tensor([written])
         dist.all_reduce(total)

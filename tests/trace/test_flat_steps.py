@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import swa_utils
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.host import count_calls
+from benchmarks.host import count_calls, count_ops
 from benchmarks.libraries import load_library
 from benchmarks.models import Shape, build_sharded, compute_loss, make_batch
 from fsdp2 import AveragedModel, clip_grad_norm_, flatten_optimizer
@@ -39,22 +38,12 @@ def model() -> Iterator[Any]:
         yield built
 
 
-class _Ops(TorchDispatchMode):
-    sees_fsdp2 = True
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def cost(call: Callable[[], Any]) -> tuple[int, int]:
     """Python functions called, and operations dispatched, in steady state."""
     for _ in range(3):
         call()
-    with _Ops() as ops:
-        call()
-    return count_calls(call), ops.count
+    num_ops = count_ops(call)
+    return count_calls(call), num_ops
 
 
 def by_decay(params: list[nn.Parameter]) -> list[dict[str, Any]]:

@@ -1,9 +1,6 @@
 """Tests what fsdp2.hf reads, writes and allocates on one of many simulated ranks: bytes are counted, and calls."""
 
-import os
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +14,7 @@ from benchmarks.meters import AllocationMeter
 from fsdp2 import fully_shard, hf
 from fsdp2.hf import load, save
 from helpers import fake_world
+from safetensors_files import calls_of
 
 RANKS, LAYERS, DIM = 8, 6, 1024
 NBYTES = LAYERS * DIM * DIM * 4
@@ -41,19 +39,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hf") / "model"
     hf.save_model(Stack(), folder, torch.bfloat16)
     return folder
-
-
-@contextmanager
-def calls_of(name: str) -> Iterator[list[int]]:
-    """The bytes of each call of a function of os."""
-    function, sizes = getattr(os, name), []
-
-    def call(*args: Any) -> int:
-        sizes.append(function(*args))
-        return sizes[-1]
-
-    with mock.patch.object(os, name, call):
-        yield sizes
 
 
 def test_a_rank_reads_and_writes_its_own_bytes(source: Path, tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.host import HOST_SHAPES, build_steady_step, count_calls, count_step_calls
+from benchmarks.host import HOST_SHAPES, build_steady_step, count_calls, count_ops, count_step_calls
 from benchmarks.libraries import Library, load_library
 from benchmarks.models import PRECISIONS, Shape, make_vectors
 from benchmarks.wrapping import LAYERS, Chain
@@ -41,21 +40,9 @@ START_UP_CALLS = 180 if torch.__version__ >= "2.13" else 197
 Count = Callable[[Library | None, Shape, str], int]
 
 
-class _Ops(TorchDispatchMode):
-    sees_fsdp2 = True
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def count_step_ops(library: Library | None, shape: Shape, precision: str) -> int:
-    """Operations below autograd, views and collectives included, that one step in steady state dispatches."""
-    step = build_steady_step(library, shape, precision)
-    with _Ops() as ops:
-        step()
-    return ops.count
+    """Operations that one step in steady state dispatches."""
+    return count_ops(build_steady_step(library, shape, precision))
 
 
 def above_plain(count: Count, blocks: int, label: str, precision: str) -> int:
