@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 import fake_gpu
-import fsdp2  # noqa: F401  imported before the fork, so that no rank pays for it
+from fsdp2 import fully_shard  # imported before the fork, so that no rank pays for it
 from fsdp2.core import events
 from fsdp2.core.api import sharded_class
 from hostile import hostile
@@ -426,3 +426,10 @@ def sharded(whole: Tensor, mesh: Any, placements: Any = None, **options: Any) ->
 
     meshes_in_use.add(mesh)
     return as_sharded(distribute_tensor(whole, mesh, placements, **options))
+
+
+def leaves(model: nn.Module, **options: Any) -> None:
+    """Makes a group of every module with parameters of its own, and of the root."""
+    for module in reversed(list(model.modules())):
+        if module is model or module._parameters:
+            fully_shard(module, **options)

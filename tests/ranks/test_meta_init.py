@@ -14,7 +14,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.checks.empty_memory import is_marked, unwritten_buffers
 from fsdp2.core.state import require_state
-from helpers import assert_same, assert_same_names, assert_shard_of, full, own_rows, run_checks, run_ranks, shard_batch
+from helpers import (
+    assert_same,
+    assert_same_names,
+    assert_shard_of,
+    full,
+    leaves,
+    own_rows,
+    run_checks,
+    run_ranks,
+    shard_batch,
+)
 from models import Experts, OddMLP, TinyGPT, TinyLSTM, TinyModel, mean_loss
 
 ROWS = 12
@@ -42,12 +52,6 @@ class Buffered(TinyModel):
 
 def whole(model: nn.Module) -> None:
     fully_shard(model)
-
-
-def leaves(model: nn.Module) -> None:
-    for module in reversed(list(model.modules())):
-        if module is model or module._parameters:
-            fully_shard(module)
 
 
 def on_meta(build: Callable[[], TinyModel], wrap: Callable[[nn.Module], None]) -> TinyModel:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from helpers import alone, assert_same, assert_same_names, assert_shard_of, run_ranks, shard_batch, world_sizes
+from helpers import alone, assert_same, assert_same_names, assert_shard_of, leaves, run_ranks, shard_batch, world_sizes
 from models import (
     ConvNet,
     Experts,
@@ -70,13 +70,6 @@ def nested(model: nn.Module, **options: Any) -> None:
     for child in children(model):
         fully_shard(child, **options)
     fully_shard(model, **options)
-
-
-def leaves(model: nn.Module, **options: Any) -> None:
-    """A group for every module with parameters of its own, three levels deep in places."""
-    for module in reversed(list(model.modules())):
-        if module is model or module._parameters:
-            fully_shard(module, **options)
 
 
 def pairs(model: nn.Module, **options: Any) -> None:

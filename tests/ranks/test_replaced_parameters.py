@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from helpers import assert_same, assert_same_names, assert_shard_of, run_checks, shard_batch
+from helpers import assert_same, assert_same_names, assert_shard_of, leaves, run_checks, shard_batch
 from models import ConvNet, OddMLP, TinyGPT, TinyModel, mean_loss
 
 ROWS = 12
@@ -82,12 +82,6 @@ class Twins:
 
 def new_values(shape: torch.Size, seed: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def leaves(model: nn.Module) -> None:
-    for module in reversed(list(model.modules())):
-        if module is model or module._parameters:
-            fully_shard(module)
 
 
 def leaves_of_gpt(model: nn.Module) -> None:
