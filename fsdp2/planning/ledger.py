@@ -1,0 +1,132 @@
+"""Adds up bytes and seconds of a replayed step on one rank of a described machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ..core.comm import AnyComm, CoalescedComm, SoloComm
+from ..core.streams import costs_launches, exist_on
+from ..ext.gloo import PairwiseComm
+from .recording import Mark
+
+_COMMS = {"nccl": CoalescedComm, "gloo": PairwiseComm, "other": AnyComm}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Describes what each rank computes and communicates with.
+
+    Args:
+        device: type of the device, "cuda" or "cpu".
+        backend: of the process group: "nccl" for all backends that coalesce collectives, "gloo", or "other".
+        link: bytes per second that a rank can send. None: no times are predicted.
+        flops: floating-point operations per second that a rank reaches in matrix products.
+        host_link: bytes per second between the CPU's memory and the device, for offload.
+    """
+
+    device: str
+    backend: str
+    link: float | None = None
+    flops: float | None = None
+    host_link: float = 25e9
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    @property
+    def has_streams(self) -> bool:
+        return exist_on(self.torch_device)
+
+    @property
+    def has_speeds(self) -> bool:
+        return self.link is not None and self.flops is not None
+
+    @property
+    def launches(self) -> bool:
+        return costs_launches(self.torch_device)
+
+    def direct_min_bytes(self, num_ranks: int) -> int:
+        """Returns from how many bytes on a parameter is gathered on its own among so many ranks."""
+        if num_ranks == 1:
+            return SoloComm.direct_min_bytes
+        return _COMMS[self.backend].direct_min_bytes
+
+    def sums_on_arrival(self, num_ranks: int) -> bool:
+        return num_ranks > 1 and self.backend == "gloo"
+
+
+class Ledger:
+    """Holds bytes that are alive, their peaks, bytes moved, and two clocks: of computation and of communication.
+
+    `doing`: what runs, for the peak. `moved`: bytes by kind of collective, of all ranks; `sent`: bytes that this rank
+    sends: of n ranks, each sends (n - 1) / n of what a ring all-gather or reduce-scatter moves, and of an all-reduce
+    twice that. Collectives follow one another on one clock; computation waits for those it needs.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.engine = self.activations = 0
+        self.doing = ""
+        self.now = self.computed = 0.0
+        self.flops = 0
+        self._links = {"collectives": 0.0, "transfers": 0.0}
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forgets what earlier steps took."""
+        self.peak, self.peak_at = 0, ""
+        self.moved: Counter[str] = Counter()
+        self.sent = 0.0
+        self.began, self.computed, self.flops = self.now, 0.0, 0
+
+    def add(self, nbytes: int) -> None:
+        self.engine += nbytes
+        self._note(self.engine + self.activations)
+
+    def drop(self, nbytes: int) -> None:
+        self.engine -= nbytes
+
+    def follow(self, mark: Mark) -> None:
+        """Takes what the model has computed until this mark."""
+        self.compute(mark.peak, mark.flops)
+        self.activations = mark.live
+
+    def compute(self, peak: int, flops: int) -> None:
+        self._note(self.engine + peak)
+        self.flops += flops
+        seconds = flops / self.machine.flops if self.machine.flops else 0.0
+        self.now += seconds
+        self.computed += seconds
+
+    def _note(self, total: int) -> None:
+        if total > self.peak:
+            self.peak, self.peak_at = total, self.doing
+
+    def communicate(self, kind: str, nbytes: int, num_ranks: int) -> float:
+        """Begins a collective on tensors that have so many bytes together: those of all ranks, or of the sum of an
+        all-reduce. Returns when it ends.
+        """
+        if num_ranks == 1:
+            return self.now
+        self.moved[kind] += nbytes
+        sent = nbytes * (num_ranks - 1) / num_ranks * (2 if kind == "all_reduce" else 1)
+        self.sent += sent
+        return self._occupy("collectives", sent, self.machine.link)
+
+    def transfer(self, nbytes: int) -> float:
+        """Begins a copy between the CPU and the device. Returns when it ends."""
+        self.moved["transfer"] += nbytes
+        return self._occupy("transfers", nbytes, self.machine.host_link)
+
+    def _occupy(self, link: str, nbytes: float, speed: float | None) -> float:
+        if speed is None:
+            return self.now
+        self._links[link] = max(self._links[link], self.now) + nbytes / speed
+        return self._links[link]
+
+    def wait(self, end: float) -> None:
+        self.now = max(self.now, end)
