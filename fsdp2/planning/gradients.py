@@ -100,7 +100,8 @@ class ReplayedGradients:
         ledger.add(packed := layout.packed_numel * self.num_shards * layout.wire_dtype.itemsize)
         direct = sum(self.nbytes(i) for i in layout.direct)
         pending = ReplayedReduction(self, layout, plan.nbytes, direct + packed)
-        pending.exchange(layout.shard_numel, direct + packed)
+        largest = max([layout.packed_numel, *(self.specs[i].shard_numel for i in layout.direct)])
+        pending.exchange(layout.shard_numel, direct + packed, largest)
         ledger.drop(sum(self.nbytes(i) for i in arrived) - direct)  # what was packed
         return pending
 
@@ -111,7 +112,7 @@ class ReplayedGradients:
             copied = (last - first) * self.num_shards * layout.wire_dtype.itemsize
             ledger.add(copied)
             pending = ReplayedReduction(self, layout, plan.nbytes // 2, copied, num_halves=1, is_first=number == 0)
-            pending.exchange(last - first, copied)
+            pending.exchange(last - first, copied, last - first)
             if number == 0:
                 queue.add(self, pending)
                 queue.make_room()
@@ -129,7 +130,7 @@ class ReplayedGradients:
             copied = (last - first) * self.num_shards * layout.wire_dtype.itemsize
             ledger.add(copied)
             running.append(ReplayedReduction(self, layout, 0, copied, waits=not self.machine.has_streams))
-            running[-1].exchange(last - first, copied)
+            running[-1].exchange(last - first, copied, last - first)
         held = gradient if self.machine.has_streams else 0
         nbytes = plan.nbytes if held else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
         pending = ReplayedReduction(self, layout, nbytes, held, earlier=running)
@@ -192,9 +193,9 @@ class ReplayedReduction(Pending):
         self._is_reduced = False
         self.has_second_stage = gradients.num_replicas > 1
 
-    def exchange(self, numel: int, inputs: int) -> None:
-        """Begins to send `numel` elements to each other rank. What arrives takes memory where ranks sum it themselves:
-        on gloo, and for a wire dtype.
+    def exchange(self, numel: int, inputs: int, largest: int) -> None:
+        """Begins to send `numel` elements to each other rank, `largest` of them at most in one tensor. What arrives
+        takes memory where ranks sum it themselves: on gloo, and for a wire dtype.
         """
         gradients, layout = self._gradients, self.layout
         others, ranks = gradients.num_shards - 1, gradients.num_shards
@@ -204,7 +205,7 @@ class ReplayedReduction(Pending):
         elif is_cast:
             self._receive(inputs)
         if is_cast and not gradients.machine.launches:
-            self._sum_nbytes = numel * layout.reduce_dtype.itemsize  # a slice that is cast to be added
+            self._sum_nbytes = largest * layout.reduce_dtype.itemsize  # a slice that is cast to be added
         self._ends = gradients.ledger.communicate("reduce_scatter", numel * layout.wire_dtype.itemsize * ranks, ranks)
 
     def _receive(self, nbytes: int) -> None:
@@ -229,7 +230,9 @@ class ReplayedReduction(Pending):
         self.end_inputs()
         if self.has_second_stage and not self.is_first:
             nbytes = self.layout.shard_numel * self.layout.reduce_dtype.itemsize
-            self._ends = self._gradients.ledger.communicate("all_reduce", nbytes, self._gradients.num_replicas)
+            self._ends = self._gradients.ledger.communicate(
+                "all_reduce", nbytes, self._gradients.num_replicas, self._gradients.group.root.setting.ranks
+            )
 
     def finish(self) -> Any:
         self.advance()

@@ -143,10 +143,12 @@ class ReplayedGroup:
         if self._has_secondary:
             self._gather_ends = self.ledger.communicate("all_gather", self._gathered_again, self.num_restoring)
             return
-        if self.offloads:  # staged on the device until it is gathered
+        staged = 0.0
+        if self.offloads:  # until it is gathered
             self.ledger.add(self.shard_nbytes)
-            self.ledger.transfer(self.shard_nbytes)
-        self._gather_ends = self.ledger.communicate("all_gather", self._gathered, self.num_shards)
+            staged = self.ledger.transfer(self.shard_nbytes)
+        self._gather_ends = self.ledger.communicate("all_gather", self._gathered, self.num_shards, after=staged)
+        self._gather_ends = max(self._gather_ends, staged)
 
     def unshard(self) -> None:
         self.start_unshard()

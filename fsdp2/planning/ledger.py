@@ -25,6 +25,8 @@ class Machine:
         link: bytes per second that a rank can send. None: no times are predicted.
         flops: floating-point operations per second that a rank reaches in matrix products.
         host_link: bytes per second between the CPU's memory and the device, for offload.
+        machine_link: bytes per second that a rank can send to ranks of the same machine. None: as for `link`.
+        ranks_per_machine: how many neighbouring ranks are on one machine.
     """
 
     device: str
@@ -32,6 +34,8 @@ class Machine:
     link: float | None = None
     flops: float | None = None
     host_link: float = 25e9
+    machine_link: float | None = None
+    ranks_per_machine: int = 8
 
     @property
     def torch_device(self) -> torch.device:
@@ -106,26 +110,30 @@ class Ledger:
         if total > self.peak:
             self.peak, self.peak_at = total, self.doing
 
-    def communicate(self, kind: str, nbytes: int, num_ranks: int) -> float:
+    def communicate(self, kind: str, nbytes: int, num_ranks: int, span: int = 0, after: float = 0.0) -> float:
         """Begins a collective on tensors that have so many bytes together: those of all ranks, or of the sum of an
         all-reduce. Returns when it ends.
+
+        `span`: among how many neighbouring ranks its ranks are; 0: they are neighbours. `after`: when it may begin.
         """
         if num_ranks == 1:
             return self.now
         self.moved[kind] += nbytes
         sent = nbytes * (num_ranks - 1) / num_ranks * (2 if kind == "all_reduce" else 1)
         self.sent += sent
-        return self._occupy("collectives", sent, self.machine.link)
+        machine = self.machine
+        is_inside = (span or num_ranks) <= machine.ranks_per_machine and machine.machine_link is not None
+        return self._occupy("collectives", sent, machine.machine_link if is_inside else machine.link, after)
 
     def transfer(self, nbytes: int) -> float:
         """Begins a copy between the CPU and the device. Returns when it ends."""
         self.moved["transfer"] += nbytes
-        return self._occupy("transfers", nbytes, self.machine.host_link)
+        return self._occupy("transfers", nbytes, self.machine.host_link if self.machine.has_speeds else None)
 
-    def _occupy(self, link: str, nbytes: float, speed: float | None) -> float:
+    def _occupy(self, link: str, nbytes: float, speed: float | None, after: float = 0.0) -> float:
         if speed is None:
             return self.now
-        self._links[link] = max(self._links[link], self.now) + nbytes / speed
+        self._links[link] = max(self._links[link], self.now, after) + nbytes / speed
         return self._links[link]
 
     def wait(self, end: float) -> None:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.state import cast_floating
 from .compat import fake_mode, flop_formulas, is_fake
+from .structure import PlannedGroup
 
 # Kinds of marks. `subject` is the index of a group's module, or of a parameter for GRADIENT.
 BEGIN, END, REACHED, INPUTS, GRADIENT = "begin", "end", "reached", "inputs", "gradient"
@@ -253,17 +254,14 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def without_activations(
-    model: nn.Module, modules: Sequence[nn.Module], parameters: Sequence[Tensor], nbytes: Sequence[int]
-) -> Recording:
+def without_activations(model: nn.Module, groups: Sequence[PlannedGroup]) -> Recording:
     """Returns a recording of a model that computes nothing: modules run in the order in which they are registered, and
-    only complete gradients take memory.
-
-    Args:
-        model: any module.
-        modules: the module of each group.
-        parameters: those of all groups; `nbytes` are those of their gradients.
+    only complete gradients take memory. Marks number the modules and the parameters of `groups`.
     """
+    modules = [module for group in groups for module in group.modules]
+    parameters = [p for group in groups for p in group.parameters]
+    dtypes = [dtype for group in groups for dtype in group.compute_dtypes]
+    nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes, strict=True)]
     recording, indices = Recording(), {module: i for i, module in enumerate(modules)}
     numbers = {parameter: i for i, parameter in enumerate(parameters)}
     backward: list[list[Mark]] = []

@@ -27,7 +27,8 @@ class Prediction:
 
     Args:
         shards: bytes of the parameters' shards, on whichever device they rest.
-        resting: bytes on the device between steps: shards and buffers of the model; nothing of the optimizer.
+        buffers: bytes of the model's buffers, which rest on the device.
+        resting: bytes on the device between steps: shards that are not offloaded, and buffers; nothing of the optimizer.
         forward_peak: most bytes above resting until the model's forward has returned.
         step_peak: most bytes above resting until backward ends, which includes all sharded gradients.
         peak_at: what ran when the step had its peak.
@@ -40,6 +41,7 @@ class Prediction:
     """
 
     shards: int
+    buffers: int
     resting: int
     forward_peak: int
     step_peak: int
@@ -85,6 +87,7 @@ def replay(
     rests = sum(group.shard_nbytes for group in root.groups if not group.offloads)
     return Prediction(
         shards=shards,
+        buffers=buffers_nbytes,
         resting=rests + buffers_nbytes,
         forward_peak=step.forward_peak,
         step_peak=ledger.peak,

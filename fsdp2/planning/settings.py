@@ -60,23 +60,18 @@ class Setting:
 
 
 def candidates(
-    ranks: Sequence[int],
-    policies: Iterable[str],
-    offloads: bool,
-    wire_dtypes: Sequence[torch.dtype | None] = (None,),
-    ranks_per_machine: int = 8,
+    ranks: Sequence[int], policies: Iterable[str], offloads: bool, ranks_per_machine: int
 ) -> list[Setting]:
-    """Returns the settings that a plan compares if the user names none."""
+    """Returns the settings that a plan compares if the user names none. `offloads`: also with CPU offload."""
     found = []
     for policy, world in product(policies, ranks):
         machines = world // ranks_per_machine if world % ranks_per_machine == 0 else 1
         meshes: list[tuple[int, bool | int | None]] = [(1, None), (1, False)]
         if machines > 1:
             meshes += [(machines, None), (1, ranks_per_machine)]
-        for (replicas, kept), again, offload, wire in product(
-            meshes, (False, True), (False, True) if offloads else (False,), wire_dtypes
-        ):
-            found.append(Setting(world, kept, replicas, again, offload, wire, policy))
+        choices = (False, True) if offloads else (False,)
+        for (replicas, kept), again, offload in product(meshes, (False, True), choices):
+            found.append(Setting(world, kept, replicas, again, offload, policy=policy))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,8 @@ class PlannedGroup:
     Args:
         name: FQN of the first module, "root" for the model's own group.
         modules: the modules that gather it when they are called.
-        parameters: its distinct parameters, as they are now.
+        parameters: its distinct parameters, as they are now; see `on_meta`.
+        compute_dtypes: the dtype in which each of them computes.
         policy: dtypes of compute and reduction.
         options: what the wrap policy has chosen for it.
         is_part: it is a large submodule of an outer call (see ext/large_submodules.py), not a call of its own.
@@ -35,6 +36,7 @@ class PlannedGroup:
     name: str
     modules: tuple[nn.Module, ...]
     parameters: tuple[Tensor, ...]
+    compute_dtypes: tuple[torch.dtype, ...]
     policy: MixedPrecisionPolicy
     options: dict[str, Any]
     is_part: bool = False
@@ -47,15 +49,16 @@ class PlannedGroup:
     def numel(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters)
 
-    def compute_dtype(self, parameter: Any) -> torch.dtype:
-        keeps = self.policy.keeps_dtype(parameter)
-        return parameter.dtype if keeps else self.policy.compute_dtype(parameter.dtype)
+    def on_meta(self) -> PlannedGroup:
+        """Returns the same group with parameters on meta, which keep no memory alive."""
+        light = [torch.empty_like(p, device="meta", requires_grad=p.requires_grad) for p in self.parameters]
+        return replace(self, parameters=tuple(light))
 
     def specs(self, num_shards: int) -> tuple[ParamSpec, ...]:
         """Returns what the layout must know of each parameter, cut along dim 0 among so many ranks."""
         return tuple(
-            param_spec(tuple(p.shape) or (num_shards,), p.dtype, self.compute_dtype(p), num_shards, 0, False)
-            for p in self.parameters
+            param_spec(tuple(p.shape) or (num_shards,), p.dtype, dtype, num_shards, 0, False)
+            for p, dtype in zip(self.parameters, self.compute_dtypes, strict=True)
         )
 
     @property
@@ -99,12 +102,17 @@ def _groups_of_call(
     below = dict.fromkeys(g for root in call.modules for m in root.modules() for g in states.get(m, ()))
     parts = _large_submodules(call, planned, [*below])
     apart = {name for own in parts.values() for name in own}
-    rest = tuple(of[0].get() for name, of in planned.items() if name not in apart)
-    groups = [PlannedGroup(call.name or "root", call.modules, rest, policy, call.options)]
-    for module, own in parts.items():
-        parameters = tuple(planned[name][0].get() for name in own)
-        groups.append(PlannedGroup(names[module], (module,), parameters, policy, call.options, is_part=True))
+    rest = [name for name in planned if name not in apart]
+    groups = []
+    for name, modules, own in [(call.name or "root", call.modules, rest), *((names[m], (m,), n) for m, n in parts.items())]:
+        parameters = tuple(planned[each][0].get() for each in own)
+        dtypes = tuple(_compute_dtype(p, policy) for p in parameters)
+        groups.append(PlannedGroup(name, modules, parameters, dtypes, policy, call.options, is_part=bool(groups)))
     return groups
+
+
+def _compute_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
+    return parameter.dtype if policy.keeps_dtype(parameter) else policy.compute_dtype(parameter.dtype)
 
 
 def _large_submodules(
