@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.compat import local_of
 from ..core.events import Observer
@@ -19,6 +20,7 @@ from .replay import Prediction
 
 __all__ = ["CheckedValue", "PlanCheck"]
 TOLERANCE = 0.03
+_FORWARD, _STEP = "fsdp2::forward has returned", "fsdp2::backward has ended"
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,11 @@ class StepMeter(Observer):
     # ---- events
 
     def pass_began(self, root: Any) -> None:
+        self._end()
+        if root.num_backwards - self._first > 1:
+            root.events.ignore(self, "pass_began", "pass_ended", "pass_failed", "backward_failed")
         if root.num_backwards - self._first != 1:
             return
-        self._end()  # a forward without backward
         self.moved.clear()
         self._unwatch = watch(root.groups, self)
         if self._cuda is not None:
@@ -108,13 +112,14 @@ class StepMeter(Observer):
         elif self._device.type == "cpu":
             self._allocations = _Allocations()
             self.problem = self._allocations.problem
+            self._step_hook = register_optimizer_step_pre_hook(self._end)
 
     def pass_ended(self, root: Any) -> None:
         if self._unwatch is not None and root.num_backwards - self._first == 1 and root.backward is None:
             if self._cuda is not None:
                 self.forward_peak = torch.cuda.max_memory_allocated(self._cuda) - self._before
             elif self._allocations is not None:
-                self._allocations.end_forward()
+                self._allocations.mark(_FORWARD)
 
     def pass_failed(self, root: Any) -> None:
         self._end()
@@ -127,21 +132,20 @@ class StepMeter(Observer):
             return
         if self._cuda is not None:
             self.step_peak = torch.cuda.max_memory_allocated(self._cuda) - self._before
-        allocations = self._allocations
-        self._end()
-        if allocations is not None and not allocations.problem:
-            self.forward_peak, self.step_peak = allocations.peaks()
-        if self._first + 1 <= root.num_backwards:
-            ignored = ("pass_began", "pass_ended", "pass_failed", "backward_failed")
-            root.events.ignore(self, *ignored)
+        elif self._allocations is not None:
+            self._allocations.mark(_STEP)  # autograd would turn the profiler on again behind this event
+        self._unwatch()
+        self._unwatch = None
 
-    def _end(self) -> None:
+    def _end(self, *_: Any) -> None:
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
-        if self._allocations is not None:
-            self._allocations.end()
-            self._allocations = None
+        allocations, self._allocations = self._allocations, None
+        if allocations is not None and not allocations.problem:
+            allocations.end()
+            self.forward_peak, self.step_peak = allocations.peak_until(_FORWARD), allocations.peak_until(_STEP)
+            self._step_hook.remove()
 
     # ---- collectives
 
@@ -160,6 +164,7 @@ class StepMeter(Observer):
         Raises:
             RuntimeError: fewer than two steps have run.
         """
+        self._end()
         if self.num_steps < 2:
             raise RuntimeError(f"plan.check: expected two steps after plan.apply, got {self.num_steps}")
         buffers = sum(each.nbytes for each in model.buffers())
@@ -205,8 +210,9 @@ class _Allocations:
         except RuntimeError as error:
             self.problem, self._runs = f"another profiler runs ({str(error).splitlines()[0]})", False
 
-    def end_forward(self) -> None:
-        with self._mark("fsdp2::forward has returned"):
+    def mark(self, name: str) -> None:
+        """Notes a moment."""
+        with self._mark(name):
             pass
 
     def end(self) -> None:
@@ -214,14 +220,13 @@ class _Allocations:
             self._runs = False
             self._profile.__exit__(None, None, None)
 
-    def peaks(self) -> tuple[int, int]:
-        """Returns most bytes alive above the first moment: until the last mark, and in all."""
-        events = sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-        total = peak = forward = 0
-        for event in events:
+    def peak_until(self, name: str) -> int | None:
+        """Returns the most bytes alive above the first moment until this mark; None if it never came."""
+        total = peak = 0
+        for event in sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == "[memory]":
                 total += event.nbytes()
                 peak = max(peak, total)
-            elif event.name() == "fsdp2::forward has returned":
-                forward = peak
-        return forward, peak
+            elif event.name() == name:
+                return peak
+        return None

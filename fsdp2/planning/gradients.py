@@ -200,6 +200,8 @@ class ReplayedReduction(Pending):
         gradients, layout = self._gradients, self.layout
         others, ranks = gradients.num_shards - 1, gradients.num_shards
         is_cast = layout.wire_dtype != layout.reduce_dtype
+        last = layout.packed_numel or gradients.specs[layout.direct[-1]].shard_numel
+        self._receive(gradients.machine.messages_nbytes(ranks, min(last, numel) * layout.wire_dtype.itemsize))
         if gradients.machine.backend == "gloo":
             self._receive(inputs * others // ranks)
         elif is_cast:
@@ -230,6 +232,9 @@ class ReplayedReduction(Pending):
         self.end_inputs()
         if self.has_second_stage and not self.is_first:
             nbytes = self.layout.shard_numel * self.layout.reduce_dtype.itemsize
+            messages = self._gradients.machine.messages_nbytes(self._gradients.num_replicas, 0)
+            self._gradients.ledger.add(messages)
+            self._gradients.ledger.drop(messages)
             self._ends = self._gradients.ledger.communicate(
                 "all_reduce", nbytes, self._gradients.num_replicas, self._gradients.group.root.setting.ranks
             )

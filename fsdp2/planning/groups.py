@@ -106,6 +106,7 @@ class ReplayedGroup:
         self.nbytes = self.layout.unsharded_nbytes
         self._storage_nbytes = 0 if self.layout.aliased else self.nbytes
         self._secondary_nbytes = self._gathered_again = 0
+        own = None
         if self.num_restoring:
             few = self.num_restoring
             fewer = tuple(replace(s, storage_dtype=s.compute_dtype, world_size=few) for s in specs)
@@ -115,6 +116,8 @@ class ReplayedGroup:
             end = self.layout.packed_start + own.packed_nbytes * few + own.tail_nbytes * few
             self._storage_nbytes = max(self._storage_nbytes, end)
         self._gathered = _gathered_nbytes(self.layout)
+        self._messages = machine.messages_nbytes(self.num_shards, _last_nbytes(self.layout))
+        self._messages_again = machine.messages_nbytes(self.num_restoring, _last_nbytes(own)) if own else 0
         self.phase, self.hold, self.reached = SHARDED, Hold.NOTHING, False
         self._has_secondary = False
         self._gather_ends = 0.0
@@ -141,8 +144,10 @@ class ReplayedGroup:
         self.phase = GATHERING
         self.ledger.add(self._storage_nbytes)
         if self._has_secondary:
+            self.ledger.add(self._messages_again)
             self._gather_ends = self.ledger.communicate("all_gather", self._gathered_again, self.num_restoring)
             return
+        self.ledger.add(self._messages)
         staged = 0.0
         if self.offloads:  # until it is gathered
             self.ledger.add(self.shard_nbytes)
@@ -158,6 +163,7 @@ class ReplayedGroup:
 
     def _finish_gather(self) -> None:
         self.ledger.wait(self._gather_ends)
+        self.ledger.drop(self._messages_again if self._has_secondary else self._messages)
         if self.offloads and not self._has_secondary:
             self.ledger.drop(self.shard_nbytes)
         self.phase = GATHERED
@@ -251,6 +257,11 @@ def _gathered_nbytes(layout: GatherLayout) -> int:
     """Returns the bytes that an all-gather fills, of all ranks."""
     direct = sum(layout.specs[i].compute_nbytes for i in layout.direct)
     return (direct + layout.packed_nbytes) * layout.world_size
+
+
+def _last_nbytes(layout: GatherLayout) -> int:
+    """Returns the bytes of this rank's part of the last tensor that is gathered."""
+    return layout.packed_nbytes or sum(layout.specs[i].compute_nbytes for i in layout.direct[-1:])
 
 
 def _on_wire(policy: MixedPrecisionPolicy, setting: Setting) -> MixedPrecisionPolicy:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checks.headers import HEADER_NBYTES
+from ..checks.levels import is_on
+from ..checks.named_comm import MAX_RIDER_NBYTES
 from ..core.comm import AnyComm, CoalescedComm, SoloComm
 from ..core.streams import costs_launches, exist_on
 from ..ext.gloo import PairwiseComm
@@ -58,6 +61,17 @@ class Machine:
         if num_ranks == 1:
             return SoloComm.direct_min_bytes
         return _COMMS[self.backend].direct_min_bytes
+
+    def messages_nbytes(self, num_ranks: int, rider_nbytes: int) -> int:
+        """Returns the bytes of the messages with headers that one collective over gloo sends and receives besides
+        (checks/named_comm.py). `rider_nbytes`: what of its last tensor goes to each other rank; little travels in them.
+        """
+        if self.backend != "gloo" or num_ranks == 1 or not is_on("headers"):
+            return 0
+        others = num_ranks - 1
+        most = MAX_RIDER_NBYTES // others
+        sent = HEADER_NBYTES + rider_nbytes if 0 < rider_nbytes <= most else 0
+        return others * (HEADER_NBYTES + most + sent)
 
     def sums_on_arrival(self, num_ranks: int) -> bool:
         return num_ranks > 1 and self.backend == "gloo"
