@@ -152,11 +152,9 @@ def _repeated(model: nn.Module) -> Chosen:
 
 
 def _of_function(model: nn.Module, function: Callable[..., Any]) -> Chosen:
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:
-        parameters = inspect.signature(lambda module: None).parameters
-    if {"recurse", "nonwrapped_numel"} <= {*parameters}:
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if takes_any or {"recurse", "nonwrapped_numel"} <= {*parameters}:
         return _walk(model, lambda module, recurse, numel: function(module, recurse=recurse, nonwrapped_numel=numel))
     required = [p for p in parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(required) not in (1, 2):
