@@ -258,7 +258,7 @@ def plan(
     rows = []
     for setting in chosen:
         wrapping = wrappings[setting.policy]
-        if setting.checkpointing and wrapping.checkpointed is None:
+        if setting.checkpointing and wrapping.checkpointed is None and (wrapping.has_activations or settings is None):
             continue
         states = sum(_optimizer_nbytes(group, setting, optimizer) for group in wrapping.groups)
         prediction = _predict(model, wrapping, setting, machine)
@@ -371,10 +371,7 @@ def _default_loss(output: Any) -> Tensor:
 
 
 def _predict(model: nn.Module, wrapping: _Wrapping, setting: Setting, machine: Machine) -> Prediction:
-    recording = wrapping.plain
-    if setting.checkpointing:
-        assert wrapping.checkpointed is not None, "there is no row without it"
-        recording = wrapping.checkpointed
+    recording = (wrapping.checkpointed if setting.checkpointing else None) or wrapping.plain
     return replay(wrapping.groups, recording, setting, machine, sum(buffer.nbytes for buffer in model.buffers()))
 
 

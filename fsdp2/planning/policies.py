@@ -218,8 +218,11 @@ def _text(policy: Any) -> str:
 # ---- tied parameters, order
 
 
-def _tie(model: nn.Module, chosen: Chosen) -> list[WrapGroup]:
-    """Returns the groups of the chosen modules: those that share a parameter are one."""
+def _tie(model: nn.Module, chosen: Chosen, left: frozenset[nn.Module] = frozenset()) -> list[WrapGroup]:
+    """Returns the groups of the chosen modules: those that share a parameter are one.
+
+    `left`: modules that are left to the module around them, because they can't be in a group of their own.
+    """
     names = modules_below(model)
     joined: list[dict[nn.Module, None]] = [{module: None} for module in chosen]
     for holders in _holders(model).values():
@@ -228,15 +231,22 @@ def _tie(model: nn.Module, chosen: Chosen) -> list[WrapGroup]:
             continue
         # A holder that only the model itself would shard joins the others as a module of its own.
         members = dict.fromkeys(holder if owner is model else owner for owner, holder in owners.items())
+        impossible = {model, *left, *(each for each in members if isinstance(each, _CONTAINERS))}
+        if not impossible.isdisjoint(members):
+            return _tie(model, _without(chosen, members), left | members.keys())
+        if any(each not in chosen for each in members):
+            return _tie(model, {**dict.fromkeys(members, {}), **chosen}, left)
         sets = [each for each in joined if any(member in each for member in members)]
-        merged = {module: None for each in [*sets, members] for module in each}
-        # What can't be in a list is left to the module around it.
-        left = [inner for inner in merged if any(_is_inside(inner, outer) for outer in merged)]
-        if left or any(isinstance(each, _CONTAINERS) for each in members):
-            left = left or [each for each in merged if each in chosen]
-            return _tie(model, {each: options for each, options in chosen.items() if each not in left})
+        merged = {module: None for each in sets for module in each}
+        inner = [each for each in merged if any(_is_inside(each, outer) for outer in merged)]
+        if inner:
+            return _tie(model, _without(chosen, inner), left.union(inner))
         joined = [each for each in joined if each not in sets] + [merged]
     return _in_order([_make_group([*each], names, chosen) for each in joined], names)
+
+
+def _without(chosen: Chosen, modules: Collection[nn.Module]) -> Chosen:
+    return {module: options for module, options in chosen.items() if module not in modules}
 
 
 def _holders(model: nn.Module) -> dict[Tensor, list[nn.Module]]:

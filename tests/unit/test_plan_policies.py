@@ -134,6 +134,29 @@ def test_two_ties_join_three_modules() -> None:
     assert [len(tied.modules), alone.name] == [3, "3"]
 
 
+class Head(nn.Module):
+    """Has a Linear whose bias it also holds itself, as heads of BERT do."""
+
+    def __init__(self, vocab: int, dim: int) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(dim, vocab)
+        self.bias = self.decoder.bias
+
+
+def test_a_module_that_joins_brings_what_it_is_tied_to() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), Head(9, 4))
+    model[2].decoder.weight = model[0].weight
+    for policy in (nn.Embedding, [nn.Embedding, nn.Linear], lambda module: True):
+        (tied,) = (group for group in wrap_groups(model, policy) if len(group.modules) > 1)
+        assert tied.modules == (model[0], model[2])
+
+
+def test_what_is_tied_to_the_model_itself_is_left_to_it() -> None:
+    model = TinyGPT(tied=True)
+    model.table = model.embed.weight
+    assert names(model, [CausalBlock, nn.Embedding]) == BLOCKS
+
+
 # ---- errors
 
 
