@@ -232,9 +232,7 @@ class ReplayedReduction(Pending):
         self.end_inputs()
         if self.has_second_stage and not self.is_first:
             nbytes = self.layout.shard_numel * self.layout.reduce_dtype.itemsize
-            messages = self._gradients.machine.messages_nbytes(self._gradients.num_replicas, 0)
-            self._gradients.ledger.add(messages)
-            self._gradients.ledger.drop(messages)
+            self._receive(self._gradients.machine.messages_nbytes(self._gradients.num_replicas, 0))
             self._ends = self._gradients.ledger.communicate(
                 "all_reduce", nbytes, self._gradients.num_replicas, self._gradients.group.root.setting.ranks
             )
@@ -242,5 +240,7 @@ class ReplayedReduction(Pending):
     def finish(self) -> Any:
         self.advance()
         self._gradients.ledger.wait(self._ends)
+        self._gradients.ledger.drop(self._inputs)
+        self._inputs = 0
         return {}
 

@@ -264,7 +264,8 @@ def plan(
         prediction = _predict(model, wrapping, setting, machine)
         rows.append(PlanRow(setting, prediction, states, budget, wrapping.has_activations))
     if not rows:
-        raise ValueError("settings: expected one without checkpointing: " + " ".join(notes or ["no block can have it."]))
+        why = " ".join(notes) or "Each wrapped module is a single layer."
+        raise ValueError(f"settings: expected one without checkpointing, which nothing can have here. {why}")
     return Plan(model, wrappings, sorted(rows, key=_cost), notes, machine)
 
 
