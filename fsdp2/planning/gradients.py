@@ -156,16 +156,15 @@ class ReplayedGradients:
         if pending.is_first:
             return
         layout = pending.layout
-        nbytes = layout.shard_numel * layout.reduce_dtype.itemsize
-        if layout.storage_dtype != layout.reduce_dtype:
-            cast = layout.shard_numel * layout.storage_dtype.itemsize
-            self.ledger.add(cast)
-            self.ledger.drop(nbytes)
-            nbytes = cast
-        if self.group.offloads:
-            self.group.root.start_return(nbytes)
-        else:
-            self.delivered += nbytes
+        summed, stored = (layout.shard_numel * each.itemsize for each in (layout.reduce_dtype, layout.storage_dtype))
+        is_cast = layout.storage_dtype != layout.reduce_dtype
+        if is_cast:
+            self.ledger.add(stored)
+        if self.group.offloads:  # a reduction holds its sums until the copy has ended
+            self.group.root.start_return(summed + stored * is_cast)
+            return
+        self.ledger.drop(summed * is_cast)
+        self.delivered += stored
 
 
 class ReplayedReduction(Pending):

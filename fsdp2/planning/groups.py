@@ -90,7 +90,8 @@ class ReplayedGroup:
         self.num_shards = setting.num_shards
         # None: nothing is copied between the CPU and the device.
         chosen = planned.options.get("offload_policy")
-        self.offloads = machine.has_streams and (setting.offload if chosen is None else hasattr(chosen, "pin_memory"))
+        offloads = setting.offload if chosen is None else hasattr(chosen, "pin_memory")
+        self.offloads = offloads and machine.can_offload
         kept = planned.options.get("reshard_after_forward", setting.reshard_after_forward)
         # Among how many ranks backward gathers; 0: among all that shard.
         self.num_restoring = kept if type(kept) is int and 1 < kept < self.num_shards else 0

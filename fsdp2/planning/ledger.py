@@ -49,6 +49,11 @@ class Machine:
         return exist_on(self.torch_device)
 
     @property
+    def can_offload(self) -> bool:
+        """True if the device is not where offloaded shards rest."""
+        return self.torch_device != torch.device("cpu")
+
+    @property
     def has_speeds(self) -> bool:
         return self.link is not None and self.flops is not None
 

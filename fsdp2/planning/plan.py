@@ -305,7 +305,7 @@ def _read_settings(
     if settings is None:
         for world in worlds:
             Setting(world)  # which checks it
-        return candidates(worlds, policies, machine.has_streams, machine.ranks_per_machine)
+        return candidates(worlds, policies, machine.can_offload, machine.ranks_per_machine)
     found, names = [], {each.name for each in fields(Setting)}
     for each in settings:
         if isinstance(each, Setting):

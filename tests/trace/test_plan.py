@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from benchmarks.meters import AllocationMeter, WireMeter
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.core import param_group
+from fsdp2.core.events import Observer
+from fsdp2.core.mesh import DataMesh
+from fsdp2.core.state import require_state
 from helpers import fake_world
+from simulated_device import DEVICE
 
 RANKS, DIM, TOKENS = 8, 128, 32
 TOLERANCE = 0.03
@@ -325,3 +331,104 @@ def test_memory_is_predicted_within_three_percent_and_bytes_exactly(model: str) 
             planned = found.moved[kind] * (shards - 1) / shards
             wrong += [f"{setting}: {kind} of {planned}, sent {sent}"] if planned != sent else []
     assert not wrong
+
+
+# ---- CPU offload, order
+
+
+class _Copy:
+    """Is a Transfer that was made at once. It keeps what it reads alive."""
+
+    def __init__(self, source: Tensor, result: Any) -> None:
+        self._source, self._result = source, result
+
+    def wait(self) -> Any:
+        return self._result
+
+    finish = wait
+
+
+class _OtherMemory:
+    """Takes the place of Transfers. The host's memory is not the allocator's, so that the meter sees the device's."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.frombuffer(bytearray(max(1, numel * dtype.itemsize)), dtype=torch.uint8)[
+            : numel * dtype.itemsize
+        ].view(dtype)
+
+    def start_in(self, target: Tensor, source: Tensor, then: Callable[[], Any]) -> _Copy:
+        target.copy_(source)
+        return _Copy(source, then())
+
+    def start_out(self, source: Tensor) -> _Copy:
+        target = self.allocate(source.numel(), source.dtype)
+        target.copy_(source)
+        return _Copy(source, target)
+
+    def settle(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16/fp32"])
+@pytest.mark.parametrize("model", ["equal blocks", "large root", "uneven sizes"])
+def test_memory_of_a_device_with_offload(model: str, policy: MixedPrecisionPolicy) -> None:
+    """The device is simulated in the CPU's memory."""
+    plain = MODELS[model]()
+    plan = fsdp2.plan(
+        plain,
+        ranks=RANKS,
+        batch=plain.example,
+        loss=loss_of,
+        mp_policy=policy,
+        settings=[{"offload": True}],
+        device=str(DEVICE),
+        backend="nccl",
+    )
+    del plain
+    transfers = mock.patch.object(param_group, "make_transfers", return_value=_OtherMemory())
+    with fake_world(RANKS), mock.patch.object(DataMesh, "device", DEVICE), transfers, AllocationMeter() as meter:
+        sharded = MODELS[model]()
+        batch = sharded.example()
+        for group in fsdp2.wrap_groups(sharded):
+            fully_shard(group.module, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+        fully_shard(sharded, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+        for _ in range(2):
+            gc.collect()
+            with meter.region("step"):
+                with meter.region("forward"):
+                    output = sharded(batch)
+                loss = loss_of(output)
+                del output
+                loss.backward()
+                del loss
+            sharded.zero_grad()
+    before, found = meter.allocated_before("step"), plan.best.prediction
+    errors = [
+        found.forward_peak / (meter.peak_during("forward") - before) - 1,
+        found.step_peak / (meter.peak_during("step") - before) - 1,
+    ]
+    print(errors)
+    assert found.resting == 0
+    assert max(map(abs, errors)) <= TOLERANCE
+
+
+class Order(Observer):
+    """Notes the groups as they run."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def forward_began(self, group: Any) -> None:
+        self.names.append(group.name)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_order_is_that_of_the_step(model: str) -> None:
+    plain = MODELS[model]()
+    planned = fsdp2.plan(plain, ranks=RANKS, batch=plain.example, settings=[{}]).best.prediction.order
+    with fake_world(RANKS):
+        sharded_model, order = sharded(plain, "default"), Order()
+        root = require_state(sharded_model).root
+        root.observe([*root.events.observers, order])
+        sharded_model(plain.example())
+    assert tuple(order.names) == planned
