@@ -58,12 +58,12 @@ def shard(
     }
     if setting.checkpointing:
         for module in blocks(calls):
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     for call in calls:
         own = dict(call.options)
         if wire is not None and "mp_policy" in own:
             own["mp_policy"] = replace(own["mp_policy"], wire_dtype=wire)
-        fully_shard(call.module, **{**options, **own})  # type: ignore[call-overload]
+        fully_shard(call.module, **{**options, **own})
     return fully_shard(model, **options)
 
 

@@ -223,7 +223,8 @@ class _Allocations:
     def peak_until(self, name: str) -> int | None:
         """Returns the most bytes alive above the first moment until this mark; None if it never came."""
         total = peak = 0
-        for event in sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        profiler: Any = self._profile.profiler
+        for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == "[memory]":
                 total += event.nbytes()
                 peak = max(peak, total)

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["NO_SPLIT", "RUN_POLICY", "TorchDispatchMode", "fake_mode", "flop_formulas", "is_fake"]
 
 NO_SPLIT = "_no_split_modules"
 """The attribute in which models of Transformers name the classes of their blocks."""
@@ -28,8 +31,8 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def flop_formulas() -> dict[Any, Any]:
-    """Returns torch's formulas of floating-point operations, by operation. They know attention on CUDA only: that of the
-    CPU takes the same arguments first.
+    """Returns torch's formulas of floating-point operations, by operation. torch has none for attention on the CPU,
+    which takes the same arguments first as that on CUDA.
     """
     from torch.utils.flop_counter import flop_registry
 

@@ -242,4 +242,3 @@ class ReplayedReduction(Pending):
         self._gradients.ledger.drop(self._inputs)
         self._inputs = 0
         return {}
-

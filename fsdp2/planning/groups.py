@@ -267,4 +267,3 @@ def _last_nbytes(layout: GatherLayout) -> int:
 
 def _on_wire(policy: MixedPrecisionPolicy, setting: Setting) -> MixedPrecisionPolicy:
     return policy if setting.wire_dtype is None else replace(policy, wire_dtype=setting.wire_dtype)
-

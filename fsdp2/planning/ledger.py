@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from ..core.streams import costs_launches, exist_on
 from ..ext.gloo import PairwiseComm
 from .recording import Mark
 
-_COMMS = {"nccl": CoalescedComm, "gloo": PairwiseComm, "other": AnyComm}
+_COMMS: dict[str, Any] = {"nccl": CoalescedComm, "gloo": PairwiseComm, "other": AnyComm}
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Machine:
         """Returns from how many bytes on a parameter is gathered on its own among so many ranks."""
         if num_ranks == 1:
             return SoloComm.direct_min_bytes
-        return _COMMS[self.backend].direct_min_bytes
+        minimum: int = _COMMS[self.backend].direct_min_bytes
+        return minimum
 
     def messages_nbytes(self, num_ranks: int, rider_nbytes: int) -> int:
         """Returns the bytes of the messages with headers that one collective over gloo sends and receives besides

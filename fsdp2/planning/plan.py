@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,18 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.policy import MixedPrecisionPolicy
-from . import apply, table
+from . import apply, arguments, table
 from .check import PlanCheck, StepMeter
 from .ledger import Machine
 from .policies import WrapGroup, wrap_groups
 from .recording import Recording, record, without_activations
 from .replay import Prediction, modules_of, replay
-from .settings import Setting, candidates, read_bytes, read_optimizer
+from .settings import Setting, read_bytes, read_optimizer
 from .structure import PlannedGroup, find_groups
 
 __all__ = ["Plan", "PlanRow", "plan"]
-
-_BACKENDS = {"cpu": "gloo"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,11 @@ class Plan:
     """
 
     def __init__(
-        self, model: nn.Module, wrappings: Mapping[str, _Wrapping], rows: Sequence[PlanRow], notes: Iterable[str],
+        self,
+        model: nn.Module,
+        wrappings: Mapping[str, _Wrapping],
+        rows: Sequence[PlanRow],
+        notes: Iterable[str],
         machine: Machine,
     ) -> None:
         self._model, self._wrappings, self._machine = model, dict(wrappings), machine
@@ -133,7 +135,9 @@ class Plan:
         if not any(each is row for each in self.rows):
             raise ValueError("row: expected one of plan.rows of this plan, got one of another")
         if self._applied is not None:
-            raise RuntimeError("plan.apply was called already: its model is sharded. Make another plan for another model.")
+            raise RuntimeError(
+                "plan.apply was called already: its model is sharded. Make another plan for another model."
+            )
         apply.check_mesh(mesh, row.setting)
         wrapping = self._wrappings[row.setting.policy]
         machine = apply.machine_of(mesh, self._machine)
@@ -196,16 +200,16 @@ def plan(
     `flops`, and bytes that a rank sends divided by `link`; collectives run one after the other beside computation,
     which waits for what it needs. Other operations, latencies and the optimizer's step count as nothing.
 
-    The best row is the fastest that fits. Without `link` and `flops` it is the one that moves the fewest bytes, then the
-    one that computes least, then the one with the smallest peak. If none fits, it is the one that misses least.
+    The best row is the fastest that fits. Without `link` and `flops` it is the one that moves the fewest bytes, then
+    the one that computes least, then the one with the smallest peak. If none fits, it is the one that misses least.
 
     Args:
         model: a plain module, on meta or any other device. Parameters may be frozen and tied.
         ranks: how many ranks train; a list compares several numbers.
         batch: returns the arguments of one rank's forward: a tensor, a tuple or list of arguments, or a dict of named
             ones. Tensors may be on meta. None: peaks are those of parameters and gradients alone.
-        loss: computes a scalar of the model's output. None: its attribute `loss`, or the sum of its floating-point
-            tensors.
+        loss: computes a scalar of the model's output. None: its attribute `loss`, or the sum of its
+            `logits`, or of all its floating-point tensors.
         policy: what gets groups of its own, see `wrap_groups`. A dict from names (without such a class in the model) to
             policies compares several.
         memory: bytes of a device, as a number or as text: "24GB" is 24 * 10**9, "24GiB" is 24 * 2**30.
@@ -238,17 +242,17 @@ def plan(
     """
     worlds = [ranks] if isinstance(ranks, int) else [*ranks]
     budget, sends, host = read_bytes("memory", memory), read_bytes("link", link), read_bytes("host_link", host_link)
-    precision = _read_precision(param_dtype, mp_policy)
+    precision = arguments.read_precision(param_dtype, mp_policy)
     assert host is not None, "it has a default"
     if isinstance(ranks_per_machine, bool) or not isinstance(ranks_per_machine, int) or ranks_per_machine < 1:
         raise ValueError(f"ranks_per_machine: expected an int of 1 or more, got {ranks_per_machine!r}")
     computes, inside = read_bytes("flops", flops), read_bytes("machine_link", machine_link)
-    machine = Machine(device, _read_backend(backend, device), sends, computes, host, inside, ranks_per_machine)
-    policies = _read_policies(model, policy)
+    machine = Machine(device, arguments.read_backend(backend, device), sends, computes, host, inside, ranks_per_machine)
+    policies = arguments.read_policies(model, policy)
     for each in (batch, loss):
         if each is not None and not callable(each):
             raise TypeError(f"expected functions for batch and loss, got {type(each).__name__}")
-    chosen = _read_settings(settings, worlds, [*policies], machine)
+    chosen = arguments.read_settings(settings, worlds, [*policies], machine)
     notes: list[str] = []
     wrappings = {
         name: _wrap(model, each, precision, batch, loss, any(s.checkpointing for s in chosen), notes)
@@ -269,65 +273,16 @@ def plan(
     return Plan(model, wrappings, sorted(rows, key=_cost), notes, machine)
 
 
-# ---- arguments
-
-
-def _read_precision(param_dtype: Any, mp_policy: Any) -> MixedPrecisionPolicy:
-    if mp_policy is None:
-        return MixedPrecisionPolicy(param_dtype=param_dtype)
-    if param_dtype is not None:
-        raise ValueError("expected param_dtype or mp_policy, got both. Write mp_policy=MixedPrecisionPolicy(param_dtype=...)")
-    if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
-    return mp_policy
-
-
-def _read_backend(backend: str | None, device: str) -> str:
-    if not isinstance(device, str):
-        raise TypeError(f'device: expected the type of a device, "cuda" for example, got {device!r}')
-    found = backend or _BACKENDS.get(device, "nccl")
-    if found not in ("nccl", "gloo", "other"):
-        raise ValueError(f'backend: expected "nccl", "gloo", "other" or None, got {backend!r}')
-    return found
-
-
-def _read_policies(model: nn.Module, policy: Any) -> dict[str, Any]:
-    """Returns policies by name: "" if there is one only."""
-    if not isinstance(policy, Mapping) or not policy or not all(isinstance(name, str) for name in policy):
-        return {"": policy}
-    classes = {type(module).__name__ for module in model.modules()} if isinstance(model, nn.Module) else set()
-    return {"": policy} if classes & {*policy} else dict(policy)
-
-
-def _read_settings(
-    settings: Any, worlds: Sequence[Any], policies: Sequence[str], machine: Machine
-) -> list[Setting]:
-    if settings is None:
-        for world in worlds:
-            Setting(world)  # which checks it
-        return candidates(worlds, policies, machine.can_offload, machine.ranks_per_machine)
-    found, names = [], {each.name for each in fields(Setting)}
-    for each in settings:
-        if isinstance(each, Setting):
-            found.append(each)
-        elif isinstance(each, Mapping):
-            if unknown := {*each} - names:
-                raise ValueError(f"settings: expected {', '.join(sorted(names))}, got {', '.join(sorted(unknown))}")
-            found += [Setting(**{"ranks": world, "policy": policies[0], **each}) for world in worlds]
-        else:
-            raise TypeError(f"settings: expected Settings or dicts, got {type(each).__name__}")
-    if unknown := {each.policy for each in found} - {*policies}:
-        raise ValueError(f"settings: expected policies among {', '.join(policies)}, got {', '.join(sorted(unknown))}")
-    if not found:
-        raise ValueError("settings: expected one or more, got none")
-    return found
-
-
 # ---- predictions
 
 
 def _wrap(
-    model: nn.Module, policy: Any, precision: MixedPrecisionPolicy, batch: Any, loss: Any, checkpoints: bool,
+    model: nn.Module,
+    policy: Any,
+    precision: MixedPrecisionPolicy,
+    batch: Any,
+    loss: Any,
+    checkpoints: bool,
     notes: list[str],
 ) -> _Wrapping:
     calls = wrap_groups(model, policy)
@@ -346,29 +301,22 @@ def _wrap(
 
 
 def _record(
-    model: nn.Module, groups: Sequence[PlannedGroup], batch: Any, loss: Any, blocks: Sequence[nn.Module], notes: list[str]
+    model: nn.Module,
+    groups: Sequence[PlannedGroup],
+    batch: Any,
+    loss: Any,
+    blocks: Sequence[nn.Module],
+    notes: list[str],
 ) -> Recording | None:
     modules = [(module, *group.casts) for module, group in modules_of(groups)]
     dtypes = {p: dtype for group in groups for p, dtype in zip(group.parameters, group.compute_dtypes, strict=True)}
     try:
-        return record(model, modules, dtypes, batch, loss or _default_loss, blocks)
+        return record(model, modules, dtypes, batch, loss or arguments.default_loss, blocks)
     except Exception as error:  # whatever the user's forward raises without values
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         what = "Checkpointing is left out: its" if blocks else "Peaks are those of parameters and gradients alone: the"
         notes.append(f"{what} step could not run without values ({text[:200]}).")
         return None
-
-
-def _default_loss(output: Any) -> Tensor:
-    found = getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        return found
-    from torch.utils._pytree import tree_leaves
-
-    tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
-    if not tensors:
-        raise TypeError("loss: the output has no floating-point tensor with a gradient. Pass loss=a function of the output")
-    return torch.stack([tensor.float().sum() for tensor in tensors]).sum() if len(tensors) > 1 else tensors[0].sum()
 
 
 def _predict(model: nn.Module, wrapping: _Wrapping, setting: Setting, machine: Machine) -> Prediction:
@@ -378,7 +326,9 @@ def _predict(model: nn.Module, wrapping: _Wrapping, setting: Setting, machine: M
 
 def _optimizer_nbytes(group: PlannedGroup, setting: Setting, optimizer: Any) -> int:
     pairs = zip(group.parameters, group.specs(setting.num_shards), strict=True)
-    return sum(int(s.shard_numel * read_optimizer(optimizer, s.storage_dtype.itemsize)) for p, s in pairs if p.requires_grad)
+    return sum(
+        int(s.shard_numel * read_optimizer(optimizer, s.storage_dtype.itemsize)) for p, s in pairs if p.requires_grad
+    )
 
 
 def _cost(row: PlanRow) -> tuple[float, ...]:

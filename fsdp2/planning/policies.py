@@ -104,7 +104,7 @@ def wrap_groups(model: nn.Module, policy: Any = None) -> list[WrapGroup]:
 def _choose(model: nn.Module, policy: Any) -> Chosen:
     if policy is None:
         names = getattr(model, NO_SPLIT, None)
-        found = _of_classes(model, dict.fromkeys(names, {})) if names else {}
+        found = _of_classes(model, {each: {} for each in names}) if names else {}
         return found or _repeated(model)
     if isinstance(policy, bool) or (isinstance(policy, (int, float)) and policy <= 0):
         raise ValueError(f"policy: expected a number of elements above 0, got {policy!r}")
@@ -118,7 +118,7 @@ def _choose(model: nn.Module, policy: Any) -> Chosen:
     if run is not None:
         return dict(run(model, set(), {}))
     if isinstance(policy, Collection):
-        return _of_classes(model, dict.fromkeys(policy, {}))
+        return _of_classes(model, {each: {} for each in policy})
     if callable(policy):
         return _of_function(model, policy)
     raise TypeError(
@@ -156,7 +156,11 @@ def _of_function(model: nn.Module, function: Callable[..., Any]) -> Chosen:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     if takes_any or {"recurse", "nonwrapped_numel"} <= {*parameters}:
         return _walk(model, lambda module, recurse, numel: function(module, recurse=recurse, nonwrapped_numel=numel))
-    required = [p for p in parameters.values() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p
+        for p in parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     if len(required) not in (1, 2):
         raise TypeError(
             "policy: expected a function of a module, of its name and the module, or of module, recurse, "
@@ -235,7 +239,7 @@ def _tie(model: nn.Module, chosen: Chosen, left: frozenset[nn.Module] = frozense
         if not impossible.isdisjoint(members):
             return _tie(model, _without(chosen, members), left | members.keys())
         if any(each not in chosen for each in members):
-            return _tie(model, {**dict.fromkeys(members, {}), **chosen}, left)
+            return _tie(model, {**{each: {} for each in members}, **chosen}, left)
         sets = [each for each in joined if any(member in each for member in members)]
         merged = {module: None for each in sets for module in each}
         inner = [each for each in merged if any(_is_inside(each, outer) for outer in merged)]

@@ -16,11 +16,11 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ..core.state import cast_floating
-from .compat import fake_mode, flop_formulas, is_fake
+from ..ext.nested import map_tensors, tensors_in
+from .compat import TorchDispatchMode, fake_mode, flop_formulas, is_fake
 from .structure import PlannedGroup
 
 # Kinds of marks. `subject` is the index of a group's module, or of a parameter for GRADIENT.
@@ -122,7 +122,7 @@ def record(
         mode = fake_mode()
         parameters = stack.enter_context(_on_fakes(model, mode, compute_dtypes))
         args, kwargs = _as_call(_to_fake(arguments, mode))
-        counter.ignore(t for t in _tensors((args, kwargs)))
+        counter.ignore(tensors_in(args, kwargs))
         counter.ignore(parameters)
         counter.ignore(b for b in model.buffers())
         for module in checkpointed:
@@ -166,14 +166,14 @@ class _Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if into is not None:
                 args, kwargs = cast_floating(args, into), cast_floating(kwargs, into)
-            inputs = [t for t in _tensors((args, kwargs)) if t.grad_fn is not None]
+            inputs = [t for t in tensors_in(args, kwargs) if t.grad_fn is not None]
             self.mark(BEGIN, i, self.in_backward)
             if inputs and not self.in_backward:
                 torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self.mark(INPUTS, i))
             return args, kwargs
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            nodes = dict.fromkeys(t.grad_fn for t in _tensors(output) if t.grad_fn is not None)
+            nodes = dict.fromkeys(t.grad_fn for t in tensors_in(output) if t.grad_fn is not None)
             if not self.in_backward:
                 for node in nodes:
                     node.register_prehook(lambda _: self.mark(REACHED, i))
@@ -191,12 +191,12 @@ class _Hooks:
 @contextmanager
 def _forward_again(module: nn.Module) -> Iterator[None]:
     had, forward = "forward" in module.__dict__, module.forward
-    module.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+    module.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
     finally:
         if had:
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
         else:
             del module.__dict__["forward"]
 
@@ -209,7 +209,8 @@ def _on_fakes(model: nn.Module, mode: Any, compute_dtypes: dict[Tensor, torch.dt
     fakes: dict[Tensor, Tensor] = {}
     places: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
-        for slots in (module._parameters, module._buffers, module.__dict__):
+        dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+        for slots in dicts:
             places += [(slots, name, value) for name, value in slots.items() if isinstance(value, Tensor)]
     for parameter, dtype in compute_dtypes.items():
         fakes[parameter] = nn.Parameter(_fake_like(parameter, mode, dtype), parameter.requires_grad)
@@ -231,27 +232,19 @@ def _fake_like(tensor: Tensor, mode: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _to_fake(value: Any, mode: Any) -> Any:
-    from torch.utils._pytree import tree_map_only
-
     def convert(tensor: Tensor) -> Tensor:
         if is_fake(tensor):
             raise TypeError("batch: expected real tensors, or tensors on meta")
         fake = _fake_like(tensor, mode, tensor.dtype)
         return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
 
-    return tree_map_only(Tensor, convert, value)
+    return map_tensors(value, convert)
 
 
 def _as_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(value, dict):
         return (), value
     return (tuple(value), {}) if isinstance(value, (tuple, list)) else ((value,), {})
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    from torch.utils._pytree import tree_leaves
-
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def without_activations(model: nn.Module, groups: Sequence[PlannedGroup]) -> Recording:

@@ -28,7 +28,7 @@ class Prediction:
     Args:
         shards: bytes of the parameters' shards, on whichever device they rest.
         buffers: bytes of the model's buffers, which rest on the device.
-        resting: bytes on the device between steps: shards that are not offloaded, and buffers; nothing of the optimizer.
+        resting: bytes on the device between steps: shards that are not offloaded, and buffers; no optimizer states.
         forward_peak: most bytes above resting until the model's forward has returned.
         step_peak: most bytes above resting until backward ends, which includes all sharded gradients.
         peak_at: what ran when the step had its peak.
@@ -160,4 +160,3 @@ class _Step:
         self._root.enter_backward()
         group, i = self._parameters[parameter]
         group.gradients.arrive(i)
-

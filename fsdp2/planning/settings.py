@@ -59,9 +59,7 @@ class Setting:
         return self.ranks // self.replicas
 
 
-def candidates(
-    ranks: Sequence[int], policies: Iterable[str], offloads: bool, ranks_per_machine: int
-) -> list[Setting]:
+def candidates(ranks: Sequence[int], policies: Iterable[str], offloads: bool, ranks_per_machine: int) -> list[Setting]:
     """Returns the settings that a plan compares if the user names none. `offloads`: also with CPU offload."""
     found = []
     for policy, world in product(policies, ranks):

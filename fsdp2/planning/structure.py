@@ -78,7 +78,9 @@ def find_groups(model: nn.Module, wrapped: Sequence[WrapGroup], policy: MixedPre
     names = modules_below(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise NotImplementedError(f"{name}: expected plain parameters, got a DTensor. Plan before parallelize_module.")
+            raise NotImplementedError(
+                f"{name}: expected plain parameters, got a DTensor. Plan before parallelize_module."
+            )
     states: dict[nn.Module, list[PlannedGroup]] = {}
     for call in [*wrapped, WrapGroup("", (model,))]:
         own = call.options.get("mp_policy", policy)
@@ -103,8 +105,11 @@ def _groups_of_call(
     parts = _large_submodules(call, planned, [*below])
     apart = {name for own in parts.values() for name in own}
     rest = [name for name in planned if name not in apart]
-    groups = []
-    for name, modules, own in [(call.name or "root", call.modules, rest), *((names[m], (m,), n) for m, n in parts.items())]:
+    groups: list[PlannedGroup] = []
+    for name, modules, own in [
+        (call.name or "root", call.modules, rest),
+        *((names[m], (m,), n) for m, n in parts.items()),
+    ]:
         parameters = tuple(planned[each][0].get() for each in own)
         dtypes = tuple(_compute_dtype(p, policy) for p in parameters)
         groups.append(PlannedGroup(name, modules, parameters, dtypes, policy, call.options, is_part=bool(groups)))

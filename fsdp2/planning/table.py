@@ -20,7 +20,10 @@ def plan_text(plan: Any) -> str:
     lines.append(f"order in forward: {', '.join(_short(order))}; backward in reverse, each gather one group ahead")
     lines.append(f"step peak: {size_text(best.prediction.step_peak)} above resting, at the {best.prediction.peak_at}")
     lines.append("")
-    lines += _aligned([_ROW_HEADS, *(_cells(row, row is best, [each.setting for each in plan.rows]) for row in plan.rows)], {2, 3, 4, 5, 6, 7, 8})
+    lines += _aligned(
+        [_ROW_HEADS, *(_cells(row, row is best, [each.setting for each in plan.rows]) for row in plan.rows)],
+        {2, 3, 4, 5, 6, 7, 8},
+    )
     lines.append("")
     lines.append(_verdict(plan))
     lines += [f"note: {note}" for note in plan.notes]
@@ -102,7 +105,14 @@ def _cells(row: Any, is_best: bool, among: Sequence[Any]) -> tuple[str, ...]:
     sizes = (row.resting, taken.forward_peak, taken.step_peak, row.total, taken.sent)
     why = "yes" if row.fits else f"no: {size_text(row.missing)} more, at the {taken.peak_at}"
     star = "*" if is_best else ""
-    return (star, setting_text(row.setting, among), *map(size_text, sizes), time, exposed, "-" if row.memory is None else why)
+    return (
+        star,
+        setting_text(row.setting, among),
+        *map(size_text, sizes),
+        time,
+        exposed,
+        "-" if row.memory is None else why,
+    )
 
 
 def _verdict(plan: Any) -> str:
@@ -113,7 +123,9 @@ def _verdict(plan: Any) -> str:
     memory = size_text(best.memory)
     if best.fits:
         return f"* {text}: {size_text(best.total)} of {memory} on each device"
-    return f"nothing fits into {memory}. * {text} misses least: {size_text(best.missing)} more are needed on each device"
+    return (
+        f"nothing fits into {memory}. * {text} misses least: {size_text(best.missing)} more are needed on each device"
+    )
 
 
 def _seconds(seconds: float) -> str:

@@ -9,7 +9,6 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,15 +22,16 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from benchmarks.meters import AllocationMeter, WireMeter
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.core import param_group
+from fsdp2.core import buckets, param_group
 from fsdp2.core.events import Observer
 from fsdp2.core.mesh import DataMesh
 from fsdp2.core.state import require_state
+from fsdp2.ext import large_gradients
 from helpers import fake_world
 from simulated_device import DEVICE
 
 RANKS, DIM, TOKENS = 8, 128, 32
-TOLERANCE = 0.03
+TOLERANCE = 0.015  # half of what the guide promises
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -265,7 +265,6 @@ def count(meter: AllocationMeter, name: str, make: Callable[[], Any], setting: s
     with meter.region(f"sharding {name}"):
         model = sharded(make(), setting)
     for region in ("first", name):
-        gc.collect()
         with meter.region(region):
             with meter.region(f"forward of {region}"):
                 output = model(batch)
@@ -289,6 +288,13 @@ def _few_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups have several buckets, and large gradients several pieces, as those of large models do."""
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 32 * 1024)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16 * 1024)
 
 
 def counted(model: str) -> dict[str, Counted]:
@@ -422,7 +428,7 @@ class Order(Observer):
         self.names.append(group.name)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["tied embedding", "large root", "encoder-decoder"])
 def test_order_is_that_of_the_step(model: str) -> None:
     plain = MODELS[model]()
     planned = fsdp2.plan(plain, ranks=RANKS, batch=plain.example, settings=[{}]).best.prediction.order
