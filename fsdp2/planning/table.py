@@ -129,7 +129,8 @@ def _verdict(plan: Any) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("us", 1e-6))
+    return f"{seconds / size:.2f} {unit}"
 
 
 def _short(names: Sequence[str]) -> list[str]:
