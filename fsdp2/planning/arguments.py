@@ -12,12 +12,24 @@ from torch import Tensor, nn
 from ..core.policy import MixedPrecisionPolicy
 from ..ext.nested import tensors_in
 from .ledger import Machine
+from .policies import OPTIONS
 from .settings import Setting, candidates
 
 _BACKENDS = {"cpu": "gloo"}
 
 
+def read_ranks(ranks: Any) -> list[Any]:
+    """Returns numbers of ranks, of one or of several."""
+    found = [ranks] if isinstance(ranks, int) else [*ranks] if isinstance(ranks, (list, tuple, range)) else None
+    if found is None:
+        raise TypeError(f"ranks: expected an int, or a list of them, got {ranks!r}")
+    if not found:
+        raise ValueError("ranks: expected one number or more, got none")
+    return found
+
+
 def read_precision(param_dtype: Any, mp_policy: Any) -> MixedPrecisionPolicy:
+    """Returns the dtypes of compute and reduction."""
     if mp_policy is None:
         return MixedPrecisionPolicy(param_dtype=param_dtype)
     if param_dtype is not None:
@@ -30,6 +42,7 @@ def read_precision(param_dtype: Any, mp_policy: Any) -> MixedPrecisionPolicy:
 
 
 def read_backend(backend: str | None, device: str) -> str:
+    """Returns the backend that a device usually has, if none is given."""
     if not isinstance(device, str):
         raise TypeError(f'device: expected the type of a device, "cuda" for example, got {device!r}')
     found = backend or _BACKENDS.get(device, "nccl")
@@ -42,11 +55,14 @@ def read_policies(model: nn.Module, policy: Any) -> dict[str, Any]:
     """Returns policies by name: "" if there is one only."""
     if not isinstance(policy, Mapping) or not policy or not all(isinstance(name, str) for name in policy):
         return {"": policy}
+    # Names of classes are no names of policies, and have arguments of fully_shard.
     classes = {type(module).__name__ for module in model.modules()} if isinstance(model, nn.Module) else set()
-    return {"": policy} if classes & {*policy} else dict(policy)
+    has_options = all(isinstance(each, Mapping) and {*each} <= {*OPTIONS} for each in policy.values())
+    return {"": policy} if has_options or classes & {*policy} else dict(policy)
 
 
 def read_settings(settings: Any, worlds: Sequence[Any], policies: Sequence[str], machine: Machine) -> list[Setting]:
+    """Returns the settings to compare."""
     if settings is None:
         for world in worlds:
             Setting(world)  # which checks it
@@ -69,6 +85,7 @@ def read_settings(settings: Any, worlds: Sequence[Any], policies: Sequence[str],
 
 
 def default_loss(output: Any) -> Tensor:
+    """Returns the loss that an output has, or a sum of its tensors."""
     found = getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found

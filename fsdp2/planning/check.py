@@ -109,7 +109,9 @@ class StepMeter(Observer):
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
             self._before = torch.cuda.memory_allocated(self._cuda)
-        elif self._device.type == "cpu":
+        elif self._device.type != "cpu":
+            self.problem = f"nothing reads the statistics of {self._device.type}."
+        else:
             self._allocations = _Allocations()
             self.problem = self._allocations.problem
             self._step_hook = register_optimizer_step_pre_hook(self._end)

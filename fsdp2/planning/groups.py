@@ -58,7 +58,7 @@ class ReplayedRoot:
         for group in reversed(self.groups):
             group.gradients.end_backward()
         for group in self.groups:
-            group.finish_backward()
+            group.end_backward()
         self.prefetcher.drop()
         self.queue.finish_all()
         while self.returning:
@@ -120,6 +120,8 @@ class ReplayedGroup:
         self._messages = machine.messages_nbytes(self.num_shards, _last_nbytes(self.layout))
         self._messages_again = machine.messages_nbytes(self.num_restoring, _last_nbytes(own)) if own else 0
         self.phase, self.hold, self.reached = SHARDED, Hold.NOTHING, False
+        # The last backward has resharded the group as soon as all gradients were there; so for the forward that runs.
+        self._needs_no_input_hooks = self._is_without_input_hooks = not planned.parameters
         self._has_secondary = False
         self._gather_ends = 0.0
         self._has_run: set[int] = set()
@@ -180,8 +182,9 @@ class ReplayedGroup:
         self._has_secondary, self.phase = False, SHARDED
 
     def _shrink(self) -> None:
-        if not self._has_secondary:
-            self.ledger.add(self._secondary_nbytes)
+        self.ledger.add(self._secondary_nbytes)
+        if self._has_secondary:  # a second forward: torch resizes a storage into other memory
+            self.ledger.drop(self._secondary_nbytes)
         self._has_secondary, self.phase = True, SHARDED
         self.ledger.drop(self._storage_nbytes)
 
@@ -193,6 +196,7 @@ class ReplayedGroup:
         self.unshard()
         self.root.prefetcher.prefetched.discard(self)
         if not in_backward:
+            self._is_without_input_hooks = self._needs_no_input_hooks
             for ahead in self.root.prefetcher.in_forward(self):
                 ahead.start_unshard()
 
@@ -238,16 +242,22 @@ class ReplayedGroup:
 
     def last_gradient(self) -> None:
         if self.gradients.are_all_trainable:
+            self._needs_no_input_hooks = True
             self.finish_backward()
 
     def post_backward(self) -> None:
         """The gradients of all inputs are computed: reduces and reshards what is left."""
-        if self.root.in_backward and not self.gradients.are_all_trainable:
+        if self.root.in_backward and not self._is_without_input_hooks:
             self.gradients.end_backward()
             self.finish_backward()
 
     def finish_backward(self) -> None:
         self.reshard_if_idle()
+
+    def end_backward(self) -> None:
+        if self.reached and self.planned.parameters:
+            self._needs_no_input_hooks = False
+        self.finish_backward()
 
     def reshard_if_idle(self) -> None:
         self.reached = False

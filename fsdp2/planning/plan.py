@@ -196,9 +196,11 @@ def plan(
     Bytes: shards are parameters / ranks, each parameter padded to whole rows for each rank; optimizer states as
     `optimizer` says, for trainable ones. Peaks are computed for the second step, in which the order of groups is known,
     with gradients freed before each forward. They contain what kernels return, but not their scratch memory, nor the
-    temporary tensors of an optimizer's step. Time: operations in matrix products, convolutions and attention divided by
-    `flops`, and bytes that a rank sends divided by `link`; collectives run one after the other beside computation,
-    which waits for what it needs. Other operations, latencies and the optimizer's step count as nothing.
+    temporary tensors of an optimizer's step. A tensor that gets three or more gradients may count once too often.
+
+    Time: operations in matrix products, convolutions and attention divided by `flops`, and bytes that a rank sends
+    divided by `link`. Collectives run one after the other beside computation, which waits for what it needs. Other
+    operations, latencies and the optimizer's step count as nothing.
 
     The best row is the fastest that fits. Without `link` and `flops` it is the one that moves the fewest bytes, then
     the one that computes least, then the one with the smallest peak. If none fits, it is the one that misses least.
@@ -240,7 +242,7 @@ def plan(
         print(plan)
         ```
     """
-    worlds = [ranks] if isinstance(ranks, int) else [*ranks]
+    worlds = arguments.read_ranks(ranks)
     budget, sends, host = read_bytes("memory", memory), read_bytes("link", link), read_bytes("host_link", host_link)
     precision = arguments.read_precision(param_dtype, mp_policy)
     assert host is not None, "it has a default"

@@ -103,7 +103,9 @@ def _cells(row: Any, is_best: bool, among: Sequence[Any]) -> tuple[str, ...]:
     exposed = "-" if taken.time is None else _seconds(taken.time - taken.compute_time)
     time = "-" if taken.time is None else _seconds(taken.time)
     sizes = (row.resting, taken.forward_peak, taken.step_peak, row.total, taken.sent)
-    why = "yes" if row.fits else f"no: {size_text(row.missing)} more, at the {taken.peak_at}"
+    is_at_rest = row.memory is not None and row.resting > row.memory
+    where = "of which shards and states alone take too much" if is_at_rest else f"at the {taken.peak_at}"
+    why = "yes" if row.fits else f"no: {size_text(row.missing)} more, {where}"
     star = "*" if is_best else ""
     return (
         star,

@@ -154,6 +154,7 @@ def test_if_nothing_fits_the_best_row_misses_least() -> None:
     assert not made.fits
     assert made.best.missing == min(row.missing for row in made.rows) == made.best.total - 10_000
     assert "nothing fits into 9.8 KiB" in str(made)
+    assert "more, of which shards and states alone take too much" in str(made)
 
 
 def test_several_machines_are_compared_with_hybrid_meshes() -> None:

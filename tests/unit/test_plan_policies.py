@@ -195,6 +195,9 @@ def plan(model: Any = None, **arguments: Any) -> fsdp2.Plan:
     [
         ({"model": 3}, TypeError, "model: expected an nn.Module, got int"),
         ({"ranks": 0}, ValueError, "ranks: expected 1 or more, got 0"),
+        ({"ranks": 2.0}, TypeError, "ranks: expected an int, or a list of them, got 2.0"),
+        ({"ranks": []}, ValueError, "ranks: expected one number or more"),
+        ({"policy": {"Blok": {}}}, ValueError, "Blok matches no module"),
         ({"ranks": [2, "3"]}, TypeError, "ranks: expected an int, got '3'"),
         ({"memory": "much"}, ValueError, 'memory: expected a number of bytes or a text like "24GB"'),
         ({"memory": []}, TypeError, "memory: expected a number or a text"),
