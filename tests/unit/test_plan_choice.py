@@ -4,7 +4,7 @@ tests/trace/test_plan.py compares the predictions with real steps.
 """
 
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -301,13 +301,6 @@ def test_sizes_are_read(text: Any, number: float) -> None:
 # ---- the command line
 
 
-def run(*arguments: str, folder: Path) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp2", "plan", *arguments], cwd=folder, capture_output=True, text=True, timeout=60
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
 MODELS = """
 import torch
 from torch import nn
@@ -320,12 +313,17 @@ def batch():
 """
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `python -m fsdp2 plan` runs it, in a folder that has the model."""
     (tmp_path / "my_models.py").write_text(MODELS)
-    code, text = run(
-        "my_models:stack", "--ranks", "4", "--batch", "my_models:batch", "--memory", "1MB", folder=tmp_path
-    )
-    assert code == 0, text
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ["plan", "my_models:stack", "--ranks", "4", "--batch", "my_models:batch", "--memory", "1MB"]
+    monkeypatch.setattr(sys, "argv", ["fsdp2", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fsdp2", run_name="__main__")
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
     assert "0 ... 3 (4)  Linear" in text
     assert "of 976.6 KiB on each device" in text
 
@@ -337,6 +335,7 @@ def test_command_line_says_what_is_wrong(
 
     (tmp_path / "their_models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     assert main(["their_models:stack", "--ranks", "4", "--memory", "10"]) == 1
     assert "nothing fits into 10 B" in capsys.readouterr().out
     (tmp_path / "one_layer.py").write_text("from torch import nn\ndef make(): return nn.Linear(2, 2)")

@@ -50,7 +50,6 @@ def is_block(module: nn.Module) -> bool:
         functools.partial(lambda_auto_wrap_policy, lambda_fn=is_block),
         lambda module, recurse, nonwrapped_numel: recurse or is_block(module),
     ],
-    ids=str,
 )
 def test_policies_of_all_kinds_choose_the_blocks(policy: Any) -> None:
     assert names(TinyGPT(), policy) == BLOCKS
@@ -179,7 +178,6 @@ def test_what_is_tied_to_the_model_itself_is_left_to_it() -> None:
         ({CausalBlock: {"mesh": 3}}, ValueError, "blocks.0: expected the arguments reshard_after_forward"),
         (ModuleWrapPolicy({nn.LSTM}), ValueError, "matches no module"),
     ],
-    ids=str,
 )
 def test_errors_say_what_to_write(policy: Any, error: type, text: str) -> None:
     with pytest.raises(error, match=text):
@@ -218,7 +216,6 @@ def plan(model: Any = None, **arguments: Any) -> fsdp2.Plan:
         ({"settings": [{"policy": "other"}]}, ValueError, "settings: expected policies among"),
         ({"ranks_per_machine": 0}, ValueError, "ranks_per_machine: expected an int of 1 or more"),
     ],
-    ids=str,
 )
 def test_errors_of_plan(arguments: dict[str, Any], error: type, text: str) -> None:
     with pytest.raises(error, match=text):
