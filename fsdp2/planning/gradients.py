@@ -168,7 +168,7 @@ class ReplayedGradients:
 
 
 class ReplayedReduction(Pending):
-    """Is a reduction in flight, in bytes.
+    """Represents a reduction in flight, in bytes.
 
     `inputs`: bytes that are freed when it has been waited for. `earlier`: reductions of the same gradient's pieces,
     which end with this one. `waits`: the host waits for its end.

@@ -79,7 +79,7 @@ class ReplayedRoot:
 
 
 class ReplayedGroup:
-    """Is one group of a replay. Its steps are those of FSDPParamGroup (core/group.py), which acts on tensors.
+    """Represents one group in a replay. Its steps are those of FSDPParamGroup (core/group.py), which acts on tensors.
 
     It has the attributes that Prefetcher reads: `phase`, `hold`, `settings`, `root`, `parameters`.
     """

@@ -75,7 +75,9 @@ class _Wrapping:
 
 
 class Plan:
-    """Is what `plan` returns. It prints as tables: the groups of the best setting, and all settings.
+    """Holds the predictions of `plan`, and shards the model as one of them says.
+
+    It prints as tables: the groups of the best setting, their order, where the peak is, and all settings.
 
     `rows`: one PlanRow for each setting, the best first. `best`: the first row. `fits`: True if that fits. `notes`:
     what the predictions leave out, and why.

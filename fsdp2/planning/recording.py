@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Recording:
-    """Holds the marks of one step. `last`: bytes alive and most bytes alive at its end, behind the last mark."""
+    """Holds the marks of one step. `last_peak`, `last_flops`: those of a mark, behind the last one."""
 
     marks: list[Mark] = field(default_factory=list)
     last_peak: int = 0
@@ -207,23 +207,35 @@ def _on_fakes(model: nn.Module, mode: Any, compute_dtypes: dict[Tensor, torch.dt
     order of `compute_dtypes`.
     """
     fakes: dict[Tensor, Tensor] = {}
-    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    places: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
     for module in model.modules():
         dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
         for slots in dicts:
-            places += [(slots, name, value) for name, value in slots.items() if isinstance(value, Tensor)]
+            places += [(module, slots, name, value) for name, value in slots.items() if isinstance(value, Tensor)]
     for parameter, dtype in compute_dtypes.items():
         fakes[parameter] = nn.Parameter(_fake_like(parameter, mode, dtype), parameter.requires_grad)
-    for _, _, tensor in places:
+    for _, _, _, tensor in places:
         if tensor not in fakes:
-            fakes[tensor] = _fake_like(tensor, mode, compute_dtypes.get(tensor, tensor.dtype))
+            fakes[tensor] = _fake_like(tensor, mode, tensor.dtype)
     try:
-        for slots, name, tensor in places:
-            slots[name] = fakes[tensor]
+        for module, slots, name, tensor in places:
+            _put(module, slots, name, fakes[tensor])
         yield [fakes[parameter] for parameter in compute_dtypes]
     finally:
-        for slots, name, tensor in places:
-            slots[name] = tensor
+        for module, slots, name, tensor in places:
+            _put(module, slots, name, tensor)
+        read = [p for p in compute_dtypes if p.grad is not None and is_fake(p.grad)]
+        for parameter in read:
+            parameter.grad = None
+    if read:
+        raise RuntimeError(f"the forward reads {len(read)} parameters otherwise than from where they are registered")
+
+
+def _put(module: nn.Module, slots: dict[str, Any], name: str, tensor: Tensor) -> None:
+    if slots is module._parameters and type(module).__setattr__ is not nn.Module.__setattr__:
+        setattr(module, name, tensor)  # nn.LSTM keeps a list besides
+    else:
+        slots[name] = tensor
 
 
 def _fake_like(tensor: Tensor, mode: Any, dtype: torch.dtype) -> Tensor:

@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 class Transformer(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(*[Block() for _ in range(4)])
+        super().__init__(*[Block() for _ in range(3)])
 
     def example(self) -> Tensor:
         return torch.ones(1, TOKENS, DIM)
@@ -141,7 +141,7 @@ class Experts(nn.Module):
 
 class MoE(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(*[Experts() for _ in range(4)])
+        super().__init__(*[Experts() for _ in range(3)])
 
     def example(self) -> Tensor:
         return torch.ones(1, TOKENS, DIM)

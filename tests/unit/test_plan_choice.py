@@ -17,7 +17,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 import fsdp2
 from fsdp2.planning import plan as planning
 from helpers import fake_world
-from models import CausalBlock, FrozenMix, TanhBlock, TinyGPT
+from models import CausalBlock, FrozenMix, TanhBlock, TinyGPT, TinyLSTM
 
 WIDTH, HIDDEN, DEPTH, RANKS = 64, 256, 4, 8
 BLOCK = sum(p.numel() for p in TanhBlock(WIDTH, HIDDEN).parameters())
@@ -254,6 +254,32 @@ def test_a_forward_that_reads_values_gets_a_plan_of_states_alone() -> None:
     assert made.best.prediction == states
     assert states.step_peak >= 2 * 4 * BLOCK
     assert "No batch was given" in str(plan(DataDependent(), batch=None))
+
+
+class ReadsItsList(nn.Sequential):
+    """Computes with the parameters that it has put into a list."""
+
+    def __init__(self) -> None:
+        super().__init__(*stack())
+        self.weights = [each.up.weight for each in self]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(weight.sum() for weight in self.weights)
+
+
+def test_a_forward_that_reads_parameters_elsewhere_gets_no_gradients() -> None:
+    model = ReadsItsList()
+    made = plan(model, settings=[{}])
+    assert "the forward reads 4 parameters otherwise than from where they are registered" in str(made)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_lstm_is_recorded() -> None:
+    """It keeps a second list of its weights."""
+    model = TinyLSTM()
+    made = plan(model, batch=lambda: model.example(rows=2, seed=0), policy=nn.LSTM, settings=[{}])
+    assert not made.notes
+    assert all(kept is own for kept, own in zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True))
 
 
 def test_a_loss_must_be_a_scalar() -> None:
