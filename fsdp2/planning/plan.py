@@ -193,7 +193,8 @@ def plan(
     It needs no process group and no device, and changes neither the model nor a process group that exists. The forward
     and the backward of the plain model run once without values (FakeTensorMode), and once more with checkpointing. For
     each setting the engine's own decisions are then replayed around that: which groups are unsharded when, in which
-    buckets gradients are reduced. `tests/trace/test_plan.py` and `test_plan_time.py` compare the results with real steps.
+    buckets gradients are reduced. `tests/trace/test_plan.py` and `test_plan_time.py` compare that with real
+    steps.
 
     Bytes: shards are parameters / ranks, each parameter padded to whole rows for each rank; optimizer states as
     `optimizer` says, for trainable ones. Peaks are computed for the second step, in which the order of groups is known,

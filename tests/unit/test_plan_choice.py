@@ -4,7 +4,6 @@ tests/trace/test_plan.py compares the predictions with real steps.
 """
 
 import re
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 import fsdp2
+from fsdp2.__main__ import main as main_of_package
 from fsdp2.planning import plan as planning
 from helpers import fake_world
 from models import CausalBlock, FrozenMix, TanhBlock, TinyGPT, TinyLSTM
@@ -347,7 +347,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     arguments = ["plan", "my_models:stack", "--ranks", "4", "--batch", "my_models:batch", "--memory", "1MB"]
     monkeypatch.setattr(sys, "argv", ["fsdp2", *arguments])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("fsdp2", run_name="__main__")
+        main_of_package()
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert "0 ... 3 (4)  Linear" in text
