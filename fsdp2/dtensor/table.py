@@ -19,7 +19,7 @@ from .compat import DIVIDES_BY_UNREDUCED
 from .copies import copy_gradients
 from .data_attribute import count_local_writes, detach_in_inference, follow_data
 from .ddp_around import refuse_ddp_around
-from .foreach_operations import operate_on_lists
+from .foreach_operations import operate_on_lists, unscale_on_all_ranks
 from .full_tensor import average_in_full_tensor
 from .initialisers import initialise_like_plain_tensors
 from .mixed_norms import refuse_mixed_norms
@@ -129,6 +129,13 @@ FIXES = (
         "they run on local tensors, and increment versions",
         operate_on_lists,
         situations=2,
+    ),
+    Fix(
+        "scaled-gradients",
+        "`GradScaler` tells an infinity to the ranks of the first gradient only: where meshes differ, others step",
+        "all ranks that hold a part of any of the gradients learn of it, and skip the step",
+        unscale_on_all_ranks,
+        situations=1,
     ),
     Fix(
         "truths",

@@ -6,13 +6,12 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +20,7 @@ from ..core.compat import local_of, no_torch_function
 from ..core.events import strategies
 from ..dtensor.compat import spec_of
 from ..ext.compat import norm_each, scale_each
+from ..ext.meshes import Axis, sharding_axes
 from ..ext.rank_facts import all_reduce_over
 from ..optim.compat import SMALL_NUMEL, flatten, grad_of
 from ..optim.spans import Places, Run, Runs, picker, runs
@@ -90,15 +90,6 @@ def clip_grad_norm_(
 
 
 @dataclass(frozen=True)
-class _Axis:
-    """Identifies the ranks among which parameters are sharded: axes of several meshes with the same ranks are equal."""
-
-    ranks: tuple[int, ...]
-    device_type: str
-    group: dist.ProcessGroup = field(compare=False)
-
-
-@dataclass(frozen=True)
 class _Member:
     """Holds one parameter, and this rank's part of its gradient.
 
@@ -110,7 +101,7 @@ class _Member:
     parameter: Tensor
     own: Tensor | None
     counted: Tensor | None
-    axes: tuple[_Axis, ...]
+    axes: tuple[Axis, ...]
 
 
 def _number(name: str, value: Any) -> float:
@@ -139,7 +130,7 @@ class _Found:
     """
 
     own: list[Tensor]
-    counted: dict[tuple[_Axis, ...], list[Tensor]]
+    counted: dict[tuple[Axis, ...], list[Tensor]]
     is_double: bool
     is_alike: bool = False
 
@@ -148,9 +139,9 @@ def _find_any(unique: list[Any]) -> _Found:
     """Looks at the parameters one by one. All are checked before anything is communicated."""
     for i, parameter in enumerate(unique):
         _check(i, parameter)
-    axes: dict[Any, tuple[_Axis, ...]] = {}
+    axes: dict[Any, tuple[Axis, ...]] = {}
     members = [_member(parameter, axes) for parameter in unique if _is_on_own_mesh(parameter)]
-    counted: dict[tuple[_Axis, ...], list[Tensor]] = {member.axes: [] for member in members}
+    counted: dict[tuple[Axis, ...], list[Tensor]] = {member.axes: [] for member in members}
     for member in members:
         if member.counted is not None:
             counted[member.axes].append(member.counted)
@@ -176,7 +167,7 @@ def _is_on_own_mesh(parameter: Tensor) -> bool:
     return not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is not None
 
 
-def _member(parameter: Tensor, known: dict[Any, tuple[_Axis, ...]]) -> _Member:
+def _member(parameter: Tensor, known: dict[Any, tuple[Axis, ...]]) -> _Member:
     grad = parameter.grad
     if not isinstance(parameter, DTensor):
         return _Member(parameter, grad, grad, ())
@@ -191,22 +182,12 @@ def _member(parameter: Tensor, known: dict[Any, tuple[_Axis, ...]]) -> _Member:
     return _Member(parameter, own, counted, axes)
 
 
-def _axes_of(parameter: DTensor, known: dict[Any, tuple[_Axis, ...]]) -> tuple[_Axis, ...]:
+def _axes_of(parameter: DTensor, known: dict[Any, tuple[Axis, ...]]) -> tuple[Axis, ...]:
     """Returns the axes that shard a parameter. `known`: those of others."""
     key = (parameter.device_mesh, parameter.placements)
     if key not in known:
-        known[key] = _sharding_axes(parameter)
+        known[key] = sharding_axes(*key)
     return known[key]
-
-
-def _sharding_axes(parameter: DTensor) -> tuple[_Axis, ...]:
-    mesh = parameter.device_mesh
-    groups = [
-        mesh.get_group(axis)
-        for axis, placement in enumerate(parameter.placements)
-        if mesh.size(axis) > 1 and not placement.is_replicate()
-    ]
-    return tuple(_Axis(tuple(dist.get_process_group_ranks(group)), mesh.device_type, group) for group in groups)
 
 
 # ---- sharded parameters, with the gradients that reductions make
@@ -224,9 +205,9 @@ class _Prepared:
         self.is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
         kinds = {(local.dtype, local.device) for local in map(local_of, parameters) if local.numel()}
         self.is_alike = len(kinds) == 1
-        known: dict[Any, tuple[_Axis, ...]] = {}
+        known: dict[Any, tuple[Axis, ...]] = {}
         # The axes that shard some of them -> those that lie in no buffer, and those that do.
-        single: dict[tuple[_Axis, ...], list[DTensor]] = {}
+        single: dict[tuple[Axis, ...], list[DTensor]] = {}
         places, placed = Places(), []
         for parameter, is_absent in zip(parameters, absent, strict=True):
             if _is_on_own_mesh(parameter):
@@ -239,7 +220,7 @@ class _Prepared:
                     others.append(parameter)
                 else:
                     placed.append((place, axes))
-        found: dict[tuple[_Axis, ...], list[Run]] = {axes: [] for axes in single}
+        found: dict[tuple[Axis, ...], list[Run]] = {axes: [] for axes in single}
         for run, axes in runs(placed):
             found[axes].append(Run(run))
         # For each axes, how many of `_order` lie in no buffer, and the runs behind them there.
@@ -264,7 +245,7 @@ class _Prepared:
             return None
         plain = [*map(local_of, own)]
         addresses = [*map(Tensor.data_ptr, plain)]
-        counted: dict[tuple[_Axis, ...], list[Tensor]] = {}
+        counted: dict[tuple[Axis, ...], list[Tensor]] = {}
         begin = 0
         for axes, num_single, some in self._parts:
             middle = begin + num_single
@@ -314,7 +295,7 @@ def _total_norm(found: _Found, order: float, one_by_one: bool) -> Tensor:
     dtype = torch.float64 if found.is_double else torch.float32
     device = found.own[0].device if found.own else torch.device("cpu")
     is_largest = math.isinf(order)
-    partial: dict[tuple[_Axis, ...], Tensor] = {}
+    partial: dict[tuple[Axis, ...], Tensor] = {}
     for axes, gradients in found.counted.items():
         alike_ones = [gradients] if found.is_alike and gradients else _alike(gradients)
         norms = [_norms(alike, order, one_by_one).to(device, dtype) for alike in alike_ones]
