@@ -101,7 +101,7 @@ FIXES = (
         "`copy.deepcopy(p.grad)`, pickling and saving it fail where gradients share a storage",
         "each copy has its own memory",
         copy_gradients,
-        situations=4,
+        situations=3,
     ),
     Fix(
         "pipelines",
@@ -121,7 +121,7 @@ FIXES = (
         "`p[2]`, `p.split(4)`, `p.diagonal()` are copies, and writes to them are lost; `p.view(-1)` fails",
         "writes to them write to `p`, as with plain tensors",
         write_through_views,
-        situations=5,
+        situations=6,
     ),
     Fix(
         "foreach",
