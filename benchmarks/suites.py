@@ -100,7 +100,8 @@ SUITES = {
         "(forward and backward above the plain model's), `clip_grad_norm_`, a step of AdamW, `zero_grad`. `fsdp2`'s "
         "optimizer is flattened (`flatten_optimizer`), `unflattened` is fsdp2 without that; both clip by fsdp2's "
         "function. `fsdp1` clips by its own method; `ddp` holds all elements on each rank. Limit: AdamW on one plain "
-        "tensor of as many elements. The last rows are of a rank that holds many elements.",
+        "tensor of as many elements. The last rows are of a rank that holds many elements. Freed memory stays with the "
+        "process: which phase would pay for returning it to the system is chance.",
         worlds=(64,),
         quick_worlds=(64,),
         peers=("unflattened", "fsdp1", "ddp"),

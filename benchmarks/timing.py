@@ -1,5 +1,6 @@
 """Takes turns: the only fair way to time several things on a machine that others use, too."""
 
+import ctypes
 import gc
 import random
 import time
@@ -8,6 +9,8 @@ from functools import partial
 from typing import Any
 
 Call = Callable[[], object]
+# Of malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def interleave(
@@ -42,6 +45,18 @@ def repeat(count: int, call: Call) -> None:
 def subtract(times: list[float], base: list[float], scale: float = 1.0) -> list[float]:
     """Subtracts round by round, so that a disturbance of one round stays in it."""
     return [(mine - theirs) * scale for mine, theirs in zip(times, base, strict=True)]
+
+
+def keep_freed_memory() -> None:
+    """Has the C library (glibc) keep freed memory, rather than return it to the system and take it anew.
+
+    It returns what happens to lie at the end of the heap: the phase that frees it takes longer then, and so do those
+    that touch new pages. Which these are changes from run to run, and says nothing about a library.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_TRIM_THRESHOLD, 1 << 30)
+        set_option(_M_MMAP_THRESHOLD, 32 << 20)  # more is refused
 
 
 def process_seconds(call: Call) -> float:

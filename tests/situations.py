@@ -2162,3 +2162,23 @@ def state_dict_in_inference_mode(side: Side) -> None:
     with torch.no_grad():
         kept["weight"].mul_(0.5)
     train(side, model)
+
+
+# ---- losses that are scaled
+
+
+@ends(EXACT, ranks=4)
+def infinity_on_another_mesh(side: Side) -> None:
+    """`GradScaler` meets an infinity in one rank's shard, where the first layer is HSDP and the others are not"""
+    model = Net()
+    side.fully_shard(model.stem, **hsdp(side, 2))
+    shard(side, model)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        scaler.scale(loss_of(model(side.batch(step)))).backward()
+        if step == 1:
+            model.head.weight.grad[2, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    side.weights("trained", model)

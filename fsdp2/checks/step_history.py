@@ -9,6 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from numbers import Real
+from operator import is_
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
@@ -21,17 +23,28 @@ from ..ext.owners import some_of
 from .check_times import Comparison, RankCheck
 from .compare_ranks import ComparedNumbers
 
+# The classes of options whose numbers can't change. A scheduler puts another object in their place.
+_UNCHANGING = frozenset({bool, float, int, str, tuple, NoneType})
+
 
 class StepHistory(RankCheck):
     """Compares the steps that ranks have taken since they last compared them, and what gradients are divided by."""
 
     def __init__(self) -> None:
         self.count = self.settings = 0
+        # Identity of an optimizer -> its options in the last step, if all are unchanging, and their numbers as bytes.
+        self._last: dict[int, tuple[list[Any], bytes]] = {}
 
     def note(self, optimizer: Optimizer) -> None:
         """Notes that `optimizer` is about to step."""
         self.count += 1
-        self.settings = zlib.crc32(repr(_settings_of(optimizer)).encode(), self.settings)
+        options = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+        before, encoded = self._last.get(id(optimizer), ([], b""))
+        if len(options) != len(before) or not all(map(is_, options, before)):
+            encoded = repr(_settings_of(optimizer)).encode()
+            is_unchanging = _UNCHANGING.issuperset(map(type, options))
+            self._last[id(optimizer)] = (options, encoded) if is_unchanging else ([], b"")
+        self.settings = zlib.crc32(encoded, self.settings)
 
     def out_of_step(self, root: Any) -> None:
         self.count = self.settings = 0

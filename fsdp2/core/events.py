@@ -151,6 +151,7 @@ class Events:
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self.observers = (*observers,)
+        self._of_class = {type(each): each for each in self.observers}
         follow: dict[str, list[Any]] = {name: [] for name in EVENTS}
         for each in self.observers:
             for name in _events_of(type(each)):  # type: ignore[arg-type]
@@ -173,7 +174,7 @@ class Events:
 
     def of(self, cls: type) -> Any:
         """Returns the observer of that class, or None."""
-        return next((each for each in self.observers if isinstance(each, cls)), None)
+        return self._of_class.get(cls)
 
 
 NO_EVENTS = Events()

@@ -109,10 +109,11 @@ class Registration:
         """Returns a number per sharded parameter, which grows with each in-place operation on it, or step of an
         optimizer; and then one that grows with replacements.
         """
-        try:
-            return tuple(map(add, map(version_of, self._sharded), map(version_of, self._locals)))
-        except RuntimeError:  # some were made in inference mode
-            return tuple(map(add, map(version_if_counted, self._sharded), map(version_if_counted, self._locals)))
+        with compat.no_torch_function():  # or reading them takes twice as long
+            try:
+                return tuple(map(add, map(version_of, self._sharded), map(version_of, self._locals)))
+            except RuntimeError:  # some were made in inference mode
+                return tuple(map(add, map(version_if_counted, self._sharded), map(version_if_counted, self._locals)))
 
     def trainable(self) -> list[bool]:
         """Returns which of the sharded parameters require a gradient."""

@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from ..core.comm import Purpose
 from ..core.compat import dtensor_spec, local_if_any
+from ..ext.meshes import sharding_axes
+from ..ext.rank_facts import all_reduce_over
 from .compat import DTensorSpec, dtensor, spec_of
 from .sharded_dtensor import call_unhandled, handle_operations
 
@@ -34,6 +37,11 @@ def operate_on_lists() -> None:
     handle_operations(overloads(name for name in names if name not in written), _out_of_place)
 
 
+def unscale_on_all_ranks() -> None:
+    """Makes a GradScaler tell all ranks that hold a part of any of the gradients that one of these is not finite."""
+    handle_operations([_aten._amp_foreach_non_finite_check_and_unscale_.default], _unscale)
+
+
 def overloads(names: Iterable[str]) -> list[Any]:
     """Returns all overloads of the ATen operations of these names."""
     packets = [getattr(_aten, name) for name in names]
@@ -48,6 +56,19 @@ def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     else:
         op(*local_args, **kwargs)
     increment_version(args[0])
+
+
+def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Multiplies the gradients by a number, and sets `found_inf` to 1 if any rank has one that is not finite."""
+    gradients, found_inf, factor = args
+    op([*map(local_if_any, gradients)], found_inf, factor)
+    increment_version(gradients)
+    # By identity, because a mesh and its placements take long to compare.
+    kinds = {(id(spec.mesh), id(spec.placements)): spec for spec in specs_of(gradients) if spec is not None}
+    axes = dict.fromkeys(axis for spec in kinds.values() for axis in sharding_axes(spec.mesh, spec.placements))
+    all_reduce_over(
+        found_inf, [axis.group for axis in axes], largest=True, purpose=Purpose("gradients that a scaler divides")
+    )
 
 
 def _out_of_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from .compat import DIVIDES_BY_UNREDUCED
 from .copies import copy_gradients
 from .data_attribute import count_local_writes, detach_in_inference, follow_data
 from .ddp_around import refuse_ddp_around
-from .foreach_operations import operate_on_lists
+from .foreach_operations import operate_on_lists, unscale_on_all_ranks
 from .full_tensor import average_in_full_tensor
 from .initialisers import initialise_like_plain_tensors
 from .mixed_norms import refuse_mixed_norms
@@ -101,7 +101,7 @@ FIXES = (
         "`copy.deepcopy(p.grad)`, pickling and saving it fail where gradients share a storage",
         "each copy has its own memory",
         copy_gradients,
-        situations=4,
+        situations=3,
     ),
     Fix(
         "pipelines",
@@ -121,7 +121,7 @@ FIXES = (
         "`p[2]`, `p.split(4)`, `p.diagonal()` are copies, and writes to them are lost; `p.view(-1)` fails",
         "writes to them write to `p`, as with plain tensors",
         write_through_views,
-        situations=5,
+        situations=6,
     ),
     Fix(
         "foreach",
@@ -129,6 +129,13 @@ FIXES = (
         "they run on local tensors, and increment versions",
         operate_on_lists,
         situations=2,
+    ),
+    Fix(
+        "scaled-gradients",
+        "`GradScaler` tells an infinity to the ranks of the first gradient only: where meshes differ, others step",
+        "all ranks that hold a part of any of the gradients learn of it, and skip the step",
+        unscale_on_all_ranks,
+        situations=1,
     ),
     Fix(
         "truths",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,6 +85,25 @@ def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
             raise ValueError(f"dp_mesh_dims: expected names among {known}, got {unknown}")
         axes.append(tuple(sorted(known.index(name) for name in names)))
     return on_axes(mesh, *axes)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Identifies the ranks among which tensors are sharded: axes of several meshes with the same ranks are equal."""
+
+    ranks: tuple[int, ...]
+    device_type: str
+    group: dist.ProcessGroup = field(compare=False)
+
+
+def sharding_axes(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Axis, ...]:
+    """Returns the axes along which a DTensor's parts differ: those that shard it, and those of partial results."""
+    groups = [
+        mesh.get_group(axis)
+        for axis, placement in enumerate(placements)
+        if mesh.size(axis) > 1 and not placement.is_replicate()
+    ]
+    return tuple(Axis(tuple(dist.get_process_group_ranks(group)), mesh.device_type, group) for group in groups)
 
 
 # Default process group -> the mesh that default_mesh returned last. Neither is kept alive by this.

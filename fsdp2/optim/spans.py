@@ -6,7 +6,8 @@ is zero and stays zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +151,43 @@ class Run:
         return first.as_strided((self.numel,), (1,), first.storage_offset())
 
 
+class Runs:
+    """Several runs, whose gradients are looked up together: nothing in Python for each parameter.
+
+    `order`: the parameters that are not empty, run by run.
+    """
+
+    def __init__(self, found: Sequence[Run]) -> None:
+        self._runs = [(run, [place for place in run.places if place.local.numel()]) for run in found]
+        self.order = [place.parameter for _, filled in self._runs for place in filled]
+        self._slices: list[slice] = []
+        begin = 0
+        for _, filled in self._runs:
+            self._slices.append(slice(begin, begin + len(filled)))
+            begin += len(filled)
+
+    def join(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> list[Tensor]:
+        """Returns the gradients: of each run one tensor, if they lie in one storage as the parameters do, else each.
+
+        Args:
+            gradients: plain tensors, in `order`.
+            addresses: where their memory begins.
+        """
+        parts: list[Tensor] = []
+        for (run, filled), some in zip(self._runs, self._slices, strict=True):
+            own = gradients[some]
+            flat = run.find_flat(own, addresses[some]) if len(filled) > 1 else None
+            parts += own if flat is None else [flat]
+        return parts
+
+
+def picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Returns a function that picks items by their indices, as a list or a tuple; no loop in Python."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda items: [items[i] for i in indices]
+
+
 class Span:
     """Parameters that are stepped on as one tensor, `flat`: here, a run over whose memory it lies.
 
@@ -223,31 +261,26 @@ class Packed(Span):
 
     def _build(self, places: Sequence[Place]) -> None:
         filled = [place for place in places if place.local.numel()]
-        self._runs: list[Run] = []
+        found: list[Run] = []
         begin = 0
         for i in range(1, len(filled) + 1):
             if i == len(filled) or not filled[i - 1].touches(filled[i]):
-                self._runs.append(Run(filled[begin:i]))
+                found.append(Run(filled[begin:i]))
                 begin = i
-        self._memory = [run.view() for run in self._runs]
-        self._sizes = [run.numel for run in self._runs]
+        self._runs = Runs(found)
+        self._memory = [run.view() for run in found]
         self.members, start = [], 0
         for place in places:
             self.members.append(Member(place, start))
             start += place.local.numel()
         self._values = torch.empty(start, dtype=self.dtype, device=self.device)
         self.flat, self.padding = nn.Parameter(self._values), []
+        self._parts = [*self._values.split([run.numel for run in found])]
         self._storage, self._nbytes = self._values.untyped_storage(), self._values.nbytes
         self._storage.resize_(0)
 
     def find_gradient(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> tuple[Tensor, bool]:
-        parts: list[Tensor] = []
-        end = 0
-        for run in self._runs:
-            begin, end = end, end + len(run.places)
-            own = gradients[begin:end]
-            flat = run.find_flat(own, addresses[begin:end]) if len(own) > 1 else None
-            parts += own if flat is None else [flat]
+        parts = self._runs.join(gradients, addresses)
         return (flatten(parts) if parts else torch.zeros_like(self._values)), True
 
     def open(self) -> None:
@@ -257,7 +290,7 @@ class Packed(Span):
 
     def close(self) -> None:
         if self._memory and self._storage.nbytes():  # an error may have come before it was opened
-            copy_all(self._memory, [*self._values.split(self._sizes)])
+            copy_all(self._memory, self._parts)
             self._storage.resize_(0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 from weakref import ref
 
@@ -23,7 +23,7 @@ from ..dtensor.write_notices import notices
 from . import kernels, states
 from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
 from .probe import Verdict, probe, signature
-from .spans import Packed, Place, Places, Run, Span, make_span, runs
+from .spans import Packed, Place, Places, Run, Span, make_span, picker, runs
 from .states import State
 
 # An entry's parameters that are stepped on one by one, as DTensors or plain tensors.
@@ -59,7 +59,7 @@ class Plan:
         self._locals = [member.place.local for member in members]
         self._specs = [member.place.param.dtensor_spec for member in members]
         # Where the gradients of the members are among those of all parameters.
-        self._pick = _picker([index[id(member.parameter)] for member in members])
+        self._pick = picker([index[id(member.parameter)] for member in members])
         self._classes = {strategies().tensor_class, DTensor}
         self._filled = [bool(member.numel) for span in flats for member in span.members]
         # The gradients of each flat span among those that are not empty; where those of listed spans begin.
@@ -104,13 +104,6 @@ class Plan:
             flat, is_copy = span.find_gradient(filled[some], addresses[some])
             found.append((span, flat, filled[some] if is_copy else None))
         return found
-
-
-def _picker(indices: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Returns a function that picks items by their indices; no loop in Python."""
-    if len(indices) > 1:
-        return itemgetter(*indices)
-    return lambda items: [items[i] for i in indices]
 
 
 class FlatSteps:
@@ -489,7 +482,7 @@ class FlatSteps:
                 first += len(span.members)
             for (_, _, names), some in alike.items():
                 listed = kernels.Listed.of([span for span, _ in some], self._live, names)
-                prepared.append((entry, listed, _picker([i for _, indices in some for i in indices])))
+                prepared.append((entry, listed, picker([i for _, indices in some for i in indices])))
         return prepared
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import chain, compress
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,9 +20,10 @@ from ..core.compat import local_of, no_torch_function
 from ..core.events import strategies
 from ..dtensor.compat import spec_of
 from ..ext.compat import norm_each, scale_each
+from ..ext.meshes import Axis, sharding_axes
 from ..ext.rank_facts import all_reduce_over
 from ..optim.compat import SMALL_NUMEL, flatten, grad_of
-from ..optim.spans import Places, Run, runs
+from ..optim.spans import Places, Run, Runs, picker, runs
 
 
 @torch.no_grad()
@@ -73,9 +73,9 @@ def clip_grad_norm_(
         raise TypeError(f"error_if_nonfinite: expected a bool, got {error_if_nonfinite!r}")
     if not isinstance(foreach, bool | None):
         raise TypeError(f"foreach: expected a bool or None, got {foreach!r}")
-    one_by_one, unique = foreach is False, _listed(parameters)
-    found = None if one_by_one else _find_usual(unique)
-    found = _find_any(unique) if found is None else found
+    one_by_one, given = foreach is False, _listed(parameters)
+    found = None if one_by_one else _find_usual(given)
+    found = _find_any([*{id(each): each for each in given}.values()]) if found is None else found
     total = _total_norm(found, order, one_by_one)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -90,15 +90,6 @@ def clip_grad_norm_(
 
 
 @dataclass(frozen=True)
-class _Axis:
-    """Identifies the ranks among which parameters are sharded: axes of several meshes with the same ranks are equal."""
-
-    ranks: tuple[int, ...]
-    device_type: str
-    group: dist.ProcessGroup = field(compare=False)
-
-
-@dataclass(frozen=True)
 class _Member:
     """Holds one parameter, and this rank's part of its gradient.
 
@@ -110,7 +101,7 @@ class _Member:
     parameter: Tensor
     own: Tensor | None
     counted: Tensor | None
-    axes: tuple[_Axis, ...]
+    axes: tuple[Axis, ...]
 
 
 def _number(name: str, value: Any) -> float:
@@ -122,14 +113,12 @@ def _number(name: str, value: Any) -> float:
 
 
 def _listed(parameters: Any) -> list[Any]:
-    """Returns what was given, each once."""
+    """Returns what was given."""
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     if not isinstance(parameters, Iterable):
         raise TypeError(f"parameters: expected tensors, e.g. model.parameters(), got a {type(parameters).__name__}")
-    given = [*parameters]
-    by_id = dict(zip(map(id, given), given, strict=True))  # a tensor's own hash is a function in Python
-    return given if len(by_id) == len(given) else [*by_id.values()]
+    return [*parameters]
 
 
 @dataclass(frozen=True)
@@ -141,7 +130,7 @@ class _Found:
     """
 
     own: list[Tensor]
-    counted: dict[tuple[_Axis, ...], list[Tensor]]
+    counted: dict[tuple[Axis, ...], list[Tensor]]
     is_double: bool
     is_alike: bool = False
 
@@ -150,9 +139,9 @@ def _find_any(unique: list[Any]) -> _Found:
     """Looks at the parameters one by one. All are checked before anything is communicated."""
     for i, parameter in enumerate(unique):
         _check(i, parameter)
-    axes: dict[Any, tuple[_Axis, ...]] = {}
+    axes: dict[Any, tuple[Axis, ...]] = {}
     members = [_member(parameter, axes) for parameter in unique if _is_on_own_mesh(parameter)]
-    counted: dict[tuple[_Axis, ...], list[Tensor]] = {member.axes: [] for member in members}
+    counted: dict[tuple[Axis, ...], list[Tensor]] = {member.axes: [] for member in members}
     for member in members:
         if member.counted is not None:
             counted[member.axes].append(member.counted)
@@ -178,7 +167,7 @@ def _is_on_own_mesh(parameter: Tensor) -> bool:
     return not isinstance(parameter, DTensor) or parameter.device_mesh.get_coordinate() is not None
 
 
-def _member(parameter: Tensor, known: dict[Any, tuple[_Axis, ...]]) -> _Member:
+def _member(parameter: Tensor, known: dict[Any, tuple[Axis, ...]]) -> _Member:
     grad = parameter.grad
     if not isinstance(parameter, DTensor):
         return _Member(parameter, grad, grad, ())
@@ -193,22 +182,12 @@ def _member(parameter: Tensor, known: dict[Any, tuple[_Axis, ...]]) -> _Member:
     return _Member(parameter, own, counted, axes)
 
 
-def _axes_of(parameter: DTensor, known: dict[Any, tuple[_Axis, ...]]) -> tuple[_Axis, ...]:
+def _axes_of(parameter: DTensor, known: dict[Any, tuple[Axis, ...]]) -> tuple[Axis, ...]:
     """Returns the axes that shard a parameter. `known`: those of others."""
     key = (parameter.device_mesh, parameter.placements)
     if key not in known:
-        known[key] = _sharding_axes(parameter)
+        known[key] = sharding_axes(*key)
     return known[key]
-
-
-def _sharding_axes(parameter: DTensor) -> tuple[_Axis, ...]:
-    mesh = parameter.device_mesh
-    groups = [
-        mesh.get_group(axis)
-        for axis, placement in enumerate(parameter.placements)
-        if mesh.size(axis) > 1 and not placement.is_replicate()
-    ]
-    return tuple(_Axis(tuple(dist.get_process_group_ranks(group)), mesh.device_type, group) for group in groups)
 
 
 # ---- sharded parameters, with the gradients that reductions make
@@ -217,85 +196,90 @@ def _sharding_axes(parameter: DTensor) -> tuple[_Axis, ...]:
 class _Prepared:
     """Holds what does not change between calls for the same sharded parameters: no step in Python for each of them.
 
-    `axes`: the axes that shard some of them -> the indices of these.
+    `absent`: which of the parameters have no gradient.
     """
 
-    def __init__(self, parameters: list[DTensor]) -> None:
+    def __init__(self, parameters: list[DTensor], absent: Sequence[bool]) -> None:
         self._references = [weakref.ref(parameter) for parameter in parameters]
         self._locals = [weakref.ref(local_of(parameter)) for parameter in parameters]
         self.is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
-        self._classes = {strategies().tensor_class, type(None)}
-        known: dict[Any, tuple[_Axis, ...]] = {}
-        # The axes of those that are here; runs of several that lie side by side in a buffer; indices of the others.
-        self.axes: list[tuple[_Axis, ...]] = []
         kinds = {(local.dtype, local.device) for local in map(local_of, parameters) if local.numel()}
         self.is_alike = len(kinds) == 1
-        self.runs: dict[tuple[_Axis, ...], list[tuple[Run, list[int]]]] = {}
-        self.single: dict[tuple[_Axis, ...], list[int]] = {}
-        places, found = Places(), []
-        for i, parameter in enumerate(parameters):
+        known: dict[Any, tuple[Axis, ...]] = {}
+        # The axes that shard some of them -> those that lie in no buffer, and those that do.
+        single: dict[tuple[Axis, ...], list[DTensor]] = {}
+        places, placed = Places(), []
+        for parameter, is_absent in zip(parameters, absent, strict=True):
             if _is_on_own_mesh(parameter):
                 axes = _axes_of(parameter, known)
-                others = self.single.setdefault(axes, [])
-                if not local_of(parameter).numel():
+                others = single.setdefault(axes, [])
+                if is_absent or not local_of(parameter).numel():
                     continue  # adds nothing to a norm
                 place = places.find(parameter)
                 if place is None:
-                    others.append(i)
+                    others.append(parameter)
                 else:
-                    found.append((place, axes))
-        self.axes = [*dict.fromkeys([*self.single, *(axes for _, axes in found)])]
+                    placed.append((place, axes))
+        found: dict[tuple[Axis, ...], list[Run]] = {axes: [] for axes in single}
+        for run, axes in runs(placed):
+            found[axes].append(Run(run))
+        # For each axes, how many of `_order` lie in no buffer, and the runs behind them there.
+        self._parts = [(axes, len(single[axes]), Runs(found[axes])) for axes in single]
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
-        for run, axes in runs(found):
-            indices = [index[id(place.parameter)] for place in run]
-            if len(run) > 1:
-                self.runs.setdefault(axes, []).append((Run(run), indices))
-            else:
-                self.single.setdefault(axes, []).extend(indices)
+        order = [each for axes, _, own in self._parts for each in (*single[axes], *own.order)]
+        self._pick = picker([index[id(parameter)] for parameter in order])
+        self._class = {strategies().tensor_class}
 
     def is_of(self, parameters: list[Any]) -> bool:
         """Returns True if it was made of these, and their memory is the same."""
-        if not all(map(is_, [reference() for reference in self._references], parameters)):
+        if not all(map(is_, map(_referent, self._references), parameters)):
             return False
-        return all(map(is_, [reference() for reference in self._locals], map(local_of, parameters)))
+        return all(map(is_, map(_referent, self._locals), map(local_of, parameters)))
 
     def find(self, parameters: list[Any], gradients: list[Any]) -> _Found | None:
         """Returns the gradients, or None if some are not those that reductions make."""
-        if not self._classes.issuperset(map(type, gradients)):
+        own = self._pick(gradients)
+        if not self._class.issuperset(map(type, own)):
             return None
-        is_there = [gradient is not None for gradient in gradients]
-        own_specs = map(spec_of, compress(parameters, is_there))
-        if not all(map(is_, map(spec_of, compress(gradients, is_there)), own_specs)):
+        if not all(map(is_, map(spec_of, own), map(spec_of, self._pick(parameters)))):
             return None
-        locals_ = [None if gradient is None else local_of(gradient) for gradient in gradients]
-        counted: dict[tuple[_Axis, ...], list[Tensor]] = {}
-        for axes in self.axes:
-            parts = counted[axes] = []
-            for run, indices in self.runs.get(axes, ()):
-                own = [each for i in indices if (each := locals_[i]) is not None]
-                flat = run.find_flat(own, [*map(Tensor.data_ptr, own)]) if len(own) == len(indices) else None
-                parts.extend(own if flat is None else [flat])
-            parts.extend([each for i in self.single.get(axes, ()) if (each := locals_[i]) is not None])
+        plain = [*map(local_of, own)]
+        addresses = [*map(Tensor.data_ptr, plain)]
+        counted: dict[tuple[Axis, ...], list[Tensor]] = {}
+        begin = 0
+        for axes, num_single, some in self._parts:
+            middle = begin + num_single
+            end = middle + len(some.order)
+            counted[axes] = plain[begin:middle] + some.join(plain[middle:end], addresses[middle:end])
+            begin = end
         return _Found([*chain.from_iterable(counted.values())], counted, self.is_double, self.is_alike)
 
 
-# What was prepared last, by the identities of the parameters.
-_prepared: OrderedDict[tuple[int, ...], _Prepared] = OrderedDict()
+_referent: Any = weakref.ref.__call__
+# What was prepared last, by the identities of the parameters, and by which of them have no gradient.
+_prepared: OrderedDict[tuple[tuple[int, ...], tuple[bool, ...]], _Prepared] = OrderedDict()
 _MOST_PREPARED = 16
 
 
 def _find_usual(parameters: list[Any]) -> _Found | None:
-    """Returns the gradients of sharded parameters, if those are what reductions make; None for anything else."""
-    if not parameters or {*map(type, parameters)} != {strategies().tensor_class}:
-        return None
+    """Returns the gradients of sharded parameters, each given once, if those are what reductions make; None for
+    anything else.
+    """
     with no_torch_function():
-        key = tuple(map(id, parameters))
+        try:
+            gradients = [*map(grad_of, parameters)]
+        except AttributeError:  # not all are tensors
+            return None
+        absent = tuple(map(is_, gradients, repeat(None)))
+        key = tuple(map(id, parameters)), absent
         prepared = _prepared.get(key)
         if prepared is None or not prepared.is_of(parameters):
-            prepared = _prepared[key] = _Prepared(parameters)
+            if {*map(type, parameters)} != {strategies().tensor_class} or len({*key[0]}) < len(parameters):
+                return None
+            prepared = _prepared[key] = _Prepared(parameters, absent)
             while len(_prepared) > _MOST_PREPARED:
                 _prepared.popitem(last=False)
-        return prepared.find(parameters, [*map(grad_of, parameters)])
+        return prepared.find(parameters, gradients)
 
 
 # ---- the norm
@@ -311,7 +295,7 @@ def _total_norm(found: _Found, order: float, one_by_one: bool) -> Tensor:
     dtype = torch.float64 if found.is_double else torch.float32
     device = found.own[0].device if found.own else torch.device("cpu")
     is_largest = math.isinf(order)
-    partial: dict[tuple[_Axis, ...], Tensor] = {}
+    partial: dict[tuple[Axis, ...], Tensor] = {}
     for axes, gradients in found.counted.items():
         alike_ones = [gradients] if found.is_alike and gradients else _alike(gradients)
         norms = [_norms(alike, order, one_by_one).to(device, dtype) for alike in alike_ones]

@@ -123,6 +123,18 @@ def list_with_a_plain_tensor() -> bool:
     return same(p, WHOLE + 1) and p._version == 1
 
 
+def infinity_on_another_mesh() -> bool:
+    """The first gradient is on a mesh of this rank alone."""
+    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))["b"] for shape in ((2, 1), (1, 2))]
+    gradients = [sharded(torch.ones(4), mesh, [Shard(0)]) for mesh in meshes]
+    if dist.get_rank() == 1:
+        gradients[1].to_local()[0] = float("inf")
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones(1))
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return found.item() == 1
+
+
 def whole_truth() -> bool:
     found = (weight() > -5).any()
     return same(found.int(), torch.tensor(1))
@@ -270,6 +282,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     "inputs": gradient_of_an_input,
     "views": written_row,
     "foreach": list_with_a_plain_tensor,
+    "scaled-gradients": infinity_on_another_mesh,
     "truths": whole_truth,
     "sums-of-norms": sum_of_norms,
     "joined-parts": norm_beside_a_number,

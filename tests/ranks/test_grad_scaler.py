@@ -34,8 +34,8 @@ class Layers(TinyModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(7, 10), nn.Linear(10, 6)
         self.head = nn.Linear(6, 3)
+        self.up, self.down = nn.Linear(7, 10), nn.Linear(10, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.down(torch.tanh(self.up(x)))))
@@ -64,7 +64,7 @@ def replicas(model: Layers) -> tuple[int, int]:
 
 
 def tensor_parallel(model: Layers) -> tuple[int, int]:
-    """The head lies on one axis only, and comes last: torch tells an infinity to the ranks of the first gradient."""
+    """The head lies on one axis only, and comes first: torch tells an infinity to the ranks of the first gradient."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     for module in (model.up, model.down, model):

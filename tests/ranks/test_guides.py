@@ -3,7 +3,7 @@
 Each snippet of examples/README.md runs after the lines that all share, in its own folder, on ranks that have different
 seeds. A check here then compares its result with plain training on the whole batch. A snippet without a check, and a
 check without a snippet, fail. Snippets that need Transformers and similar libraries run in
-tests/clients/test_guides.py.
+tests/clients/test_client_guides.py.
 """
 
 import json

@@ -64,11 +64,20 @@ def other_rate(optimizer: Optimizer) -> None:
     optimizer.param_groups[1]["lr"] = torch.tensor(0.2)
 
 
-@pytest.mark.parametrize("change", [other_betas, other_rate])
+def rate_in_place(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"].fill_(0.2)
+
+
+def beta_in_place(optimizer: Optimizer) -> None:
+    optimizer.param_groups[1]["betas"][0] = 0.8
+
+
+@pytest.mark.parametrize("change", [other_betas, other_rate, rate_in_place, beta_in_place])
 def test_settings_of_one_rank_alone(change: Callable[[Optimizer], None]) -> None:
     def body(rank: int, size: int) -> int:
         model = build()
         groups = [{"params": [*layer.parameters()], "name": f"layer {i}"} for i, layer in enumerate(model)]
+        groups[0]["lr"], groups[1]["betas"] = torch.tensor(0.1), [0.9, 0.999]
         optimizer = Adam(groups, lr=0.1, foreach=False)
         train(model, optimizer, 3)
         if rank == 1:
