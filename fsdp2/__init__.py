@@ -19,6 +19,11 @@ from .optim.flat import flatten_optimizer
 from .optim.muon import muon
 from .optim.split import MatrixSplit, split_matrices
 from .optim.whole_matrix import WholeMatrixOptimizer
+from .planning.check import CheckedValue, PlanCheck
+from .planning.plan import Plan, PlanRow, plan
+from .planning.policies import WrapGroup, wrap_groups
+from .planning.replay import Prediction
+from .planning.settings import Setting
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
 from .tools.compare import compare
@@ -44,6 +49,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = [
     "AveragedModel",
     "CPUOffloadPolicy",
+    "CheckedValue",
     "Comparison",
     "DataParallelMeshDims",
     "Difference",
@@ -59,10 +65,16 @@ __all__ = [
     "ParamBucket",
     "ParamStream",
     "ParameterPadding",
+    "Plan",
+    "PlanCheck",
+    "PlanRow",
+    "Prediction",
+    "Setting",
     "ShardPlacementResult",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
+    "WrapGroup",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",
@@ -75,6 +87,7 @@ __all__ = [
     "muon",
     "padding_report",
     "patch_torch",
+    "plan",
     "register_fsdp_forward_method",
     "replicate",
     "set_checks",
@@ -83,6 +96,7 @@ __all__ = [
     "stream_full_params",
     "sync_module_states",
     "trace",
+    "wrap_groups",
 ]
 
 _install()

@@ -13,6 +13,10 @@ Prints the checks, what each finds and costs, and which are in force:
 
     python -m fsdp2 checks
 
+Predicts memory, communication and time of training a model, without ranks; see `python -m fsdp2 plan --help`:
+
+    python -m fsdp2 plan package.module:Model --ranks 8 --memory 24GB --sequence-length 4096
+
 Otherwise the words after `-m fsdp2` are a command line of Python: this process becomes `python script.py ARGUMENTS`,
 with the folder `bridge/startup` first in PYTHONPATH. Python runs the `sitecustomize.py` of that folder before any
 program. It calls `patch_torch()` as soon as torch.distributed.fsdp is imported.
@@ -48,7 +52,7 @@ def python_options(command: list[str], arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Prints a table, or replaces this process by the program on the command line."""
+    """Prints a table or a plan, or replaces this process by the program on the command line."""
     arguments = sys.argv[1:]
     if not arguments:
         raise SystemExit(__doc__)
@@ -62,6 +66,10 @@ def main() -> None:
 
         print(describe_checks())
         return
+    if arguments[0] == "plan":
+        from .planning.command import main as plan
+
+        raise SystemExit(plan(arguments[1:]))
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, inherited] if inherited else [STARTUP])
     os.execv(sys.executable, [sys.executable, *python_options(sys.orig_argv, arguments), *arguments])

@@ -20,7 +20,7 @@ from .headers import GOODBYE, HEADER_NBYTES, differ, header_of
 
 # A tensor of at most so many bytes, as it goes to all other ranks together, travels in the messages that carry headers:
 # to copy it twice takes less than messages of its own. See benchmarks/results.
-_MAX_RIDER_NBYTES = 1024 * 1024
+MAX_RIDER_NBYTES = 1024 * 1024
 
 # Process group -> its conversation, which several Comms may share. Purpose -> its Comms that can say goodbye: over the
 # axes of a mesh, or over some of the ranks.
@@ -40,7 +40,7 @@ class NamedPairwiseComm(PairwiseComm):
         comms_of.setdefault(purpose, WeakSet()).add(self)
         self._conversation.purposes.add(purpose)
         # Of a message whose sender may be out of step: one that is longer than expected would end the process.
-        self._max_rider = _MAX_RIDER_NBYTES // max(1, self.size - 1)
+        self._max_rider = MAX_RIDER_NBYTES // max(1, self.size - 1)
         self.longest_first = HEADER_NBYTES + self._max_rider
 
     def compare(self, kind: str, tensor: Tensor) -> None:

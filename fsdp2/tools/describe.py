@@ -81,7 +81,7 @@ class GroupDescription:
             f"{len(self.parameters)}{frozen}",
             f"{self.numel:,}",
             _dtypes_text(self.dtypes),
-            *map(_size, (self.resting_nbytes, self.gathered_nbytes, self.reduced_nbytes)),
+            *map(size_text, (self.resting_nbytes, self.gathered_nbytes, self.reduced_nbytes)),
             f"{replicas}{self.num_shards}",
             ", ".join(self.settings) or "-",
         )
@@ -117,13 +117,13 @@ class ModelDescription:
         rows = [_HEADS, *(group._cells() for group in self.groups)]
         sums = [sum(getattr(g, f"{name}_nbytes") for g in self.groups) for name in ("resting", "gathered", "reduced")]
         params = sum(len(group.parameters) for group in self.groups)
-        rows.append(("total", self.cls, f"{params}", f"{self.numel:,}", "", *map(_size, sums), "", ""))
+        rows.append(("total", self.cls, f"{params}", f"{self.numel:,}", "", *map(size_text, sums), "", ""))
         lines = _aligned(rows)
         lines[1:1] = ["-" * max(map(len, lines))]
         lines.insert(len(lines) - 1, lines[1])
         if self.unmanaged:
             named = ", ".join(self.unmanaged[:5]) + (", ..." if len(self.unmanaged) > 5 else "")
-            lines.append(f"not sharded, {_size(self.unmanaged_nbytes)}: {named}")
+            lines.append(f"not sharded, {size_text(self.unmanaged_nbytes)}: {named}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -206,7 +206,7 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     if dims:
         yield f"some sharded along dim {', '.join(map(str, sorted(dims)))}"
     if now.policy.wire_dtype is not None:
-        yield f"wire_dtype={_short(now.policy.wire_dtype)}"
+        yield f"wire_dtype={dtype_text(now.policy.wire_dtype)}"
     if is_conditional(group.state):
         yield "conditional"
 
@@ -220,18 +220,18 @@ def _plain_class(module: nn.Module) -> str:
 # ---- text
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_text(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     return name.replace("bfloat", "bf").replace("float", "fp")
 
 
 def _dtypes_text(dtypes: Sequence[tuple[torch.dtype, ...]]) -> str:
     """Returns "fp32/bf16/fp32", or "fp32" if all are the same."""
-    texts = ["+".join(map(_short, each)) for each in dtypes if each]
+    texts = ["+".join(map(dtype_text, each)) for each in dtypes if each]
     return texts[0] if len({*texts}) == 1 else "/".join(texts)
 
 
-def _size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
     unit, size = next(((unit, size) for unit, size in _UNITS if nbytes >= size), ("B", 1))
     return f"{nbytes / size:.1f} {unit}" if size > 1 else f"{nbytes:.0f} B"
 
@@ -268,5 +268,5 @@ def _note(state: object) -> str:
     notes += [f"{mesh.num_ranks // mesh.size} replicas"] if mesh.num_ranks > mesh.size else []
     for name in ("param_dtype", "reduce_dtype"):
         dtype = getattr(policy, name)
-        notes += [f"{name}={_short(dtype)}"] if dtype is not None else []
+        notes += [f"{name}={dtype_text(dtype)}"] if dtype is not None else []
     return ", ".join(notes)

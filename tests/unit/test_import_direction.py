@@ -25,11 +25,12 @@ MAY_IMPORT = {
     "optim": ("core", "ext", "checks", "dtensor"),
     "tools": ("core", "ext", "checks", "dtensor", "optim"),
     "hf": ("core", "ext", "checks", "dtensor"),
+    "planning": ("core", "ext", "checks", "tools", ""),
     "bridge": ("core", "ext", "checks", "dtensor", ""),
-    "": ("core", "ext", "checks", "dtensor", "optim", "tools", "bridge"),
+    "": ("core", "ext", "checks", "dtensor", "optim", "tools", "planning", "bridge"),
 }
 # Packages that a folder may import besides torch, inside functions that need them: users may not have them.
-OPTIONAL = {"hf": {"peft", "tqdm"}}
+OPTIONAL = {"hf": {"peft", "tqdm"}, "planning": {"transformers"}}
 # Modules that others may import besides: the first knows the standard library alone.
 ALSO = {
     ("*", "bridge.when_imported"),
@@ -42,7 +43,7 @@ REFUSED = f"only {', '.join(COMMS)} may use it"
 # It may choose between two names of one collective, not call it.
 CHOOSES = ("core.compat",)
 # Where private names of torch stand.
-COMPAT = ("core.compat", "ext.compat", "dtensor.compat", "optim.compat", "core.user_code")
+COMPAT = ("core.compat", "ext.compat", "dtensor.compat", "optim.compat", "planning.compat", "core.user_code")
 WHERE = f"it belongs in one of {', '.join(COMPAT)}"
 # The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
 BRIDGE = ("bridge.patch",)
@@ -51,7 +52,7 @@ CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.
 STARTUP = "bridge/startup/sitecustomize.py"
 # The __init__.py of these hold their docstring only: what is in it is imported from where it stands.
-PLAIN = ("bridge", "checks", "dtensor", "ext", "optim", "tools")
+PLAIN = ("bridge", "checks", "dtensor", "ext", "optim", "planning", "tools")
 # Plain descriptions: they, and what they import at run time, know nothing of torch.distributed.
 PURE = ("core.layout", "core.policy", "tools.difference", "tools.finding")
 COLLECTIVES = re.compile(

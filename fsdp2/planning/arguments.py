@@ -1,0 +1,96 @@
+"""Reads the arguments of `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.policy import MixedPrecisionPolicy
+from ..ext.nested import tensors_in
+from .ledger import Machine
+from .policies import OPTIONS
+from .settings import Setting, candidates
+
+_BACKENDS = {"cpu": "gloo"}
+
+
+def read_ranks(ranks: Any) -> list[Any]:
+    """Returns numbers of ranks, of one or of several."""
+    found = [ranks] if isinstance(ranks, int) else [*ranks] if isinstance(ranks, (list, tuple, range)) else None
+    if found is None:
+        raise TypeError(f"ranks: expected an int, or a list of them, got {ranks!r}")
+    if not found:
+        raise ValueError("ranks: expected one number or more, got none")
+    return found
+
+
+def read_precision(param_dtype: Any, mp_policy: Any) -> MixedPrecisionPolicy:
+    """Returns the dtypes of compute and reduction."""
+    if mp_policy is None:
+        return MixedPrecisionPolicy(param_dtype=param_dtype)
+    if param_dtype is not None:
+        raise ValueError(
+            "expected param_dtype or mp_policy, got both. Write mp_policy=MixedPrecisionPolicy(param_dtype=...)"
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
+    return mp_policy
+
+
+def read_backend(backend: str | None, device: str) -> str:
+    """Returns the backend that a device usually has, if none is given."""
+    if not isinstance(device, str):
+        raise TypeError(f'device: expected the type of a device, "cuda" for example, got {device!r}')
+    found = backend or _BACKENDS.get(device, "nccl")
+    if found not in ("nccl", "gloo", "other"):
+        raise ValueError(f'backend: expected "nccl", "gloo", "other" or None, got {backend!r}')
+    return found
+
+
+def read_policies(model: nn.Module, policy: Any) -> dict[str, Any]:
+    """Returns policies by name: "" if there is one only."""
+    if not isinstance(policy, Mapping) or not policy or not all(isinstance(name, str) for name in policy):
+        return {"": policy}
+    # Names of classes are no names of policies, and have arguments of fully_shard.
+    classes = {type(module).__name__ for module in model.modules()} if isinstance(model, nn.Module) else set()
+    has_options = all(isinstance(each, Mapping) and {*each} <= {*OPTIONS} for each in policy.values())
+    return {"": policy} if has_options or classes & {*policy} else dict(policy)
+
+
+def read_settings(settings: Any, worlds: Sequence[Any], policies: Sequence[str], machine: Machine) -> list[Setting]:
+    """Returns the settings to compare."""
+    if settings is None:
+        for world in worlds:
+            Setting(world)  # which checks it
+        return candidates(worlds, policies, machine.can_offload, machine.ranks_per_machine)
+    found, names = [], {each.name for each in fields(Setting)}
+    for each in settings:
+        if isinstance(each, Setting):
+            found.append(each)
+        elif isinstance(each, Mapping):
+            if unknown := {*each} - names:
+                raise ValueError(f"settings: expected {', '.join(sorted(names))}, got {', '.join(sorted(unknown))}")
+            found += [Setting(**{"ranks": world, "policy": policies[0], **each}) for world in worlds]
+        else:
+            raise TypeError(f"settings: expected Settings or dicts, got {type(each).__name__}")
+    if unknown := {each.policy for each in found} - {*policies}:
+        raise ValueError(f"settings: expected policies among {', '.join(policies)}, got {', '.join(sorted(unknown))}")
+    if not found:
+        raise ValueError("settings: expected one or more, got none")
+    return found
+
+
+def default_loss(output: Any) -> Tensor:
+    """Returns the loss that an output has, or a sum of its tensors."""
+    found = getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    found = getattr(output, "logits", output)
+    tensors = [t for t in tensors_in(found) if t.is_floating_point() and t.requires_grad]
+    if not tensors:
+        raise TypeError("loss: the output has no floating-point tensor with a gradient. Pass a function of the output")
+    return torch.stack([tensor.float().sum() for tensor in tensors]).sum() if len(tensors) > 1 else tensors[0].sum()

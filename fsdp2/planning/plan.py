@@ -1,0 +1,342 @@
+"""Predicts what training a model takes with each of several settings, and chooses one (`plan`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.policy import MixedPrecisionPolicy
+from . import apply, arguments, table
+from .check import PlanCheck, StepMeter
+from .ledger import Machine
+from .policies import WrapGroup, wrap_groups
+from .recording import Recording, record, without_activations
+from .replay import Prediction, modules_of, replay
+from .settings import Setting, read_bytes, read_optimizer
+from .structure import PlannedGroup, find_groups
+
+__all__ = ["Plan", "PlanRow", "plan"]
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Holds one setting, and what it takes on each rank. Sizes are bytes.
+
+    Args:
+        setting: what the row chooses.
+        prediction: shards, peaks, bytes moved, order, and time of a step.
+        optimizer_nbytes: optimizer states, which rest where the shards do.
+        memory: what the device has; None: nobody has said.
+        has_activations: False if the forward could not be recorded: peaks are those of parameters and gradients alone.
+    """
+
+    setting: Setting
+    prediction: Prediction
+    optimizer_nbytes: int
+    memory: float | None
+    has_activations: bool
+
+    @property
+    def resting(self) -> int:
+        """Bytes on the device between steps: shards, optimizer states and buffers; without offloaded ones."""
+        return self.prediction.resting + (0 if self.setting.offload else self.optimizer_nbytes)
+
+    @property
+    def total(self) -> int:
+        """Most bytes on the device in a step. The context of the device and fragmentation come on top."""
+        return self.resting + self.prediction.step_peak
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which the total exceeds the memory; 0 if it fits."""
+        return max(0, self.total - int(self.memory)) if self.memory is not None else 0
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    """Holds one wrap policy's calls, the groups that they make, and the recordings of a step with them: plain, and with
+    checkpointing. `has_activations`: the forward could be recorded.
+    """
+
+    calls: list[WrapGroup]
+    groups: list[PlannedGroup]
+    plain: Recording
+    checkpointed: Recording | None
+    has_activations: bool
+
+
+class Plan:
+    """Holds the predictions of `plan`, and shards the model as one of them says.
+
+    It prints as tables: the groups of the best setting, their order, where the peak is, and all settings.
+
+    `rows`: one PlanRow for each setting, the best first. `best`: the first row. `fits`: True if that fits. `notes`:
+    what the predictions leave out, and why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wrappings: Mapping[str, _Wrapping],
+        rows: Sequence[PlanRow],
+        notes: Iterable[str],
+        machine: Machine,
+    ) -> None:
+        self._model, self._wrappings, self._machine = model, dict(wrappings), machine
+        self.rows, self.notes = tuple(rows), tuple(notes)
+        self._meter: StepMeter | None = None
+        self._applied: tuple[PlanRow, Prediction] | None = None
+
+    @property
+    def best(self) -> PlanRow:
+        return self.rows[0]
+
+    @property
+    def fits(self) -> bool:
+        return self.best.fits
+
+    def groups(self, row: PlanRow | None = None) -> list[PlannedGroup]:
+        """Returns the groups that `apply` would make, the outermost first."""
+        return [*self._wrappings[(row or self.best).setting.policy].groups]
+
+    def __str__(self) -> str:
+        return table.plan_text(self)
+
+    __repr__ = __str__
+
+    def apply(self, mesh: DeviceMesh, row: PlanRow | None = None) -> Any:
+        """Shards the model as a row says, and returns it. Every rank of the mesh must call it.
+
+        With checkpointing, the `forward` of each wrapped module that has submodules, but none that is checkpointed, is
+        replaced by one that runs it in `torch.utils.checkpoint.checkpoint`; FQNs stay as they are.
+
+        The second step after this is measured for `check`: on CUDA by torch's memory statistics, whose peaks are reset
+        for it; elsewhere by torch's profiler, which makes that step slower.
+
+        Args:
+            mesh: a DeviceMesh of as many ranks as the row; of two axes, (replicas, ranks that shard), if it replicates.
+            row: one of `rows`. None: the best.
+
+        Raises:
+            TypeError: `mesh` is no DeviceMesh, or `row` no PlanRow.
+            ValueError: the mesh has other sizes, or the row is one of another plan.
+            RuntimeError: the plan was applied already.
+        """
+        row = self.best if row is None else row
+        if not isinstance(row, PlanRow):
+            raise TypeError(f"row: expected one of plan.rows, got {type(row).__name__}")
+        if not any(each is row for each in self.rows):
+            raise ValueError("row: expected one of plan.rows of this plan, got one of another")
+        if self._applied is not None:
+            raise RuntimeError(
+                "plan.apply was called already: its model is sharded. Make another plan for another model."
+            )
+        apply.check_mesh(mesh, row.setting)
+        wrapping = self._wrappings[row.setting.policy]
+        machine = apply.machine_of(mesh, self._machine)
+        # What runs may differ from what was planned for: by its device, or its process group.
+        prediction = _predict(self._model, wrapping, row.setting, machine)
+        model = apply.shard(self._model, wrapping.calls, self.groups(row)[0].policy, row.setting, mesh)
+        self._applied = row, prediction
+        self._meter = StepMeter(model)
+        return model
+
+    def check(self, optimizer: torch.optim.Optimizer | None = None) -> PlanCheck:
+        """Returns what was predicted beside what was measured in the second step after `apply`, as a table that prints.
+
+        It predicts for the device and the process group of the mesh. Peaks are above what rests. It does not
+        communicate: each rank may call it, and sees its own numbers. Ranks with fewer rows of a parameter rest on less.
+
+        Args:
+            optimizer: also compares the bytes of its states.
+
+        Raises:
+            RuntimeError: the plan was not applied, or fewer than two steps have run since.
+        """
+        if self._meter is None or self._applied is None:
+            raise RuntimeError("plan.check: expected plan.apply(mesh) and two steps before it")
+        row, prediction = self._applied
+        return self._meter.compare(self._model, row, prediction, optimizer)
+
+
+def plan(
+    model: nn.Module,
+    *,
+    ranks: int | Sequence[int],
+    batch: Callable[[], Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    policy: Any = None,
+    memory: str | float | None = None,
+    param_dtype: torch.dtype | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    optimizer: str | float | None = "adamw",
+    settings: Sequence[Setting | Mapping[str, Any]] | None = None,
+    device: str = "cuda",
+    backend: str | None = None,
+    link: str | float | None = None,
+    flops: float | None = None,
+    host_link: str | float = 25e9,
+    machine_link: str | float | None = None,
+    ranks_per_machine: int = 8,
+) -> Plan:
+    """Predicts memory, communication and time of training `model` with several settings, and chooses one.
+
+    It needs no process group and no device, and changes neither the model nor a process group that exists. The forward
+    and the backward of the plain model run once without values (FakeTensorMode), and once more with checkpointing. For
+    each setting the engine's own decisions are then replayed around that: which groups are unsharded when, in which
+    buckets gradients are reduced. `tests/trace/test_plan.py` and `test_plan_time.py` compare that with real
+    steps.
+
+    Bytes: shards are parameters / ranks, each parameter padded to whole rows for each rank; optimizer states as
+    `optimizer` says, for trainable ones. Peaks are computed for the second step, in which the order of groups is known,
+    with gradients freed before each forward. They contain what kernels return, but not their scratch memory, nor the
+    temporary tensors of an optimizer's step. A tensor that gets three or more gradients may count once too often.
+
+    Time: operations in matrix products, convolutions and attention divided by `flops`, and bytes that a rank sends
+    divided by `link`. Collectives run one after the other beside computation, which waits for what it needs. Other
+    operations, latencies and the optimizer's step count as nothing.
+
+    The best row is the fastest that fits. Without `link` and `flops` it is the one that moves the fewest bytes, then
+    the one that computes least, then the one with the smallest peak. If none fits, it is the one that misses least.
+
+    Args:
+        model: a plain module, on meta or any other device. Parameters may be frozen and tied.
+        ranks: how many ranks train; a list compares several numbers.
+        batch: returns the arguments of one rank's forward: a tensor, a tuple or list of arguments, or a dict of named
+            ones. Tensors may be on meta. None: peaks are those of parameters and gradients alone.
+        loss: computes a scalar of the model's output. None: its attribute `loss`, or the sum of its
+            `logits`, or of all its floating-point tensors.
+        policy: what gets groups of its own, see `wrap_groups`. A dict from names (without such a class in the model) to
+            policies compares several.
+        memory: bytes of a device, as a number or as text: "24GB" is 24 * 10**9, "24GiB" is 24 * 2**30.
+        param_dtype: the dtype of compute; short for `mp_policy=MixedPrecisionPolicy(param_dtype=...)`.
+        mp_policy: dtypes of compute and reduction, as for `fully_shard`.
+        optimizer: "adamw", "adam" (two states in the parameter's dtype for each element), "muon", "lion", "momentum"
+            (one), "sgd" or None (none), or a number of bytes for each element.
+        settings: what to compare: Settings, or dicts of their fields, in which `ranks` may be missing. None: all of
+            `reshard_after_forward` None and False, each with and without checkpointing, and on accelerators with and
+            without offload; for several machines also HSDP with a replica on each, and `reshard_after_forward` of the
+            ranks of a machine.
+        device: type of the device that will train. "cpu" has no offload.
+        backend: "nccl" (all that coalesce collectives), "gloo" or "other". None: gloo on CPUs, else nccl.
+        link: bytes per second that a rank can send, as a number or as text: "50GB/s".
+        flops: floating-point operations per second that a rank reaches.
+        host_link: bytes per second between the CPU's memory and a device, for offload.
+        machine_link: bytes per second that a rank can send to ranks of its own machine. None: as `link`.
+        ranks_per_machine: how many neighbouring ranks are on one machine.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a wrong value; the policy matches nothing; the model is sharded already.
+        NotImplementedError: a parameter is a DTensor.
+
+    Example:
+        ```python
+        plan = fsdp2.plan(model_on_meta, ranks=8, batch=lambda: (ids,), memory="24GB", link="50GB/s", flops=4e14)
+        print(plan)
+        ```
+    """
+    worlds = arguments.read_ranks(ranks)
+    budget, sends, host = read_bytes("memory", memory), read_bytes("link", link), read_bytes("host_link", host_link)
+    precision = arguments.read_precision(param_dtype, mp_policy)
+    assert host is not None, "it has a default"
+    if isinstance(ranks_per_machine, bool) or not isinstance(ranks_per_machine, int) or ranks_per_machine < 1:
+        raise ValueError(f"ranks_per_machine: expected an int of 1 or more, got {ranks_per_machine!r}")
+    computes, inside = read_bytes("flops", flops), read_bytes("machine_link", machine_link)
+    machine = Machine(device, arguments.read_backend(backend, device), sends, computes, host, inside, ranks_per_machine)
+    policies = arguments.read_policies(model, policy)
+    for each in (batch, loss):
+        if each is not None and not callable(each):
+            raise TypeError(f"expected functions for batch and loss, got {type(each).__name__}")
+    chosen = arguments.read_settings(settings, worlds, [*policies], machine)
+    notes: list[str] = []
+    wrappings = {
+        name: _wrap(model, each, precision, batch, loss, any(s.checkpointing for s in chosen), notes)
+        for name, each in policies.items()
+    }
+    read_optimizer(optimizer, 1)
+    rows = []
+    for setting in chosen:
+        wrapping = wrappings[setting.policy]
+        if setting.checkpointing and wrapping.checkpointed is None and (wrapping.has_activations or settings is None):
+            continue
+        states = sum(_optimizer_nbytes(group, setting, optimizer) for group in wrapping.groups)
+        prediction = _predict(model, wrapping, setting, machine)
+        rows.append(PlanRow(setting, prediction, states, budget, wrapping.has_activations))
+    if not rows:
+        why = " ".join(notes) or "Each wrapped module is a single layer."
+        raise ValueError(f"settings: expected one without checkpointing, which nothing can have here. {why}")
+    return Plan(model, wrappings, sorted(rows, key=_cost), notes, machine)
+
+
+# ---- predictions
+
+
+def _wrap(
+    model: nn.Module,
+    policy: Any,
+    precision: MixedPrecisionPolicy,
+    batch: Any,
+    loss: Any,
+    checkpoints: bool,
+    notes: list[str],
+) -> _Wrapping:
+    calls = wrap_groups(model, policy)
+    groups = find_groups(model, calls, precision)
+    if not calls:
+        notes.append("Nothing but the model itself is wrapped: it repeats no block. Pass a policy.")
+    if batch is None:
+        notes.append("No batch was given: peaks are those of parameters and gradients, without activations.")
+        plain = again = None
+    else:
+        blocks = apply.blocks(calls)
+        plain = _record(model, groups, batch, loss, (), notes)
+        again = _record(model, groups, batch, loss, blocks, notes) if checkpoints and blocks and plain else None
+    recording = plain or without_activations(model, groups)
+    return _Wrapping(calls, [group.on_meta() for group in groups], recording, again, plain is not None)
+
+
+def _record(
+    model: nn.Module,
+    groups: Sequence[PlannedGroup],
+    batch: Any,
+    loss: Any,
+    blocks: Sequence[nn.Module],
+    notes: list[str],
+) -> Recording | None:
+    modules = [(module, *group.casts) for module, group in modules_of(groups)]
+    dtypes = {p: dtype for group in groups for p, dtype in zip(group.parameters, group.compute_dtypes, strict=True)}
+    try:
+        return record(model, modules, dtypes, batch, loss or arguments.default_loss, blocks)
+    except Exception as error:  # whatever the user's forward raises without values
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        what = "Checkpointing is left out: its" if blocks else "Peaks are those of parameters and gradients alone: the"
+        notes.append(f"{what} step could not run without values ({text[:200]}).")
+        return None
+
+
+def _predict(model: nn.Module, wrapping: _Wrapping, setting: Setting, machine: Machine) -> Prediction:
+    recording = (wrapping.checkpointed if setting.checkpointing else None) or wrapping.plain
+    return replay(wrapping.groups, recording, setting, machine, sum(buffer.nbytes for buffer in model.buffers()))
+
+
+def _optimizer_nbytes(group: PlannedGroup, setting: Setting, optimizer: Any) -> int:
+    pairs = zip(group.parameters, group.specs(setting.num_shards), strict=True)
+    return sum(
+        int(s.shard_numel * read_optimizer(optimizer, s.storage_dtype.itemsize)) for p, s in pairs if p.requires_grad
+    )
+
+
+def _cost(row: PlanRow) -> tuple[float, ...]:
+    taken = row.prediction
+    first = sum(taken.moved.values()) if taken.time is None else taken.time
+    return row.missing, first, row.setting.offload, taken.flops, row.total

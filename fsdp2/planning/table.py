@@ -1,0 +1,149 @@
+"""Writes plans, and their comparison with measured steps, as tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ..tools.describe import dtype_text, size_text
+
+_GROUP_HEADS = ("groups", "class", "elements", "stored/computed/reduced", "shard", "gathered", "reduced")
+_ROW_HEADS = ("", "setting", "resting", "forward peak", "step peak", "total", "sent", "time", "exposed", "fits")
+
+
+def plan_text(plan: Any) -> str:
+    """Returns the table of groups, their order, the table of settings, and the notes."""
+    best = plan.best
+    lines = [*_aligned([_GROUP_HEADS, *_group_rows(plan)], {2, 4, 5, 6}), ""]
+    order = best.prediction.order
+    lines.append(f"order in forward: {', '.join(_short(order))}; backward in reverse, each gather one group ahead")
+    lines.append(f"step peak: {size_text(best.prediction.step_peak)} above resting, at the {best.prediction.peak_at}")
+    lines.append("")
+    lines += _aligned(
+        [_ROW_HEADS, *(_cells(row, row is best, [each.setting for each in plan.rows]) for row in plan.rows)],
+        {2, 3, 4, 5, 6, 7, 8},
+    )
+    lines.append("")
+    lines.append(_verdict(plan))
+    lines += [f"note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def setting_text(setting: Any, among: Sequence[Any] = ()) -> str:
+    """Returns what a setting chooses. `among`: the number of ranks, and the policy, are named if these differ in it."""
+    parts = []
+    if len({each.policy for each in among}) > 1:
+        parts.append(setting.policy)
+    if len({each.ranks for each in among}) > 1 or not among:
+        parts.append(f"{setting.ranks} ranks")
+    parts.append(f"reshard_after_forward={setting.reshard_after_forward}")
+    if setting.replicas > 1:
+        parts.append(f"{setting.replicas} replicas of {setting.num_shards}")
+    if setting.checkpointing:
+        parts.append("checkpointing")
+    if setting.offload:
+        parts.append("CPU offload")
+    if setting.wire_dtype is not None:
+        parts.append(f"wire_dtype={dtype_text(setting.wire_dtype)}")
+    return ", ".join(parts)
+
+
+def check_text(check: Any, tolerance: float) -> str:
+    """Returns the table of predicted and measured bytes."""
+    rows = [("", "predicted", "measured", "off by")]
+    for each in check.values:
+        measured = "-" if each.measured is None else size_text(each.measured)
+        off = "-" if each.error is None else f"{100 * each.error:+.2f} %"
+        more = "  more than 3 %" if each.error is not None and abs(each.error) > tolerance else ""
+        rows.append((each.name, size_text(each.predicted), measured, off + more))
+    return "\n".join([*_aligned(rows, {1, 2}), *(f"note: {note}" for note in check.notes)])
+
+
+# ---- rows
+
+
+def _group_rows(plan: Any) -> list[tuple[str, ...]]:
+    """Returns a row for each group; equal ones share one."""
+    setting, alike = plan.best.setting, Counter[tuple[str, ...]]()
+    names: dict[tuple[str, ...], list[str]] = {}
+    for group in plan.groups():
+        cells = _group_cells(group, setting)
+        alike[cells] += 1
+        names.setdefault(cells, []).append(group.name)
+    rows = []
+    for cells, own in names.items():
+        name = own[0] if len(own) == 1 else f"{own[0]} ... {own[-1]} ({len(own)})"
+        rows.append((name, *cells))
+    return rows
+
+
+def _group_cells(group: Any, setting: Any) -> tuple[str, ...]:
+    specs, policy = group.specs(setting.num_shards), group.policy
+    trainable = [s for s, p in zip(specs, group.parameters, strict=True) if p.requires_grad]
+    dtypes = [
+        dict.fromkeys(s.storage_dtype for s in specs),
+        dict.fromkeys(s.compute_dtype for s in specs),
+        dict.fromkeys(policy.gradient_dtype(s.storage_dtype) for s in trainable),
+    ]
+    texts = ["+".join(map(dtype_text, each)) for each in dtypes if each]
+    gathered = sum(s.unsharded_nbytes for s in specs)
+    reduced = sum(s.numel * policy.gradient_dtype(s.storage_dtype).itemsize for s in trainable)
+    more = f" and {len(group.modules) - 1} more" if len(group.modules) > 1 else ""
+    return (
+        type(group.modules[0]).__name__ + more,
+        f"{group.numel:,}",
+        texts[0] if len({*texts}) == 1 else "/".join(texts),
+        *map(size_text, (sum(s.storage_nbytes for s in specs), gathered, reduced)),
+    )
+
+
+def _cells(row: Any, is_best: bool, among: Sequence[Any]) -> tuple[str, ...]:
+    taken = row.prediction
+    exposed = "-" if taken.time is None else _seconds(taken.time - taken.compute_time)
+    time = "-" if taken.time is None else _seconds(taken.time)
+    sizes = (row.resting, taken.forward_peak, taken.step_peak, row.total, taken.sent)
+    is_at_rest = row.memory is not None and row.resting > row.memory
+    where = "of which shards and states alone take too much" if is_at_rest else f"at the {taken.peak_at}"
+    why = "yes" if row.fits else f"no: {size_text(row.missing)} more, {where}"
+    star = "*" if is_best else ""
+    return (
+        star,
+        setting_text(row.setting, among),
+        *map(size_text, sizes),
+        time,
+        exposed,
+        "-" if row.memory is None else why,
+    )
+
+
+def _verdict(plan: Any) -> str:
+    best = plan.best
+    text = setting_text(best.setting)
+    if best.memory is None:
+        return f"* {text}: {size_text(best.total)} on each device"
+    memory = size_text(best.memory)
+    if best.fits:
+        return f"* {text}: {size_text(best.total)} of {memory} on each device"
+    return (
+        f"nothing fits into {memory}. * {text} misses least: {size_text(best.missing)} more are needed on each device"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("us", 1e-6))
+    return f"{seconds / size:.2f} {unit}"
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    return [*names] if len(names) <= 8 else [*names[:4], "...", *names[-3:]]
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    signs = [f"{'>' if i in right else '<'}{width}" for i, width in enumerate(widths)]
+    lines = ["  ".join(map(format, row, signs)).rstrip() for row in rows]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+__all__ = ["check_text", "plan_text", "setting_text"]

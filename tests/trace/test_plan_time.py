@@ -1,0 +1,54 @@
+"""Tests the time that `fsdp2.plan` predicts on real steps, on a simulated link beside simulated compute.
+
+All but compute and link takes no time there, as in a plan.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp2
+from benchmarks.libraries import load_library
+from benchmarks.overlap import BLOCKS, DIM, FORWARD_SECONDS, LAYERS, Compute, SlowStack, exposed_by_order
+from benchmarks.timed_group import SimulatedClock
+from fsdp2 import MixedPrecisionPolicy
+
+RANKS = 8
+FLOPS = LAYERS * 2 * DIM * DIM / FORWARD_SECONDS  # of one row
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def plan(model: nn.Module, transfer: float, mixed: bool) -> fsdp2.Prediction:
+    """Returns the prediction for a link that gathers a block in `transfer` seconds."""
+    block = LAYERS * DIM * DIM * (2 if mixed else 4)
+    made = fsdp2.plan(
+        model,
+        ranks=RANKS,
+        batch=lambda: torch.ones(1, DIM, requires_grad=True),
+        loss=loss_of,
+        mp_policy=MIXED if mixed else MixedPrecisionPolicy(),
+        settings=[{}],
+        device="cpu",
+        backend="nccl",
+        link=block * (RANKS - 1) / RANKS / transfer,
+        flops=FLOPS,
+    )
+    return made.best.prediction
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16/fp32"])
+@pytest.mark.parametrize("per_compute", [0.1, 0.3, 1.0, 3.0])
+def test_time_is_predicted(per_compute: float, mixed: bool) -> None:
+    """The step within half a percent, and what communication adds to it within two."""
+    transfer = per_compute * FORWARD_SECONDS
+    exposed = exposed_by_order(load_library("fsdp2"), RANKS, transfer, mixed=mixed)
+    taken = plan(SlowStack(Compute(SimulatedClock())), transfer, mixed)
+    compute = 3 * FORWARD_SECONDS * BLOCKS
+    assert taken.time is not None
+    assert taken.compute_time == pytest.approx(compute)
+    assert taken.time == pytest.approx(exposed + compute, rel=0.005)
+    assert taken.time - compute == pytest.approx(exposed, rel=0.02)

@@ -1,0 +1,378 @@
+"""Tests what a plan computes from its predictions: sizes, choice, time, texts. No process group exists.
+
+tests/trace/test_plan.py compares the predictions with real steps.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+
+import fsdp2
+from fsdp2.__main__ import main as main_of_package
+from fsdp2.planning import plan as planning
+from helpers import fake_world
+from models import CausalBlock, FrozenMix, TanhBlock, TinyGPT, TinyLSTM
+
+WIDTH, HIDDEN, DEPTH, RANKS = 64, 256, 4, 8
+BLOCK = sum(p.numel() for p in TanhBlock(WIDTH, HIDDEN).parameters())
+INFINITE = 1e30
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(*[TanhBlock(WIDTH, HIDDEN) for _ in range(DEPTH)])
+
+
+def batch() -> Tensor:
+    return torch.ones(16, WIDTH)
+
+
+def plan(model: Any = None, **arguments: Any) -> fsdp2.Plan:
+    return fsdp2.plan(stack() if model is None else model, **{"ranks": RANKS, "batch": batch, **arguments})
+
+
+def only(**arguments: Any) -> fsdp2.PlanRow:
+    (row,) = plan(**{"settings": [{}], **arguments}).rows
+    return row
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "nbytes"),
+    [("adamw", 8), ("AdamW", 8), ("adam", 8), ("muon", 4), ("momentum", 4), ("sgd", 0), (None, 0), (6, 6)],
+)
+def test_states_of_optimizers(optimizer: Any, nbytes: int) -> None:
+    row = only(optimizer=optimizer)
+    assert row.optimizer_nbytes == nbytes * DEPTH * BLOCK / RANKS
+    assert row.resting == (4 + nbytes) * DEPTH * BLOCK / RANKS
+    assert row.total == row.resting + row.prediction.step_peak
+
+
+def test_frozen_parameters_have_no_states() -> None:
+    model = stack()
+    model[0].requires_grad_(False)
+    assert only(model=model).optimizer_nbytes == 8 * (DEPTH - 1) * BLOCK / RANKS
+
+
+def test_offload_leaves_nothing_on_the_device() -> None:
+    row = only(settings=[{"offload": True}])
+    shards = 4 * DEPTH * BLOCK / RANKS
+    assert (row.resting, row.prediction.shards) == (0, shards)
+    # Shards come for forward, again for backward but for the last two groups, and gradients go.
+    assert row.prediction.moved["transfer"] == shards * (1 + (DEPTH - 2) / DEPTH + 1)
+
+
+def test_shards_are_padded_to_rows() -> None:
+    row = only(model=nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3)), batch=None, optimizer=None)
+    assert row.prediction.shards == 2 * 48  # 2 rows of 4 and 2 elements, a row of 9 and 1: 40 bytes, a multiple of 16
+
+
+def test_bytes_of_collectives_and_order() -> None:
+    taken = only().prediction
+    assert taken.order == ("root", "0", "1", "2", "3")
+    assert taken.moved == {"all_gather": 4 * BLOCK * (2 * DEPTH - 2), "reduce_scatter": 4 * BLOCK * DEPTH}
+    assert taken.sent == sum(taken.moved.values()) * (RANKS - 1) / RANKS
+    taken = only(settings=[{"replicas": 2}]).prediction
+    assert taken.moved["all_reduce"] == 4 * BLOCK * DEPTH / (RANKS / 2)
+
+
+def test_checkpointing_computes_the_forward_again() -> None:
+    plain, again = (only(settings=[{"checkpointing": each}]).prediction for each in (False, True))
+    matrix = 2 * 16 * WIDTH * HIDDEN  # of one product
+    assert plain.flops == DEPTH * 2 * matrix * 3 - matrix  # the batch needs no gradient
+    assert again.flops == plain.flops + DEPTH * 2 * matrix
+    assert again.forward_peak < plain.forward_peak
+
+
+# ---- time
+
+
+def test_time_of_computation_alone() -> None:
+    taken = only(flops=1e9, link=INFINITE).prediction
+    assert taken.time == pytest.approx(taken.flops / 1e9)
+    assert taken.time == pytest.approx(taken.compute_time)
+
+
+def test_time_of_communication_alone() -> None:
+    """Collectives follow one another."""
+    taken = only(flops=INFINITE, link="1MB/s").prediction
+    assert taken.time == pytest.approx(taken.sent / 1e6)
+
+
+def test_communication_runs_beside_computation() -> None:
+    """The first gather is exposed, and the last reduction; all others are hidden behind slow computation."""
+    taken = only(flops=1e6, link="1GB/s").prediction
+    assert taken.time is not None
+    assert taken.compute_time is not None
+    exposed, block = taken.time - taken.compute_time, 4 * BLOCK * (RANKS - 1) / RANKS / 1e9
+    assert block < exposed <= 2.01 * block
+
+
+def test_links_inside_a_machine_are_faster() -> None:
+    arguments: dict[str, Any] = {"flops": INFINITE, "link": 1e6, "machine_link": 1e9, "ranks_per_machine": 4}
+    flat = only(**arguments).prediction
+    hybrid = only(**arguments, settings=[{"replicas": 2}]).prediction
+    assert flat.time == pytest.approx(flat.sent / 1e6)
+    between = hybrid.moved["all_reduce"]  # of two replicas, each sends as many bytes as it sums
+    assert hybrid.time == pytest.approx(between / 1e6 + (hybrid.sent - between) / 1e9, rel=0.01)
+
+
+# ---- choice
+
+
+def test_the_fastest_row_that_fits_is_the_best() -> None:
+    rows = plan(memory="1GB", flops=1e9, link=1e6).rows
+    assert [row.prediction.time for row in rows] == sorted(row.prediction.time for row in rows)  # type: ignore[type-var]
+    kept = rows[0]
+    assert kept.setting.reshard_after_forward is False
+    assert not kept.setting.offload
+    assert not kept.setting.checkpointing
+    made = plan(memory=kept.total - 1, flops=1e9, link=1e6)
+    assert made.fits
+    assert made.best.setting != kept.setting
+    assert made.best.total < kept.total
+    (late,) = (row for row in made.rows if row.setting == kept.setting)
+    assert (late.fits, late.missing) == (False, 1)
+    assert "no: 1 B more, at the backward of" in str(made)
+
+
+def test_without_speeds_the_row_that_moves_least_is_the_best() -> None:
+    best = plan(memory="1GB").best
+    assert best.setting == fsdp2.Setting(RANKS, reshard_after_forward=False)
+    assert best.prediction.time is None
+
+
+def test_if_nothing_fits_the_best_row_misses_least() -> None:
+    made = plan(memory="10KB")
+    assert not made.fits
+    assert made.best.missing == min(row.missing for row in made.rows) == made.best.total - 10_000
+    assert "nothing fits into 9.8 KiB" in str(made)
+    assert "more, of which shards and states alone take too much" in str(made)
+
+
+def test_several_machines_are_compared_with_hybrid_meshes() -> None:
+    settings = {row.setting for row in plan(ranks=[8, 16], device="cpu").rows}
+    assert fsdp2.Setting(16, replicas=2) in settings
+    assert fsdp2.Setting(16, reshard_after_forward=8) in settings
+    assert len(settings) == 4 + 8
+    assert not any(setting.offload for setting in settings)
+
+
+def test_policies_by_name_are_compared() -> None:
+    made = plan(
+        TinyGPT(), batch=None, policy={"blocks": CausalBlock, "layers": [nn.Linear, nn.Embedding]}, settings=[{}]
+    )
+    assert [row.setting.policy for row in made.rows] == ["blocks"]
+    settings = [{"policy": "blocks"}, {"policy": "layers"}]
+    made = plan(TinyGPT(), batch=None, policy={"blocks": CausalBlock, "layers": nn.Linear}, settings=settings)
+    sizes = {row.setting.policy: len(made.groups(row)) for row in made.rows}
+    assert sizes == {"blocks": 3, "layers": 2 * 4 + 1 + 1}
+    assert "layers, reshard_after_forward=None" in str(made)
+
+
+def test_options_of_a_policy_replace_those_of_the_row() -> None:
+    kept = plan(policy={TanhBlock: {"reshard_after_forward": False}}, settings=[{}]).best.prediction
+    assert kept.moved["all_gather"] == 4 * BLOCK * DEPTH
+    half = {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    assert plan(policy={TanhBlock: half}, settings=[{}]).best.prediction.moved["all_gather"] == 2 * BLOCK * (
+        2 * DEPTH - 2
+    )
+
+
+# ---- the model
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = FrozenMix()
+    before = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    state = torch.get_rng_state()
+    made = fsdp2.plan(model, ranks=2, batch=lambda: model.example(rows=2, seed=0), policy=nn.Linear)
+    assert made.best.has_activations
+    assert {id(tensor) for tensor in (*model.parameters(), *model.buffers())} == before
+    assert torch.equal(torch.get_rng_state(), state)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "forward" not in module.__dict__
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_a_model_on_meta_gets_the_same_plan() -> None:
+    with torch.device("meta"):
+        on_meta = TinyGPT()
+        tokens = torch.zeros(2, 4, dtype=torch.long)
+    real = TinyGPT()
+    plans = [plan(model, batch=lambda: tokens.to("meta")) for model in (on_meta, real)]
+    assert str(plans[0]) == str(plans[1])
+
+
+def test_a_plan_keeps_no_parameter_alive() -> None:
+    """The parameters that sharding replaces must be freed."""
+    made = plan()
+    assert all(p.is_meta for row in made.rows for group in made.groups(row) for p in group.parameters)
+
+
+def test_two_recordings_serve_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning a large model takes as long as two steps without values."""
+    calls: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return record(*arguments)
+
+    record = planning.record
+    monkeypatch.setattr(planning, "record", counted)
+    assert len(plan(ranks=[8, 16, 64]).rows) > 16
+    assert len(calls) == 2
+
+
+class DataDependent(nn.Module):
+    """Reads a value to decide how often to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TanhBlock(WIDTH, HIDDEN) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: int(x.sum().item())]:
+            x = block(x)
+        return x
+
+
+def test_a_forward_that_reads_values_gets_a_plan_of_states_alone() -> None:
+    made = plan(DataDependent(), settings=[{}])
+    assert not made.best.has_activations
+    assert "Peaks are those of parameters and gradients alone: the step could not run without values" in str(made)
+    states = plan(DataDependent(), settings=[{}], batch=None).best.prediction
+    assert made.best.prediction == states
+    assert states.step_peak >= 2 * 4 * BLOCK
+    assert "No batch was given" in str(plan(DataDependent(), batch=None))
+
+
+class ReadsItsList(nn.Sequential):
+    """Computes with the parameters that it has put into a list."""
+
+    def __init__(self) -> None:
+        super().__init__(*stack())
+        self.weights = [each.up.weight for each in self]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(weight.sum() for weight in self.weights)
+
+
+def test_a_forward_that_reads_parameters_elsewhere_gets_no_gradients() -> None:
+    model = ReadsItsList()
+    made = plan(model, settings=[{}])
+    assert "the forward reads 4 parameters otherwise than from where they are registered" in str(made)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_lstm_is_recorded() -> None:
+    """It keeps a second list of its weights."""
+    model = TinyLSTM()
+    made = plan(model, batch=lambda: model.example(rows=2, seed=0), policy=nn.LSTM, settings=[{}])
+    assert not made.notes
+    assert all(kept is own for kept, own in zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True))
+
+
+def test_a_loss_must_be_a_scalar() -> None:
+    made = plan(loss=lambda output: output)
+    assert "loss: expected a function that returns a scalar tensor" in str(made)
+
+
+def test_a_parameter_of_tensor_parallelism_is_refused() -> None:
+    model = stack()
+    with fake_world(2):
+        local = DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Replicate()])
+        model[0].up.bias = nn.Parameter(local)
+        with pytest.raises(NotImplementedError, match=r"0.up.bias: .*Plan before parallelize_module"):
+            plan(model)
+
+
+# ---- texts
+
+
+def test_the_table_has_each_group_and_each_row_once() -> None:
+    made = plan(memory="1MB", link="1GB/s", flops=1e9)
+    text = str(made)
+    assert "0 ... 3 (4)  TanhBlock" in text
+    assert "order in forward: root, 0, 1, 2, 3" in text
+    assert text.count("reshard_after_forward=") == len(made.rows) + 1  # and the best again
+    assert text.count("*") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("24GB", 24e9),
+        ("24GiB", 24 * 2**30),
+        ("50 GB/s", 50e9),
+        ("1.5K", 1500),
+        (7, 7),
+        ("8e3", 8000),
+        ("3 mib", 3 * 2**20),
+    ],
+)
+def test_sizes_are_read(text: Any, number: float) -> None:
+    assert only(memory=text).memory == number
+
+
+# ---- the command line
+
+
+MODELS = """
+import torch
+from torch import nn
+
+def stack():
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+def batch():
+    return torch.ones(2, 8)
+"""
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `python -m fsdp2 plan` runs it, in a folder that has the model."""
+    (tmp_path / "my_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ["plan", "my_models:stack", "--ranks", "4", "--batch", "my_models:batch", "--memory", "1MB"]
+    monkeypatch.setattr(sys, "argv", ["fsdp2", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main_of_package()
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "0 ... 3 (4)  Linear" in text
+    assert "of 976.6 KiB on each device" in text
+
+
+def test_command_line_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fsdp2.planning.command import main
+
+    (tmp_path / "their_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["their_models:stack", "--ranks", "4", "--memory", "10"]) == 1
+    assert "nothing fits into 10 B" in capsys.readouterr().out
+    (tmp_path / "one_layer.py").write_text("from torch import nn\ndef make(): return nn.Linear(2, 2)")
+    assert main(["one_layer:make", "--ranks", "4"]) == 1
+    assert "expected blocks to wrap, found none" in capsys.readouterr().out
+    for arguments, error in (
+        (["their_models:stack", "--ranks", "4", "--policy", "Linaer"], "Linaer matches no module.*Linear"),
+        (["their_models:batch", "--ranks", "4"], "expected a class or a function that makes an nn.Module, got Tensor"),
+        (["their_models", "--ranks", "4"], "expected package.module:name, or a path to a config"),
+        (["their_models:none", "--ranks", "4"], "has no attribute 'none'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert re.search(error, capsys.readouterr().err)
