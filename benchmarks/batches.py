@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .cuda_batches import KINDS, RANKS
+from .cuda_batches import KINDS as GPU_KINDS
+from .cuda_batches import RANKS
 from .cuda_models import GPT, GPTS, EagerGPTBlock, GPTShape
 from .cuda_wrapping import Recipe, wrap
 from .jobs import Job
@@ -24,7 +25,9 @@ from .simulated_gpu import KIND, StorageMeter, simulated_gpu
 GIB = 2**30
 BUDGET = 22.78 * GIB  # of a card of 24 GB, what its driver and PyTorch's own context leave
 TOKENS = 160
+LARGEST = "largest batch"
 SHAPES = {label: replace(shape, tokens=TOKENS) for label, shape in GPTS.items()}
+KINDS = {**GPU_KINDS, "FULL_SHARD, reshard_after_forward=True": (Recipe(reshard_after_forward=True), ("fsdp2", "torch"))}
 # (model, what is sharded) -> what was published; 0: out of memory.
 PUBLISHED = {
     ("GPT-2 Large", "DDP"): "7",
@@ -73,13 +76,25 @@ class Training:
         return self.meter.peak[KIND]
 
 
-def build(name: str, shape: GPTShape, recipe: Recipe, mesh: DeviceMesh, meter: StorageMeter) -> Training:
-    """Builds a training by one library inside `simulated_gpu`, and takes the step that makes the optimizer's state."""
+def build(
+    name: str,
+    shape: GPTShape,
+    recipe: Recipe,
+    mesh: DeviceMesh,
+    meter: StorageMeter,
+    prepare: Callable[[nn.Module], object] = lambda _: None,
+) -> Training:
+    """Builds a training by one library inside `simulated_gpu`, and takes the step that makes the optimizer's state.
+
+    `prepare`: changes the model before it is sharded.
+    """
     with torch.device(KIND):
         plain = EagerGPT(shape)
+        prepare(plain)
     model = wrap(name, plain, mesh, recipe)
     del plain
-    training = Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4), shape, meter)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = Training(model, torch.optim.AdamW(trained, lr=1e-4), shape, meter)
     training.step(1)
     gc.collect()
     return training
@@ -109,7 +124,8 @@ def find_largest(peak_bytes: Callable[[int], float], budget: float, points: tupl
 
 def measure_batches(job: Job, libraries: Sequence[Library]) -> list[Row]:
     names = {library.name for library in libraries}
-    return [row for label, shape in SHAPES.items() for row in batch_rows(label, shape, names)]
+    rows = [row for label, shape in SHAPES.items() for row in batch_rows(label, shape, names)]
+    return sorted(rows, key=lambda row: row.quantity != LARGEST)
 
 
 def batch_rows(label: str, shape: GPTShape, names: set[str], budget: float = BUDGET) -> Iterator[Row]:
@@ -121,13 +137,13 @@ def batch_rows(label: str, shape: GPTShape, names: set[str], budget: float = BUD
         published = PUBLISHED.get((label, kind), "-")
         for what in next(iter(found.values()), {}):
             values = {name: count[what] for name, count in found.items()}
-            setting = f"{label}, {kind}" + (f" (published: {published})" if what == "largest batch" else "")
+            setting = f"{label}, {kind}" + (f" (published: {published})" if what == LARGEST else "")
             yield Row("batches", what, setting, values)
 
 
 def count_batch(name: str, shape: GPTShape, recipe: Recipe, budget: float) -> Mapping[str, float]:
     """Returns the largest batch, and what the memory of a step consists of."""
-    with simulated_gpu(RANKS) as (mesh, meter):
+    with simulated_gpu(RANKS) as (mesh, meter, _):
         training = build(name, shape, recipe, mesh, meter)
         resting = meter.live[KIND]
         peaks: dict[int, int] = {}
@@ -139,7 +155,7 @@ def count_batch(name: str, shape: GPTShape, recipe: Recipe, budget: float) -> Ma
         largest = find_largest(peak_bytes, budget)
         per_row = (peaks[16] - peaks[8]) / 8
         counted = {
-            "largest batch": largest,
+            LARGEST: largest,
             "GiB that rest between steps": resting / GIB,
             "GiB per row": per_row / GIB,
             "GiB at the peak beside rows": (peaks[16] - 16 * per_row) / GIB,

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from .cuda_group import start_wire_group
+from .cuda_group import Wire, start_wire_group
 
 KIND = "gpu"
 
@@ -81,13 +81,13 @@ class StorageMeter(TorchDispatchMode):
 
 
 @contextmanager
-def simulated_gpu(world_size: int, kind: str = KIND) -> Iterator[tuple[DeviceMesh, StorageMeter]]:
-    """Context: on rank 0 of so many, tensors are fake. It yields a mesh of all ranks, and the meter of all tensors.
+def simulated_gpu(world_size: int, kind: str = KIND) -> Iterator[tuple[DeviceMesh, StorageMeter, Wire]]:
+    """Context: on rank 0 of so many, tensors are fake. It yields a mesh of all ranks, and meters of memory and wire.
 
     `kind`: the type of device of the mesh. On "cpu" counts can be compared with those of real memory.
     """
     _install()
-    start_wire_group(world_size, torch.device(kind, 0))
+    wire = start_wire_group(world_size, torch.device(kind, 0))
     mesh = dist.init_device_mesh(kind, (world_size,))
     meter = StorageMeter()
     try:
@@ -96,7 +96,7 @@ def simulated_gpu(world_size: int, kind: str = KIND) -> Iterator[tuple[DeviceMes
                 stack.enter_context(patch)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(meter)
-            yield mesh, meter
+            yield mesh, meter, wire
     finally:
         dist.destroy_process_group()
 
