@@ -102,9 +102,7 @@ def time_rows(names: Sequence[str], world_size: int, rounds: int) -> Iterator[Ro
     times = interleave(steps, rounds=rounds, warmup=3, measure=process_seconds)
     dist.destroy_process_group()
     setting = f"{TINY.blocks} tiny blocks, N={world_size}"
-    above = {
-        way: {name: subtract(times[f"{name}, {way}"], times["plain"], 1e3) for name in names} for way in WAYS
-    }
+    above = {way: {name: subtract(times[f"{name}, {way}"], times["plain"], 1e3) for name in names} for way in WAYS}
     for way, of_names in above.items():
         yield timed_row("adapters", "ms of a step above the plain model", f"{setting}, {way}", of_names)
     whole, apart = above.values()

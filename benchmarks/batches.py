@@ -1,12 +1,11 @@
 """Counts the largest batch of GPT-2 that trains in 24 GB, on rank 0 of two, by each library, on a simulated GPU.
 
-No batch is guessed by a formula: a step of the batch that is found fits into the memory, and one of a row more does not.
+No formula decides: a step of the batch that is found fits into the memory, and one of a row more does not.
 """
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +24,14 @@ from .simulated_gpu import KIND, StorageMeter, simulated_gpu
 GIB = 2**30
 BUDGET = 22.78 * GIB  # of a card of 24 GB, what its driver and PyTorch's own context leave
 TOKENS = 160
+POINTS = (8, 16)  # rows from which a batch is guessed: many, so that activations outweigh the optimizer's temporaries
+WITH_GRADIENTS = "largest batch, gradients kept as zeros"
 LARGEST = "largest batch"
 SHAPES = {label: replace(shape, tokens=TOKENS) for label, shape in GPTS.items()}
-KINDS = {**GPU_KINDS, "FULL_SHARD, reshard_after_forward=True": (Recipe(reshard_after_forward=True), ("fsdp2", "torch"))}
+KINDS = {
+    **GPU_KINDS,
+    "FULL_SHARD, reshard_after_forward=True": (Recipe(reshard_after_forward=True), ("fsdp2", "torch")),
+}
 # (model, what is sharded) -> what was published; 0: out of memory.
 PUBLISHED = {
     ("GPT-2 Large", "DDP"): "7",
@@ -54,26 +58,34 @@ class EagerGPT(GPT):
 
 @dataclass
 class Training:
-    """Holds one library's model and optimizer on a simulated GPU, and counts steps in steady state."""
+    """Holds one library's model and optimizer on a simulated GPU, and counts steps in steady state.
+
+    `keeps_gradients`: if True, gradients are set to zero after a step, not freed, as torch did by default until 2023.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     shape: GPTShape
     meter: StorageMeter
+    keeps_gradients: bool = False
+    peaks: dict[tuple[int, bool], int] = field(default_factory=dict)  # by the number of rows, and `keeps_gradients`
 
     def step(self, rows: int) -> None:
         ids = torch.zeros(rows, self.shape.tokens, dtype=torch.long, device=KIND)
         loss, logits = self.model(ids)
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         del logits
 
     def peak_bytes(self, rows: int) -> int:
         """Returns the most bytes that are alive on the device during a step of so many sequences."""
-        self.meter.start_region()
-        self.step(rows)
-        return self.meter.peak[KIND]
+        key = rows, self.keeps_gradients
+        if key not in self.peaks:
+            self.meter.start_region()
+            self.step(rows)
+            self.peaks[key] = self.meter.peak[KIND]
+        return self.peaks[key]
 
 
 def build(
@@ -100,35 +112,28 @@ def build(
     return training
 
 
-def find_largest(peak_bytes: Callable[[int], float], budget: float, points: tuple[int, int] = (8, 16)) -> int:
+def find_largest(peak_bytes: Callable[[int], float], budget: float) -> int:
     """Returns the largest number of rows whose peak is within the budget, or 0. Peaks grow with rows.
 
     It guesses from two counted points, and counts on from there until the answer is confirmed.
     """
-    known: dict[int, float] = {0: 0.0}
-
-    def fits(rows: int) -> bool:
-        if rows not in known:
-            known[rows] = peak_bytes(rows)
-        return known[rows] <= budget
-
-    few, more = points
-    fits(few), fits(more)
-    rows = max(0, few + int((budget - known[few]) * (more - few) // max(1, known[more] - known[few])))
-    while not fits(rows):
+    few, more = POINTS
+    per_row = (peak_bytes(more) - peak_bytes(few)) / (more - few)
+    rows = max(0, few + int((budget - peak_bytes(few)) // per_row))
+    while rows > 0 and peak_bytes(rows) > budget:
         rows -= 1
-    while fits(rows + 1):
+    while peak_bytes(rows + 1) <= budget:
         rows += 1
     return rows
 
 
-def measure_batches(job: Job, libraries: Sequence[Library]) -> list[Row]:
-    names = {library.name for library in libraries}
-    rows = [row for label, shape in SHAPES.items() for row in batch_rows(label, shape, names)]
-    return sorted(rows, key=lambda row: row.quantity != LARGEST)
+def measure_batches(job: Job, libraries: Sequence[Library], label: str) -> list[Row]:
+    rows = batch_rows(job.suite, label, SHAPES[label], {library.name for library in libraries})
+    order = (WITH_GRADIENTS, LARGEST)
+    return sorted(rows, key=lambda row: order.index(row.quantity) if row.quantity in order else len(order))
 
 
-def batch_rows(label: str, shape: GPTShape, names: set[str], budget: float = BUDGET) -> Iterator[Row]:
+def batch_rows(suite: str, label: str, shape: GPTShape, names: set[str], budget: float = BUDGET) -> Iterator[Row]:
     for kind, (recipe, able) in KINDS.items():
         found = {}
         for name in able:
@@ -137,29 +142,27 @@ def batch_rows(label: str, shape: GPTShape, names: set[str], budget: float = BUD
         published = PUBLISHED.get((label, kind), "-")
         for what in next(iter(found.values()), {}):
             values = {name: count[what] for name, count in found.items()}
-            setting = f"{label}, {kind}" + (f" (published: {published})" if what == LARGEST else "")
-            yield Row("batches", what, setting, values)
+            setting = f"{label}, {kind}" + (f" (published: {published})" if what == WITH_GRADIENTS else "")
+            yield Row(suite, what, setting, values)
 
 
 def count_batch(name: str, shape: GPTShape, recipe: Recipe, budget: float) -> Mapping[str, float]:
     """Returns the largest batch, and what the memory of a step consists of."""
     with simulated_gpu(RANKS) as (mesh, meter, _):
         training = build(name, shape, recipe, mesh, meter)
-        resting = meter.live[KIND]
-        peaks: dict[int, int] = {}
-
-        def peak_bytes(rows: int) -> int:
-            peaks[rows] = training.peak_bytes(rows)
-            return peaks[rows]
-
-        largest = find_largest(peak_bytes, budget)
-        per_row = (peaks[16] - peaks[8]) / 8
-        counted = {
-            LARGEST: largest,
-            "GiB that rest between steps": resting / GIB,
-            "GiB per row": per_row / GIB,
-            "GiB at the peak beside rows": (peaks[16] - 16 * per_row) / GIB,
-            "GiB that rest on the host": meter.live["cpu"] / GIB,
-        }
+        resting, host = meter.live[KIND], meter.live["cpu"]
+        largest = find_largest(training.peak_bytes, budget)
+        few, more = map(training.peak_bytes, POINTS)
+        training.keeps_gradients = True
+        training.step(1)
+        largest_with_gradients = find_largest(training.peak_bytes, budget)
         del training
-        return counted
+    per_row = (more - few) / (POINTS[1] - POINTS[0])
+    return {
+        WITH_GRADIENTS: largest_with_gradients,
+        LARGEST: largest,
+        "GiB that rest between steps": resting / GIB,
+        "GiB of the peak per row": per_row / GIB,
+        "GiB of the peak beside rows": (more - POINTS[1] * per_row) / GIB,
+        "GiB that rest on the host": host / GIB,
+    }

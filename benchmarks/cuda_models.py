@@ -142,7 +142,7 @@ class GPT(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids) + self.positions.weight[: ids.shape[1]]
+        x = self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

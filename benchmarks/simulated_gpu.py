@@ -1,8 +1,8 @@
 """Simulates a GPU whose tensors have sizes but no memory, and counts the bytes that are alive on it and on the host.
 
-The device is one that torch lets Python programs define (PrivateUse1), its tensors are FakeTensors, and its process group
-sends nothing. So one process runs a training step of any library at any size, and nothing is computed. Libraries treat
-it as a GPU: they use streams, and offload to the host.
+The device is one that torch lets Python programs define (PrivateUse1), its tensors are FakeTensors, and its process
+group sends nothing. So one process runs a training step of any library at any size, and nothing is computed. Libraries
+treat it as a GPU: they use streams, and offload to the host.
 
 Not counted: what kernels allocate for themselves, the rounding and the fragmentation of an allocator, and memory that
 waits for a stream before it is free.
@@ -168,6 +168,10 @@ def _do_nothing(*_: Any) -> None:
     """Takes the place of a function. A Mock would keep its arguments alive."""
 
 
+def _have_one_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
 def _patches_of_torch(meter: StorageMeter) -> Iterator[Any]:
     resize, make, data = torch.UntypedStorage.resize_, Tensor._make_subclass, Tensor.data
 
@@ -191,10 +195,13 @@ def _patches_of_torch(meter: StorageMeter) -> Iterator[Any]:
     yield mock.patch.object(FakeTensor, "data", property(data.__get__, set_data))  # type: ignore[attr-defined]
     for module in ("_flat_param", "_runtime_utils"):
         yield mock.patch(f"torch.distributed.fsdp.{module}._no_dispatch_record_stream", _do_nothing)
+    # FSDP1 compares addresses, and here all are 0.
+    yield mock.patch("torch.distributed.fsdp._flat_param._data_ptr_allocated", lambda a: a.untyped_storage().size() > 0)
+    yield mock.patch("torch.distributed.fsdp._flat_param._same_storage", _have_one_storage)
     yield mock.patch.object(Tensor, "pin_memory", lambda tensor, *_: tensor)
     yield mock.patch("torch.Stream", _Stream)
     # DDP rebuilds its buckets, in the order of gradients, after the ranks have exchanged that order.
-    yield mock.patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False)
+    yield mock.patch.object(dist.Reducer, "_rebuild_buckets", _do_nothing)
 
 
 def _patches_of_fsdp2() -> Iterator[Any]:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from .cuda_wrapping import Recipe, wrap_by_fully_shard
 from .jobs import Job
@@ -57,7 +56,7 @@ class Stage:
 def _formulas(
     num_ranks: int, sent: float, sent_twice: float, between: tuple[float, float], resting: tuple[float, float]
 ) -> Mapping[str, float]:
-    """Returns the formulas. `sent`: in units of 4 (N-1)/N bytes. Held are bytes on each rank, and bytes shared by all."""
+    """Returns the formulas. `sent`: in units of 4 (N-1)/N bytes. Held: bytes on each rank, and bytes that all share."""
     unit = 4 * (num_ranks - 1) / num_ranks
     held = [whole + shared / num_ranks for whole, shared in (between, resting)]
     return dict(zip((_1, _2, _BETWEEN, _RESTING), (sent * unit, sent_twice * unit, *held), strict=True))
@@ -164,6 +163,8 @@ def _build(
     else:
         model = shard_by_ddp(model, mesh)
         if shards_optimizer:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # torch warns of what it imports
+
             return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 

@@ -22,7 +22,7 @@ from .simulated_gpu import KIND, simulated_gpu
 def modules_of_size(model: nn.Module, least: int) -> list[nn.Module]:
     """Returns modules with so many parameters that are in no smaller such module, inner ones first.
 
-    FSDP1's `size_based_auto_wrap_policy` chooses the same, but that a module which is tied to another stays in the root.
+    FSDP1's `size_based_auto_wrap_policy` chooses the same, except that here tied modules stay in the root.
     """
     uses = Counter(param for module in model.modules() for param in module.parameters(recurse=False))
     found: list[nn.Module] = []
@@ -56,12 +56,13 @@ def measure_units(job: Job, libraries: Sequence[Library]) -> list[Row]:
 
 
 def unit_rows(names: Sequence[str], shape: GPTShape, world_size: int, setting: str) -> list[Row]:
+    sharded = [name for name in names if name != "ddp"]
+    # It has no groups: its numbers are the same beside each.
+    ddp = {"ddp": count_peak("ddp", shape, Recipe(), world_size)} if "ddp" in names else {}
     counts: dict[str, dict[str, Mapping[str, float]]] = {}
-    ddp = count_peak("ddp", shape, Recipe(), world_size) if "ddp" in names else None
     for label, units in UNITS.items():
-        counts[label] = {name: count_peak(name, shape, Recipe(units=units), world_size) for name in names if name != "ddp"}
-        if ddp:
-            counts[label]["ddp"] = ddp  # it has no groups: the same beside each
+        recipe = Recipe(units=units)
+        counts[label] = {name: count_peak(name, shape, recipe, world_size) for name in sharded} | ddp
     return [
         Row("units", what, f"{setting}, {label}", {name: count[what] for name, count in of_names.items()})
         for what in ("step peak, GiB", "step peak above resting, GiB")

@@ -7,27 +7,34 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import one_of_many
-from benchmarks import gpu_session, instructions
+from benchmarks import adapters, batches, gpu_session, instructions, units
 from benchmarks.__main__ import main, measure, parse_arguments, plan_jobs
 from benchmarks.cuda import Setup, kind_of_call, measure_calls, measure_exposed, measure_memory, measure_time
 from benchmarks.cuda_batches import batch_rows, find_largest
 from benchmarks.cuda_group import start_wire_group
-from benchmarks.cuda_models import GPTShape, LlamaShape
+from benchmarks.cuda_models import GPT, GPTShape, LlamaShape, make_ids
+from benchmarks.cuda_wrapping import Recipe, wrap
 from benchmarks.gloo_group import largest_difference
 from benchmarks.host import build_step
 from benchmarks.libraries import PEERS, load_library
+from benchmarks.meters import AllocationMeter
 from benchmarks.models import Shape, build_sharded
 from benchmarks.overlap import floor_seconds
 from benchmarks.places import UnavailableError, open_throttled_link
 from benchmarks.report import Row, format_table, timed_row
+from benchmarks.simulated_gpu import simulated_gpu
+from benchmarks.stages import stage_rows
 from benchmarks.suites import SUITES
 from benchmarks.timed_group import Clock, Link, SimulatedClock, start_timed_group
 from benchmarks.timing import repeat
@@ -351,3 +358,138 @@ def test_a_session_reports_its_results_so_far(tmp_path: Path) -> None:
     report = gpu_session.format_session({"time": outcome}, gpu_session.read_rows(tmp_path))
     assert "0.50x" in report
     assert "no time left" in report
+
+
+TINY_GPT = GPTShape(blocks=2, dim=32, heads=4, vocab=128, tokens=8, positions=8)
+ALL_IN_FP32 = Recipe(casts=False)
+
+
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns what a function returns in a forked process. A simulated GPU stays known to a process for good."""
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        return pool.submit(function, *args).result(timeout=120)
+
+
+def counted_and_real(name: str) -> list[tuple[int, int]]:
+    """Returns what a rank holds between steps, and the peak of one: counted without memory, and what is allocated."""
+    start_wire_group(2, torch.device("cpu", 0))
+    with AllocationMeter() as real:
+        step = train_on_cpu(name, dist.init_device_mesh("cpu", (2,)))
+        with real.region("step"):
+            step()
+    del step
+    dist.destroy_process_group()
+    with simulated_gpu(2, "cpu") as (mesh, counted, _):
+        step = train_on_cpu(name, mesh)
+        resting = counted.live["cpu"]
+        counted.start_region()
+        step()
+        del step
+    return [(resting, real.allocated_before("step")), (counted.peak["cpu"], real.peak_during("step"))]
+
+
+def train_on_cpu(name: str, mesh: dist.DeviceMesh) -> Callable[[], None]:
+    """Returns a step, of which two were taken already."""
+    model = wrap(name, batches.EagerGPT(TINY_GPT), mesh, ALL_IN_FP32)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step() -> None:
+        loss, _ = model(make_ids(TINY_GPT.vocab, 3, TINY_GPT.tokens, torch.device("cpu")))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    repeat(2, step)
+    return step
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about FSDP1 and DDP
+@pytest.mark.parametrize("name", ["fsdp2", "torch", "fsdp1", "ddp"])
+def test_bytes_counted_without_memory_are_those_allocated(name: str) -> None:
+    """But for those of kernels (they sum in some memory of their own) and of fsdp2's checks."""
+    for counted, real in in_a_process(counted_and_real, name):
+        assert counted <= real <= 1.05 * counted
+
+
+def found_and_direct(name: str, kind: str, budget: float) -> tuple[Any, list[int], dict[str, int]]:
+    """Returns what is found, peaks of that batch and of a row more in another training, and what rests where."""
+    recipe = dataclasses.replace(batches.KINDS[kind][0], casts=False)
+    found = batches.count_batch(name, TINY_GPT, recipe, budget)
+    with simulated_gpu(batches.RANKS) as (mesh, meter, _):
+        training = batches.build(name, TINY_GPT, recipe, mesh, meter)
+        resting = dict(meter.live)
+        peaks = [training.peak_bytes(found[batches.LARGEST] + more) for more in (1, 0)]
+        del training
+    return found, peaks, resting
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ddp", "DDP"),
+        ("fsdp1", "FULL_SHARD + offload"),
+        ("fsdp2", "SHARD_GRAD_OP"),
+        ("fsdp2", "FULL_SHARD + offload"),
+        ("torch", "FULL_SHARD + offload"),
+    ],
+)
+def test_the_batch_that_is_found_fits_and_one_more_does_not(name: str, kind: str) -> None:
+    """Offloaded training rests on the host: parameters and AdamW's state (FSDP1's gradients, too), a half of them."""
+    budget = 3e6
+    found, (one_more, itself), resting = in_a_process(found_and_direct, name, kind, budget)
+    assert found[batches.LARGEST] > 0
+    assert itself <= budget < one_more
+    numel = sum(param.numel() for param in GPT(TINY_GPT).parameters())
+    masks = TINY_GPT.blocks * TINY_GPT.positions**2
+    if "offload" in kind:
+        assert resting["gpu"] == masks
+        assert resting["cpu"] == pytest.approx((16 if name == "fsdp1" else 12) * numel / 2, rel=0.01)
+    else:
+        copies = 16 if name == "ddp" else 12 / 2  # DDP has buckets, too
+        assert resting["gpu"] == pytest.approx(copies * numel + masks, rel=0.01)
+
+
+@pytest.mark.parametrize("largest", [0, 1, 5, 11, 12, 40])
+def test_the_guess_is_confirmed(largest: int) -> None:
+    """Also if peaks are not straight: few rows cost no more than the optimizer does."""
+    assert batches.find_largest(lambda rows: max(9.5, rows + rows**2 / 100), largest + largest**2 / 100) == (
+        largest if largest > 9 else 0
+    )
+
+
+def test_modules_of_a_size() -> None:
+    """Tied ones stay in the root. What is too small joins the next module around it that is large enough."""
+    model = GPT(TINY_GPT)
+    names = {module: name for name, module in model.named_modules()}
+    chosen = [names[module] for module in units.modules_of_size(model, least=3000)]
+    assert chosen[:4] == ["blocks.0.qkv", "blocks.0.up", "blocks.0.down", "blocks.1.qkv"]
+    assert units.modules_of_size(model, least=12_000) == [*model.blocks]
+    assert units.modules_of_size(model, least=10**6) == []
+
+
+def tiny_rows() -> list[Row]:
+    rows = units.unit_rows(["fsdp2", "fsdp1", "ddp"], TINY_GPT, 4, "tiny")
+    rows += adapters.count_rows(["fsdp2", "torch"], TINY_GPT, 4, "tiny")
+    return [*rows, *adapters.time_rows(["fsdp2"], 4, rounds=1)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_groups_of_all_sizes_and_of_adapters() -> None:
+    """One group holds all parameters at once. Groups for each adapter take more calls."""
+    found = {(row.quantity, row.setting.removeprefix("tiny, ")): row.values for row in in_a_process(tiny_rows)}
+    whole, blocks = (found["step peak, GiB", way] for way in ("the model as one group", "each block"))
+    assert whole["ddp"] == blocks["ddp"] > whole["fsdp2"] > blocks["fsdp2"]
+    together, apart = (found["collective calls per step", way] for way in adapters.WAYS)
+    assert all(together[name] < apart[name] for name in ("fsdp2", "torch"))
+
+
+def test_stages_send_what_the_formulas_say() -> None:
+    """Each library, and what it holds; of ours the default gathers less, because the last two blocks stay."""
+    with fake_world(4):
+        rows = stage_rows(["fsdp2", "torch"], dataclasses.replace(SHAPE, blocks=3), dist.init_device_mesh("cpu", (4,)))
+    sent = [row for row in rows if row.quantity.startswith("bytes sent") and row.limit is not None]
+    assert len(sent) == 2 * 4, "two numbers of micro-batches, four stages"
+    for row in sent:
+        names = ("torch",) if "default" in row.setting else ("fsdp2", "torch")
+        assert {name: row.values[name] for name in names} == pytest.approx(dict.fromkeys(names, row.limit), rel=0.01)
