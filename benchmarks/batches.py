@@ -106,23 +106,25 @@ def build(
     model = wrap(name, plain, mesh, recipe)
     del plain
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    training = Training(model, torch.optim.AdamW(trained, lr=1e-4), shape, meter)
+    training = Training(model, torch.optim.AdamW(trained, lr=1e-4, foreach=True), shape, meter)
     training.step(1)
     gc.collect()
     return training
 
 
-def find_largest(peak_bytes: Callable[[int], float], budget: float) -> int:
+def find_largest(peak_bytes: Callable[[int], float], budget: float, near: int | None = None) -> int:
     """Returns the largest number of rows whose peak is within the budget, or 0. Peaks grow with rows.
 
-    It guesses from two counted points, and counts on from there until the answer is confirmed.
+    It counts on from `near` until the answer is confirmed. Without that it guesses from two counted points.
     """
-    few, more = POINTS
-    per_row = (peak_bytes(more) - peak_bytes(few)) / (more - few)
-    rows = max(0, few + int((budget - peak_bytes(few)) // per_row))
+    if near is None:
+        few, more = POINTS
+        per_row = (peak_bytes(more) - peak_bytes(few)) / (more - few)
+        near = max(0, few + int((budget - peak_bytes(few)) // per_row))
+    rows = near
     while rows > 0 and peak_bytes(rows) > budget:
         rows -= 1
-    while peak_bytes(rows + 1) <= budget:
+    while rows >= near and peak_bytes(rows + 1) <= budget:
         rows += 1
     return rows
 
@@ -154,8 +156,8 @@ def count_batch(name: str, shape: GPTShape, recipe: Recipe, budget: float) -> Ma
         largest = find_largest(training.peak_bytes, budget)
         few, more = map(training.peak_bytes, POINTS)
         training.keeps_gradients = True
-        training.step(1)
-        largest_with_gradients = find_largest(training.peak_bytes, budget)
+        training.step(1)  # makes the gradients that are kept
+        largest_with_gradients = find_largest(training.peak_bytes, budget, near=largest)
         del training
     per_row = (more - few) / (POINTS[1] - POINTS[0])
     return {
