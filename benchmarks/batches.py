@@ -28,14 +28,16 @@ POINTS = (8, 16)  # rows from which a batch is guessed: many, so that activation
 WITH_GRADIENTS = "largest batch, gradients kept as zeros"
 LARGEST = "largest batch"
 SHAPES = {label: replace(shape, tokens=TOKENS) for label, shape in GPTS.items()}
+ONE_GROUP = "SHARD_GRAD_OP, the model as one group"
 KINDS = {
     **GPU_KINDS,
+    ONE_GROUP: (Recipe(reshard_after_forward=False, units=lambda _: ()), ("fsdp2", "torch", "fsdp1")),
     "FULL_SHARD, reshard_after_forward=True": (Recipe(reshard_after_forward=True), ("fsdp2", "torch")),
 }
 # (model, what is sharded) -> what was published; 0: out of memory.
 PUBLISHED = {
     ("GPT-2 Large", "DDP"): "7",
-    ("GPT-2 Large", "SHARD_GRAD_OP"): "11",
+    ("GPT-2 Large", ONE_GROUP): "11",
     ("GPT-2 Large", "FULL_SHARD"): "15",
     ("GPT-2 Large", "FULL_SHARD + offload"): "20 and 22",
     ("GPT-2 XL", "DDP"): "0",

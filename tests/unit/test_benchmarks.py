@@ -292,8 +292,9 @@ def test_programs_for_a_gpu_run_on_a_cpu() -> None:
 def test_the_largest_batch_of_each_library(capsys: pytest.CaptureFixture[str]) -> None:
     shape = GPTShape(blocks=2, dim=16, heads=2, vocab=32, tokens=4)
     rows = list(batch_rows({"tiny": shape}, torch.device("cpu"), largest_tried=2))
-    sharded = {"fsdp2": 2, "torch": 2, "fsdp1": 2}
-    assert [row.values for row in rows] == [{"ddp": 2}, sharded, sharded, {"fsdp2": 2, "torch": 2}]
+    offloaded = {"fsdp2": 2, "torch": 2}
+    sharded = {**offloaded, "fsdp1": 2}
+    assert [row.values for row in rows] == [{"ddp": 2}, sharded, offloaded, sharded, offloaded]
     assert "fsdp1" in capsys.readouterr().err, "it can't offload without a GPU"
 
 
@@ -368,7 +369,6 @@ BATCHES = [
     ("ddp", "DDP"),
     ("fsdp1", "FULL_SHARD + offload"),
     ("fsdp2", "FULL_SHARD + offload"),
-    ("fsdp2", "SHARD_GRAD_OP"),
 ]
 
 
@@ -383,6 +383,7 @@ def count_all() -> dict[str, Any]:
     warnings.simplefilter("ignore")  # torch's, about FSDP1 and DDP
     found = {case: find_and_count_directly(*case) for case in BATCHES}
     found_rows = list(batches.batch_rows("batches", "GPT-2 XL", TINY_GPT, {"ddp"}, TINY_BUDGET))
+    units.UNITS = dict(list(units.UNITS.items())[:2])
     peaks = units.unit_rows(["fsdp2"], TINY_GPT, 4, "tiny")
     ways = [*adapters.count_rows(["fsdp2"], TINY_GPT, 4, "tiny"), *adapters.time_rows(["fsdp2"], 4, rounds=1)]
     memory = {name: count_with_and_without_memory(name) for name in ALL_LIBRARIES}
