@@ -194,10 +194,10 @@ SUITES = {
         "device and of the host apart, in a step (forward, backward, optimizer) in steady state; a step of the batch "
         "that is shown fits, and one of a row more does not. Not counted: workspaces of kernels, and fragmentation. "
         "Published are numbers of transformers and accelerate of 2022 on two Titan RTX, with FSDP1, wrapped by size "
-        "(0: out of memory; 20 with units of 1M parameters, 22 with 2K). Here each block is "
-        "a group, unless a row says otherwise, and embedding and head, one parameter, stay in the root. Gradients: in 2022 `zero_grad` set them to "
-        "zero; today it frees them. The published length of sequences is not known: 160 tokens are chosen, with which "
-        "a row takes about what the published numbers imply (1.06 GiB of GPT-2 Large). The model computes as "
+        "(0: out of memory; 20 with units of 1M parameters, 22 with 2K). Here each block is a group, unless a row says "
+        "otherwise, and embedding and head, one parameter, stay in the root. Gradients: in 2022 `zero_grad` set them "
+        "to zero; today it frees them. The published length of sequences is not known: 160 tokens are chosen, with "
+        "which a row takes about what the published numbers imply (1.06 GiB of GPT-2 Large). The model computes as "
         "transformers did then: attention and GELU operation by operation, with dropout, logits kept.",
         **_TWO_OF_24_GB,
     ),
