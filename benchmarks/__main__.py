@@ -1,6 +1,6 @@
 """Measures fsdp2 beside torch's FSDP2, FSDP1, DDP and a minimal SimpleFSDP; prints tables, writes one dated report.
 
-    python -m benchmarks                           everything, about 15 minutes (30 on busy cores)
+    python -m benchmarks                           everything, about 30 minutes (60 on busy cores)
     python -m benchmarks overlap init              some suites
     python -m benchmarks --quick                   a rougher look
     python -m benchmarks --libraries fsdp2 torch           without the others
@@ -34,8 +34,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 NOTES = """\
 Ratios of times are taken inside each round and shown as median (smallest to largest); values are medians over rounds.
-A step is forward, backward and zero_grad(set_to_none=True), without an optimizer but in the suite step; N is the world
-size.
+A step is forward, backward and zero_grad(set_to_none=True), without an optimizer, unless the suite says otherwise; N is
+the world size.
 `torch` is torch's FSDP2, `fsdp1` its FullyShardedDataParallel with use_orig_params, `ddp` its DistributedDataParallel
 (which shards nothing, and casts nothing on CPU), `simple` a minimal SimpleFSDP: a DTensor for each parameter, eager.
 `bare` is the model without any library. `limit` is the least that fsdp2's schedule needs, and what stands over it is

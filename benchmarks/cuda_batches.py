@@ -23,6 +23,7 @@ RANKS, CAP_GIB = 2, 24
 KINDS = {
     "DDP": (Recipe(), ("ddp",)),
     "SHARD_GRAD_OP": (Recipe(reshard_after_forward=False), ("fsdp2", "torch", "fsdp1")),
+    "SHARD_GRAD_OP + offload": (Recipe(reshard_after_forward=False, offload=True), ("fsdp2", "torch", "fsdp1")),
     "FULL_SHARD": (Recipe(), ("fsdp2", "torch", "fsdp1")),
     "FULL_SHARD + offload": (Recipe(offload=True), ("fsdp2", "torch", "fsdp1")),
 }

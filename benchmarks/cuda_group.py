@@ -22,13 +22,14 @@ class Wire:
 
     `bandwidth`: bytes a second each way; None: collectives take no time.
     `moves`: if True, outputs are filled as if all ranks held this one's values, and gradients' sum were this rank's.
-    `sent_bytes`: the bytes that each rank has sent in all.
+    `sent_bytes`: the bytes that each rank has sent in all. `calls`: the number of collective calls.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.bandwidth: float | None = None
         self.moves = False
         self.sent_bytes = 0.0
+        self.calls = 0
         self._has_streams = device.type == "cuda"
         if self._has_streams:
             self._stream = torch.cuda.Stream(device)
@@ -37,6 +38,7 @@ class Wire:
 
     def send(self, nbytes: float, is_async: bool, move: Callable[[], None]) -> "WireWork":
         self.sent_bytes += nbytes
+        self.calls += 1
         if not self._has_streams:
             if self.moves:
                 move()

@@ -1,8 +1,9 @@
-"""Wraps a model by each library for the suite cuda: the standard recipe, bf16 compute, gradients reduced in fp32."""
+"""Wraps a model by each library on a GPU, real or simulated: in blocks, unless a recipe says otherwise."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,36 +25,42 @@ class Recipe:
     Args:
         reshard_after_forward: if True, the unsharded parameters are freed between forward and backward, where possible.
         offload: if True, parameters, gradients and the optimizer's state are on the CPU.
+        casts: if True, the model computes in bf16, and gradients are reduced in fp32. Else all is in fp32.
+        units: returns the modules of a model that become groups of their own, inner ones first.
     """
 
     reshard_after_forward: bool | None = None
     offload: bool = False
+    casts: bool = True
+    units: Callable[[Any], Iterable[nn.Module]] = attrgetter("blocks")
 
 
 def wrap_by_fully_shard(name: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe) -> nn.Module:
     library = importlib.import_module(MODULES[name])
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": library.MixedPrecisionPolicy(BF16, FP32)}
+    options: dict[str, Any] = {"mesh": mesh}
+    if recipe.casts:
+        options["mp_policy"] = library.MixedPrecisionPolicy(BF16, FP32)
     if recipe.reshard_after_forward is not None:
         options["reshard_after_forward"] = recipe.reshard_after_forward
     if recipe.offload:
         options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for block in model.blocks:
-        library.fully_shard(block, **options)
+    for unit in recipe.units(model):
+        library.fully_shard(unit, **options)
     return library.fully_shard(model, **options)
 
 
 def wrap_by_fsdp1(_: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe) -> nn.Module:
     from torch.distributed import fsdp
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.fsdp.wrap import CustomPolicy
 
-    keeps = recipe.reshard_after_forward is False
+    keeps, units = recipe.reshard_after_forward is False, set(recipe.units(model))
     return fsdp.FullyShardedDataParallel(
         model,
         process_group=mesh.get_group(),
         sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP if keeps else fsdp.ShardingStrategy.FULL_SHARD,
         cpu_offload=fsdp.CPUOffload(offload_params=recipe.offload),
-        auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
-        mixed_precision=fsdp.MixedPrecision(param_dtype=BF16, reduce_dtype=FP32),
+        auto_wrap_policy=CustomPolicy(units.__contains__),
+        mixed_precision=fsdp.MixedPrecision(param_dtype=BF16, reduce_dtype=FP32) if recipe.casts else None,
         device_id=_device_of(mesh),
         use_orig_params=True,
     )
@@ -75,8 +82,8 @@ def wrap_by_ddp(_: str, model: nn.Module, mesh: DeviceMesh, recipe: Recipe) -> n
     # There is nobody whose parameters to compare with.
     ddp = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), init_sync=False)
     device = _device_of(mesh)
-    ddp.register_comm_hook([] if device.type == "cpu" else [device], _finish_at_once)
-    return _Autocast(ddp, mesh.device_type)
+    ddp.register_comm_hook([device] if device.type == "cuda" else [], _finish_at_once)
+    return _Autocast(ddp, mesh.device_type) if recipe.casts else ddp
 
 
 def _finish_at_once(devices: list[torch.device], bucket: dist.GradBucket) -> Future[Tensor]:

@@ -13,7 +13,7 @@ from .places import Place
 from .report import Row
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 900  # several times what a job takes on a quiet machine
+TIMEOUT_SECONDS = 1800  # several times what a job takes on a quiet machine
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,9 @@ def _collectives_of(name: str, args: Sequence[Any], group: dist.ProcessGroup) ->
     if name in COLLECTIVES:
         count, position = COLLECTIVES[name]
         return list(count(tree_leaves(args[position]), group))
+    if name == "c10d.broadcast":  # only the source sends, to each other rank
+        sizes = map(num_bytes, args[0] if args[2] == group.rank() else [])
+        return [Collective("broadcast", size, size * (group.size() - 1)) for size in sizes]
     if name == "c10d.reduce_scatter":  # one list of per-rank tensors for each output
         chunks = [(peer, num_bytes(tensor)) for row in args[1] for peer, tensor in enumerate(row)]
         return [Collective("reduce_scatter", size, size) for peer, size in chunks if peer != group.rank()]
