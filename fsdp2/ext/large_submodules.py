@@ -26,6 +26,9 @@ from .once import once
 # projections of a block whose experts are sharded get no group, though they may be larger than another model's head.
 MIN_BYTES = 4 * 1024 * 1024
 MIN_SHARE_OF_A_GROUP = 0.5
+# Modules inside that hold less, beside what is left for the call, are no blocks: adapters, for example, which are
+# sharded by themselves, before the block that they are in.
+MIN_SHARE_INSIDE = 1 / 16
 
 _STATE = "_fsdp2_submodule_state"
 
@@ -35,8 +38,10 @@ def plan_large_submodules(plan: Plan) -> None:
     groups = [group for state in plan.inside for group in state.groups]
     if not groups:
         return  # nothing inside is sharded: all is one group, as the user asks
-    typical = median_low([_nbytes(param.sharded for param in group.params) for group in groups])
-    min_nbytes = max(MIN_BYTES, MIN_SHARE_OF_A_GROUP * typical)
+    sizes = [_nbytes(param.sharded for param in group.params) for group in groups]
+    if sum(sizes) < MIN_SHARE_INSIDE * _nbytes(each.slots[0].get() for each in plan.parameters.values()):
+        return
+    min_nbytes = max(MIN_BYTES, MIN_SHARE_OF_A_GROUP * median_low(sizes))
     names: dict[nn.Module, list[str]] = {}
     tied: set[nn.Module] = set()
     for name, parameter in plan.parameters.items():

@@ -259,8 +259,8 @@ def test_chunks_of_low_precision_gradients() -> None:
 
 
 def test_what_gets_no_group_of_its_own() -> None:
-    """Tied modules, those that are small (beside the groups inside, too), what is inside a single group, and modules
-    that are not called as usual.
+    """Tied modules, those that are small (beside the groups inside, too), what is inside a single group, modules that
+    are not called as usual, and layers around adapters that are groups of their own.
     """
 
     def names_of_large(model: nn.Module) -> list[str]:
@@ -283,6 +283,10 @@ def test_what_gets_no_group_of_its_own() -> None:
         beside = Language()
         beside.blocks.append(fully_shard(nn.Linear(20, 20)))
         assert names_of_large(fully_shard(beside)) == []
+        adapted = Language()
+        adapted.adapter = fully_shard(nn.Linear(1, 2))  # no block: 64 times smaller than what is left
+        adapted.wide = nn.Linear(16, 16)
+        assert names_of_large(fully_shard(adapted)) == []
         large_submodules.MIN_BYTES = VOCAB * WIDTH * 4 + 1
         assert names_of_large(sharded()) == []
 
