@@ -20,7 +20,7 @@ SHAPES = {"9 parameters": Shape(blocks=2, dim=6, hidden=10, tokens=3), "1 parame
 TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 1e-7}, "bf16/fp32": {"rtol": 2e-2, "atol": 1e-4}}
 
 
-@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[3]))
 def test_gradients_are_the_mean_of_what_each_rank_alone_computes(world_size: int) -> None:
     cases = itertools.product(("fsdp2", "torch", *PEERS, *GUARDS), SHAPES, PRECISIONS)
     run_checks(world_size, [(" ".join(case), functools.partial(check_library, *case)) for case in cases])

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
@@ -194,15 +195,15 @@ def order_in_a_step(choose: Callable[[Any], None]) -> list[str]:
 # ---- FSDP1 ---------------------------------------------------------------------------------------------------------
 
 
-@row("FSDP1", "`auto_wrap_policy=...`")
-def by_class() -> None:
-    model = build()
-    for m in model.modules():
-        if isinstance(m, TanhBlock):
-            fully_shard(m)
-    fully_shard(model)
-    assert sum(isinstance(m, FSDPModule) for m in model.modules()) == 4
-    trains(model)
+@row("FSDP1", "`auto_wrap_policy=policy`")
+def by_policies_of_torch() -> None:
+    for policy in (ModuleWrapPolicy({TanhBlock}), CustomPolicy(lambda module: isinstance(module, TanhBlock))):
+        model = build()
+        for group in fsdp2.wrap_groups(model, policy):
+            fully_shard(group.module, **group.options)
+        fully_shard(model)
+        assert sum(isinstance(m, FSDPModule) for m in model.modules()) == 4
+        trains(model)
 
 
 @row("DeepSpeed", "stage 3; stage 2")
