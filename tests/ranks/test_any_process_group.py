@@ -43,7 +43,7 @@ from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.ext.collectives import make_comm
 from fsdp2.ext.meshes import default_mesh
 from fsdp2.ext.owners import sharded_owner
-from helpers import assert_same, full, own_rows, run_ranks, sharded
+from helpers import assert_same, full, own_rows, run_ranks, sharded, world_sizes
 
 ROWS, WIDTH = 12, 6
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -353,7 +353,7 @@ CHECKS: list[Check] = [
 EVEN = (on_replicas, kept_among_few)
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", world_sizes(3, nightly=[4]))
 def test_threads_train_exactly(size: int) -> None:
     """Each setting in one launch, on models of its own."""
     settings = [each for each in CHECKS if each not in EVEN or size == 4]

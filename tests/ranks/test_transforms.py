@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from helpers import assert_same, run_ranks
+from helpers import NIGHTLY, assert_same, run_ranks
 from scenarios import WIDTH, Block, Net, Run, blocks, check, kept, loss_of, sgd, whole
 
 # Torch's own, when it loads what forward mode needs.
@@ -38,7 +38,7 @@ AROUND: dict[str, Callable[[Model, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("wrap", [whole, blocks, kept])
+@pytest.mark.parametrize("wrap", [whole, blocks, *([kept] if NIGHTLY else [])])
 @pytest.mark.parametrize("watches", [True, False])
 def test_training_through_a_transform(wrap: Callable[..., None], watches: bool) -> None:
     """Its result is a loss: backward goes through graphs that were built inside it."""
