@@ -48,7 +48,8 @@ class Training:
             # They come of weights that no rank has sent: steps on NaN take twice the time.
             for param in self.params:
                 grad: Any = param.grad
-                (grad.to_local() if isinstance(grad, DTensor) else grad).fill_(1e-3)
+                if grad is not None:  # FSDP1's rank may hold nothing of a parameter
+                    (grad.to_local() if isinstance(grad, DTensor) else grad).fill_(1e-3)
         self._time("clip_grad_norm_", lambda: self.clip(self.params))
         self._time("AdamW", self.optimizer.step)
         self._time("zero_grad", self.optimizer.zero_grad)
