@@ -7,8 +7,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import is_
+from itertools import chain, compress, repeat
+from operator import is_, not_
 from typing import Any
 
 import torch
@@ -223,11 +223,13 @@ class _Prepared:
         found: dict[tuple[Axis, ...], list[Run]] = {axes: [] for axes in single}
         for run, axes in runs(placed):
             found[axes].append(Run(run))
-        # For each axes, how many of `_order` lie in no buffer, and the runs behind them there.
+        # For each axes, how many lie in no buffer, and the runs. `_pick` picks them in this order, and then the rest
+        # that has a gradient: all are checked, for ranks that hold nothing of them must find what the others do.
         self._parts = [(axes, len(single[axes]), Runs(found[axes])) for axes in single]
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
-        order = [each for axes, _, own in self._parts for each in (*single[axes], *own.order)]
-        self._pick = picker([index[id(parameter)] for parameter in order])
+        order = [index[id(each)] for axes, _, own in self._parts for each in (*single[axes], *own.order)]
+        rest = {*compress(range(len(parameters)), map(not_, absent))}.difference(order)
+        self._pick = picker([*order, *rest])
         self._class = {strategies().tensor_class}
 
     def is_of(self, parameters: list[Any]) -> bool:

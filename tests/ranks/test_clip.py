@@ -247,6 +247,19 @@ def unsynchronised_gradients_are_refused() -> None:
     compare_gradients(model, expected)
 
 
+def gradients_of_one_row_are_refused_on_all_ranks() -> None:
+    """Ranks that hold nothing of a gradient that is not synchronized raise, too: others would wait for them."""
+    model = nn.Sequential(nn.Linear(3, RANKS), nn.Linear(RANKS, 1))
+    for child in (model[1], model):
+        fully_shard(child, mesh=all_ranks())
+    model(torch.ones(2, 3)).sum().backward()
+    clip_grad_norm_(model.parameters(), 1.0)  # what it prepares is of these parameters and gradients
+    model[1].set_requires_gradient_sync(False)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="not synchronised"):
+        clip_grad_norm_(model.parameters(), 1.0)
+
+
 def laid_out(whole: Tensor, mesh: DeviceMesh, *placements: Placement) -> nn.Parameter:
     return nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, placements))
 
@@ -362,6 +375,7 @@ CHECKS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     *((takes_one_collective_per_axis, each) for each in KINDS.items()),
     (trains_with_tensor_parallelism, ()),
     (unsynchronised_gradients_are_refused, ()),
+    (gradients_of_one_row_are_refused_on_all_ranks, ()),
     *((partial_sums_count_as_their_sum, (kind, order)) for kind in ("sum", "avg") for order in (2.0, INF)),
     *((missing_gradients_are_skipped, (order,)) for order in (2.0, INF)),
     (no_gradient_at_all, ()),
