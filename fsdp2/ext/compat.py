@@ -251,23 +251,17 @@ class _Returns(TorchDispatchMode):
         return self.value
 
 
-def share_versions(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def share_versions(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Has the two tensors of each pair, a DTensor and its local tensor, share one version counter.
 
     Autograd has the result of `detach` share the counter of its input, and a dispatch mode chooses that result. Tensors
     made in inference mode have no counter.
-
-    Returns the tensor of each pair from which to read the counter: the local one, which is faster.
     """
-    counting = []
     with torch.inference_mode(False), torch.no_grad(), compat.no_torch_function(), _Returns() as returns:
         for tensor, local in pairs:
-            has_counter = not tensor.is_inference()
-            counting.append(local if has_counter else tensor)
-            if has_counter and not local.is_inference():
+            if not (tensor.is_inference() or local.is_inference()):
                 returns.value = local
                 Tensor.detach(tensor)
-    return counting
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -345,7 +345,9 @@ ON_2_RANKS = {"one dtype": FP32_CASES}
 """On others the whole batch says as much: on one rank it is the slice, and on three both are equal within rounding."""
 
 
-@pytest.mark.parametrize(("world_size", "kind"), [*itertools.product((1, 2, 3), SLICE_BY_SLICE), (4, "wire")], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "kind"), [*itertools.product(world_sizes(1, 2, nightly=[3]), SLICE_BY_SLICE), (4, "wire")], ids=str
+)
 def test_training_matches_the_slices_of_the_batch_computed_one_by_one(world_size: int, kind: str) -> None:
     """A cast too many, too early or too late, or a sum in the wrong dtype, hides below whole-batch tolerances.
 

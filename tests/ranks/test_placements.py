@@ -613,7 +613,7 @@ def a_kth_stays_after_forward(k: int) -> None:
     assert after_backward <= activations, after_backward
 
 
-@pytest.mark.parametrize("world_size", [4, 6])
+@pytest.mark.parametrize("world_size", world_sizes(4, nightly=[6]))
 def test_a_secondary_partition_stays_after_forward(world_size: int) -> None:
     """Cut among few ranks, parameters lie otherwise than among all: other chunks, other padding."""
     parts = {4: (1, 2, 4), 6: (2, 3)}[world_size]
