@@ -22,7 +22,7 @@ from fsdp2 import fully_shard
 from helpers import assert_same, run_ranks
 
 WIDTH = 6
-LONG, SHORT = 30, 3  # seconds
+LONG, SHORT = 30, 2  # seconds
 
 
 class Stack(nn.Module):
