@@ -133,7 +133,7 @@ def _own_class(cls: Any) -> Any:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run_forward(self.__dict__[_STATE], self, partial(cls.__call__, self), args, kwargs)
 
-    def look_up(self: nn.Module, name: str) -> Any:
+    def get_attribute(self: nn.Module, name: str) -> Any:
         if name in self.__dict__["_parameters"]:
             _read_parameters(self.__dict__[_STATE])
         return cls.__getattr__(self, name)
@@ -145,7 +145,7 @@ def _own_class(cls: Any) -> Any:
 
     body = {
         "__call__": call,
-        "__getattr__": look_up,
+        "__getattr__": get_attribute,
         "__reduce_ex__": reduce,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,

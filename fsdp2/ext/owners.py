@@ -75,14 +75,14 @@ _known: dict[int, weakref.ref[FSDPParamGroup]] = {}
 def sharded_owner(leaf: Tensor) -> Owned | None:
     """Returns the owner of a sharded parameter, or None. It walks over all parameters if it does not know `leaf`."""
     global _known
-    found = _look_up(leaf, _known)
+    found = _find_in(leaf, _known)
     if found is None:
         known = {id(param.sharded): weakref.ref(group) for group in all_groups() for param in group.params}
-        found, _known = _look_up(leaf, known), known
+        found, _known = _find_in(leaf, known), known
     return found
 
 
-def _look_up(leaf: Tensor, known: dict[int, weakref.ref[FSDPParamGroup]]) -> Owned | None:
+def _find_in(leaf: Tensor, known: dict[int, weakref.ref[FSDPParamGroup]]) -> Owned | None:
     reference = known.get(id(leaf))
     group = None if reference is None else reference()
     if group is not None:

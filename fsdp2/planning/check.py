@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.compat import local_of
+from ..core.compat import local_if_any
 from ..core.events import Observer
 from ..core.state import groups_below, require_state
 from ..tools.watched_comms import Collective, watch
@@ -193,7 +192,7 @@ def _shard_nbytes(group: Any) -> int:
 
 def _state_nbytes(optimizer: Any) -> int:
     tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
-    return sum((local_of(t) if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    return sum(local_if_any(tensor).nbytes for tensor in tensors)
 
 
 class _Allocations:

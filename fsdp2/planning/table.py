@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..tools.describe import dtype_text, size_text
+from ..tools.describe import aligned, dtype_text, dtypes_text, size_text
 
 _GROUP_HEADS = ("groups", "class", "elements", "stored/computed/reduced", "shard", "gathered", "reduced")
 _ROW_HEADS = ("", "setting", "resting", "forward peak", "step peak", "total", "sent", "time", "exposed", "fits")
@@ -15,12 +15,12 @@ _ROW_HEADS = ("", "setting", "resting", "forward peak", "step peak", "total", "s
 def plan_text(plan: Any) -> str:
     """Returns the table of groups, their order, the table of settings, and the notes."""
     best = plan.best
-    lines = [*_aligned([_GROUP_HEADS, *_group_rows(plan)], {2, 4, 5, 6}), ""]
+    lines = [*_ruled([_GROUP_HEADS, *_group_rows(plan)], {2, 4, 5, 6}), ""]
     order = best.prediction.order
     lines.append(f"order in forward: {', '.join(_short(order))}; backward in reverse, each gather one group ahead")
     lines.append(f"step peak: {size_text(best.prediction.step_peak)} above resting, at the {best.prediction.peak_at}")
     lines.append("")
-    lines += _aligned(
+    lines += _ruled(
         [_ROW_HEADS, *(_cells(row, row is best, [each.setting for each in plan.rows]) for row in plan.rows)],
         {2, 3, 4, 5, 6, 7, 8},
     )
@@ -57,7 +57,7 @@ def check_text(check: Any, tolerance: float) -> str:
         off = "-" if each.error is None else f"{100 * each.error:+.2f} %"
         more = "  more than 3 %" if each.error is not None and abs(each.error) > tolerance else ""
         rows.append((each.name, size_text(each.predicted), measured, off + more))
-    return "\n".join([*_aligned(rows, {1, 2}), *(f"note: {note}" for note in check.notes)])
+    return "\n".join([*_ruled(rows, {1, 2}), *(f"note: {note}" for note in check.notes)])
 
 
 # ---- rows
@@ -86,14 +86,13 @@ def _group_cells(group: Any, setting: Any) -> tuple[str, ...]:
         dict.fromkeys(s.compute_dtype for s in specs),
         dict.fromkeys(policy.gradient_dtype(s.storage_dtype) for s in trainable),
     ]
-    texts = ["+".join(map(dtype_text, each)) for each in dtypes if each]
     gathered = sum(s.unsharded_nbytes for s in specs)
     reduced = sum(s.numel * policy.gradient_dtype(s.storage_dtype).itemsize for s in trainable)
     more = f" and {len(group.modules) - 1} more" if len(group.modules) > 1 else ""
     return (
         type(group.modules[0]).__name__ + more,
         f"{group.numel:,}",
-        texts[0] if len({*texts}) == 1 else "/".join(texts),
+        dtypes_text(dtypes),
         *map(size_text, (sum(s.storage_nbytes for s in specs), gathered, reduced)),
     )
 
@@ -139,10 +138,9 @@ def _short(names: Sequence[str]) -> list[str]:
     return [*names] if len(names) <= 8 else [*names[:4], "...", *names[-3:]]
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    signs = [f"{'>' if i in right else '<'}{width}" for i, width in enumerate(widths)]
-    lines = ["  ".join(map(format, row, signs)).rstrip() for row in rows]
+def _ruled(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+    """Returns a line for each row, and a rule behind the first."""
+    lines = aligned(rows, right)
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -80,7 +80,7 @@ class GroupDescription:
             self.cls,
             f"{len(self.parameters)}{frozen}",
             f"{self.numel:,}",
-            _dtypes_text(self.dtypes),
+            dtypes_text(self.dtypes),
             *map(size_text, (self.resting_nbytes, self.gathered_nbytes, self.reduced_nbytes)),
             f"{replicas}{self.num_shards}",
             ", ".join(self.settings) or "-",
@@ -118,7 +118,7 @@ class ModelDescription:
         sums = [sum(getattr(g, f"{name}_nbytes") for g in self.groups) for name in ("resting", "gathered", "reduced")]
         params = sum(len(group.parameters) for group in self.groups)
         rows.append(("total", self.cls, f"{params}", f"{self.numel:,}", "", *map(size_text, sums), "", ""))
-        lines = _aligned(rows)
+        lines = aligned(rows, _RIGHT)
         lines[1:1] = ["-" * max(map(len, lines))]
         lines.insert(len(lines) - 1, lines[1])
         if self.unmanaged:
@@ -225,9 +225,9 @@ def dtype_text(dtype: torch.dtype) -> str:
     return name.replace("bfloat", "bf").replace("float", "fp")
 
 
-def _dtypes_text(dtypes: Sequence[tuple[torch.dtype, ...]]) -> str:
+def dtypes_text(dtypes: Iterable[Iterable[torch.dtype]]) -> str:
     """Returns "fp32/bf16/fp32", or "fp32" if all are the same."""
-    texts = ["+".join(map(dtype_text, each)) for each in dtypes if each]
+    texts = list(filter(None, ("+".join(map(dtype_text, each)) for each in dtypes)))
     return texts[0] if len({*texts}) == 1 else "/".join(texts)
 
 
@@ -236,10 +236,10 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes / size:.1f} {unit}" if size > 1 else f"{nbytes:.0f} B"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a line for each row; numbers are right-aligned."""
+def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
+    """Returns a line for each row. `right`: the columns that are right-aligned, as numbers are."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    signs = [f"{'>' if i in _RIGHT else '<'}{width}" for i, width in enumerate(widths)]
+    signs = [f"{'>' if i in right else '<'}{width}" for i, width in enumerate(widths)]
     return ["  ".join(map(format, row, signs)).rstrip() for row in rows]
 
 

@@ -67,6 +67,13 @@ def assert_like(actual: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         assert_same(actual[name], value, tolerance, tolerance, name)
 
 
+def assert_holds(names: Names, plain: nn.Module) -> None:
+    """The model of a guide has the weights of `plain`, and the same output: its buffers, too."""
+    tokens = names["batch"](0)
+    assert_like(values(names["model"]), values(plain), 0)
+    assert_same(names["model"](input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-5, 1e-6, "logits")
+
+
 @guide("Transformers files")
 def loaded_trained_and_saved(names: Names) -> None:
     expected = values(trained_plainly())
@@ -76,9 +83,8 @@ def loaded_trained_and_saved(names: Names) -> None:
 
 @guide("Transformers files")
 def loaded_experts(names: Names) -> None:
-    plain, tokens = tiny_llama.load(Path("moe")), names["batch"](0)
-    assert_like(values(names["model"]), values(plain), 0)
-    assert_same(names["model"](input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-5, 1e-6, "logits")
+    plain = tiny_llama.load(Path("moe"))
+    assert_holds(names, plain)
     assert_like(values(tiny_llama.load(Path("fused"))), values(plain), 0)
 
 
@@ -105,10 +111,7 @@ def trained_and_exported(names: Names) -> None:
 
 @guide("A Transformers model by hand")
 def loaded_by_one_rank(names: Names) -> None:
-    """Its buffers, too: the output is that of the plain model."""
-    plain, tokens = tiny_llama.load(Path("llama")), names["batch"](0)
-    assert_like(values(names["model"]), values(plain), 0)
-    assert_same(names["model"](input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-5, 1e-6, "logits")
+    assert_holds(names, tiny_llama.load(Path("llama")))
 
 
 @guide("Trainer of Transformers")

@@ -147,19 +147,35 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+def take_steps(pair: Pair, steps: int, prepare: Callable[[int], object]) -> None:
+    """Compares after each step, before which `prepare(step)` makes the gradients.
+
+    What differs on one rank is raised at the end: others would wait for it.
+    """
+    differences = Differences()
+    for step in range(steps):
+        prepare(step)
+        pair.step()
+        with differences.noted():
+            pair.compare(f"step {step}")
+    with differences.noted():
+        pair.compare_states("at the end")
+    differences.raise_first()
+
+
 def train_at_random(pair: Pair, steps: int, seed: int, begin: int = 0) -> None:
     """Freezes and thaws, leaves gradients out, accumulates, changes rates, and exchanges states; from step `begin` on.
 
-    Ranks draw alike. What differs on one is raised at the end: others would wait for it.
+    Ranks draw alike.
     """
-    draw, differences = random.Random(seed), Differences()
+    draw = random.Random(seed)
 
     def set_frozen(names: set[str]) -> None:
         for model in pair.models:
             for name, param in model.named_parameters():
                 param.requires_grad_(name not in names)
 
-    for step in range(steps):
+    def prepare(step: int) -> None:
         if draw.random() < 0.2 and step >= begin:
             set_frozen({name for name in pair.names[1:] if draw.random() < 0.3})
         elif draw.random() < 0.2:
@@ -189,12 +205,8 @@ def train_at_random(pair: Pair, steps: int, seed: int, begin: int = 0) -> None:
             saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.optimizers]
             for optimizer, state in zip(pair.optimizers, reversed(saved), strict=True):
                 optimizer.load_state_dict(state)
-        pair.step()
-        with differences.noted():
-            pair.compare(f"step {step}")
-    with differences.noted():
-        pair.compare_states("at the end")
-    differences.raise_first()
+
+    take_steps(pair, steps, prepare)
 
 
 def variants(ranks: int) -> list[str]:
@@ -233,17 +245,13 @@ def mixed(module: nn.Module) -> Any:
 
 
 def train(pair: Pair, steps: int = 3, change: Callable[[int], object] = lambda _: None) -> None:
-    """Compares after each step. `change(step)` comes between its backward and it."""
-    differences = Differences()
-    for step in range(steps):
+    """`change(step)` comes between the backward of a step and the step."""
+
+    def prepare(step: int) -> None:
         pair.backward(step)
         change(step)
-        pair.step()
-        with differences.noted():
-            pair.compare(f"step {step}")
-    with differences.noted():
-        pair.compare_states("at the end")
-    differences.raise_first()
+
+    take_steps(pair, steps, prepare)
 
 
 adamw, sgd = partial(optim.AdamW, weight_decay=0.1), partial(optim.SGD, lr=0.1, momentum=0.5)

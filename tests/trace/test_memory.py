@@ -27,6 +27,8 @@ from fsdp2.ext import large_gradients, large_submodules
 from fsdp2.ext.gloo import PairwiseComm
 from helpers import fake_world, strategies_replaced
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 RANKS, BLOCKS, DIM = 8, 6, 512
 GROUP = DIM * DIM * 4 * 4  # four fp32 matrices
 SLACK = 0.02 * GROUP
@@ -72,15 +74,6 @@ class Language(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.blocks(self.embed(tokens)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _few_objects() -> Iterator[None]:
-    """All that torch consists of stays out of the collections, which take a fifth of a second with it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,8 @@ from fsdp2.ext import large_gradients
 from helpers import fake_world
 from simulated_device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 RANKS, DIM, TOKENS = 8, 128, 32
 TOLERANCE = 0.015  # half of what the guide promises
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -49,9 +51,9 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Transformer(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*[Block() for _ in range(3)])
+class Stack(nn.Sequential):
+    def __init__(self, make: Callable[[], nn.Module] = Block) -> None:
+        super().__init__(*[make() for _ in range(3)])
 
     def example(self) -> Tensor:
         return torch.ones(1, TOKENS, DIM)
@@ -139,14 +141,6 @@ class Experts(nn.Module):
         return x + torch.einsum("bteh,eho,bte->bto", hidden, self.down, self.router(x).softmax(-1))
 
 
-class MoE(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*[Experts() for _ in range(3)])
-
-    def example(self) -> Tensor:
-        return torch.ones(1, TOKENS, DIM)
-
-
 class EncoderDecoder(nn.Module):
     """Has two lists of blocks; those of the second read what the first computed."""
 
@@ -176,7 +170,7 @@ class LoRALinear(nn.Module):
         return self.base(x) + self.out(self.into(x))
 
 
-class LoRA(Transformer):
+class LoRA(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
@@ -185,12 +179,12 @@ class LoRA(Transformer):
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "equal blocks": Transformer,
+    "equal blocks": Stack,
     "tied embedding": tied_language,
     "large root": large_root,
     "uneven sizes": Uneven,
     "convolutions": ConvNet,
-    "experts": MoE,
+    "experts": partial(Stack, Experts),
     "encoder-decoder": EncoderDecoder,
     "LoRA": LoRA,
 }
@@ -279,15 +273,6 @@ def count(meter: AllocationMeter, name: str, make: Callable[[], Any], setting: s
     for each in wire.collectives:
         sent[each.kind] += each.sent_bytes
     return sent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_objects() -> Iterator[None]:
-    """All that torch consists of stays out of the collections."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
