@@ -15,8 +15,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
 
-# Folder (the package itself: "") -> the folders that its modules may import besides their own. test_core.py counts the
-# levels inside the core. What is joined to the core by events and strategies (ext, checks, dtensor) may use each other.
+# Folder (the package itself: "") -> the folders that its modules may import besides their own. What is joined to the
+# core by events and strategies (ext, checks, dtensor) may use each other. test_core.py finds circles inside the core.
 MAY_IMPORT = {
     "core": (),
     "ext": ("core", "checks", "dtensor"),
