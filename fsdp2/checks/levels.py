@@ -19,6 +19,7 @@ NAMES = (
     "written unsharded parameters",
     "moved data",
     "unseen writes",
+    "kept memory",
     "entry points",
     "partial settings",
     "original parameters",

@@ -26,6 +26,7 @@ from .check_times import Check, ForwardCheck, RankCheck
 from .empty_memory import BuffersOnMeta, EmptyMemory
 from .entry_points import EntryPoints
 from .initial_weights import InitialWeights, keep_sample
+from .kept_memory import KeptMemory
 from .levels import LEVELS, NAMES, change_levels, is_on, level_of
 from .observers import ForwardChecks, MovedData, RankComparisons, WrittenParameters, make_rank_comparisons
 from .original_parameters import OriginalParameters
@@ -125,6 +126,13 @@ TABLE = (
         _NEVER,
         "when it is due, a sum over the unsharded parameters before and after a forward, and one read of the device",
         UnseenWrites,
+    ),
+    Row(
+        "kept memory",
+        "unsharded parameters, or views of them, that something keeps after a forward: their memory is not freed",
+        _NEVER,
+        "when that happens first, a search among all objects of the process",
+        KeptMemory,
     ),
     Row(
         "entry points",

@@ -35,12 +35,13 @@ class UnshardedContent:
         buffers = group.parameters.buffers
         assert buffers is not None, "the group is unsharded"
         self._params, self._buffers = [*group.parameters.plain], buffers
-        self._words = _words_of(buffers, every)
+        self._every = every
         self._sums = self._find_sums()
 
     def _find_sums(self) -> Tensor:
         """Returns sums modulo 2 ** 64: another value at one index shows, an exchange of values does not."""
-        sums = [words.sum() for words in self._words]
+        # No view is kept: the memory could not be freed.
+        sums = [words.sum() for words in _words_of(self._buffers, self._every)]
         return torch.stack(sums) if sums else NO_NUMBERS
 
     def changes(self) -> Tensor:

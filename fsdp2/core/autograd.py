@@ -6,6 +6,7 @@ unpacks it first, whether the module returned its tensors, kept them on `self`, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import compat
 from .compat import PLAIN, graph_task, has_storage, num_dispatch_modes, num_function_modes, storage_address, storage_id
-from .user_code import are_in_force, run_hidden
+from .user_code import are_in_force, run_hidden, run_shown
 
-# What stands for a saved tensor: (the tensor, its version or its group's versions, the group if it is a weight).
-_Saved = tuple[Tensor, Any, Any]
+# What stands for a saved tensor: (the tensor, its version, None); of a weight (the index of the parameter, its group's
+# versions, the group), and of a view of one, in place of the index, (dtype, shape, stride, offset in elements): the
+# graph keeps neither the parameter nor its memory; of what other hooks take (what they have made of it, their unpack
+# hook, _OTHERS).
+_Saved = tuple[Any, Any, Any]
+_OTHERS = object()
 
 _DO_LATER = "Change parameters before forward or after backward; none made in torch.inference_mode() can be trained"
 
@@ -28,84 +33,108 @@ class SavedTensors:
 
     They recognise unsharded parameters among what autograd saves, have them gathered again when backward reads them,
     and refuse those that have changed meanwhile. `owners`: storage identity -> the group whose weights lie there.
+
+    Hooks that a forward finds in force get all other tensors: a user's own, which offload activations or count them;
+    those of another sharded model inside whose forward this one is called. `pack`, `depth`: the pack hook that was put
+    in force last, and how many forwards ran then.
     """
 
     def __init__(self, before_absence: Callable[[], None]) -> None:
         self.owners: dict[int, Any] = {}
         # Called when autograd is about to save weights while the hooks are not in force.
         self.before_absence = before_absence
-        self._hooks: saved_tensors_hooks | None = None
-        # Those of a sharded model inside whose forward this one is called.
-        self._outer: SavedTensors | None = None
+        # Above those that hold for no forward: (depth, pack hook, context, other hooks that were in force before).
+        self._in_force: list[tuple[int, Any, Any, Any]] = [(0, None, None, None)]
+        self.depth, self.pack, _, self._others = self._in_force[-1]
 
-    def activate(self) -> None:
-        """Puts the hooks in force, unless other hooks are, or none may be (in `torch.func.grad`).
+    def activate(self, depth: int) -> None:
+        """Puts the hooks in force above all others, unless none may be (in `torch.func.grad`), or those of activation
+        checkpointing are. `deactivate` follows. `depth`: how many forwards run, the one that begins included.
 
-        Activation checkpointing brings its own hooks and saves nothing: it runs the forward again, with the engine's
-        module hooks, inside backward. Hooks on top of its own would make it save what it is there to drop.
+        Checkpointing brings its own hooks and saves nothing: it runs the forward again, with the engine's module hooks,
+        inside backward. Hooks on top of its own would make it save what it is there to drop.
         """
-        if self._hooks is not None:
-            return
         if compat.why_no_hooks() is not None:
             self.before_absence()
             return
-        active = compat.top_saved_tensor_hooks(False)
-        self._outer = getattr(active[0], "__self__", None) if active else None
-        if not active or isinstance(self._outer, SavedTensors):
-            self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-            self._hooks.__enter__()
+        others = compat.top_saved_tensor_hooks(False)
+        if others is None or not compat.are_of_checkpointing(others[0]):
+            pack = self._pack
+            hooks = saved_tensors_hooks(pack, self._unpack)
+            hooks.__enter__()
+            self._in_force.append((depth, pack, hooks, others))
+            self.depth, self.pack, self._others = depth, pack, others
 
     def deactivate(self) -> None:
-        """Takes the hooks out of force."""
-        if self._hooks is not None:
-            self._hooks.__exit__()
-            self._hooks = None
+        """Takes out of force what was put in force last."""
+        self._in_force.pop()[2].__exit__()
+        self.depth, self.pack, _, self._others = self._in_force[-1]
 
     def are_on_top(self) -> bool:
         """Returns True if these hooks, and no other hooks on top of them, are called."""
         active = compat.top_saved_tensor_hooks(False)
-        return bool(active) and getattr(active[0], "__self__", None) is self
-
-    def _owner_in_outer(self, storage: int) -> Any:
-        outer = self._outer
-        while outer is not None:
-            owner = outer.owners.get(storage)
-            if owner is not None:
-                return owner
-            outer = outer._outer
-        return None
+        return active is not None and active[0] is self.pack
 
     @compat.no_user_hook
     def _pack(self, tensor: Tensor) -> _Saved:
         if num_function_modes() and are_in_force():  # which see attributes, too
             return run_hidden(self._pack, tensor)
+        kind = type(tensor)
+        storage = storage_address(tensor) if kind in PLAIN and has_storage(tensor) else storage_id(tensor)
+        owner = self.owners.get(storage)
+        if owner is not None:
+            index = owner.parameters.indices.get(id(tensor))
+            if index is not None:
+                return (index, owner.versions, owner)
+            if kind is Tensor and storage == owner.parameters.described_storage:
+                view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+                return (view, owner.versions, owner)
+        elif self._others is not None:
+            pack, unpack = self._others
+            return (run_shown(pack, tensor), unpack, _OTHERS)
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.is_leaf else run_hidden(tensor.detach) if num_dispatch_modes() else tensor.detach()
-        storage = storage_address(kept) if type(kept) in PLAIN and has_storage(kept) else storage_id(kept)
-        owner = self.owners.get(storage) or (self._outer and self._owner_in_outer(storage))
-        return (kept, owner.versions, owner) if owner else (kept, kept._version, None)
+        return (kept, kept._version, None) if owner is None else (kept, owner.versions, owner)
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if num_function_modes() and are_in_force():
             return run_hidden(self._unpack, saved)
-        tensor, before, owner = saved
+        kept, before, owner = saved
         # Autograd checks versions itself, but not of tensors that pass through hooks.
         if owner is None:
-            if tensor._version != before:
-                _refuse("a tensor", tensor, "torch.autograd.set_detect_anomaly(True) finds what needs it")
+            if kept._version != before:
+                _refuse("a tensor", kept.shape, "torch.autograd.set_detect_anomaly(True) finds what needs it")
+        elif owner is _OTHERS:
+            return run_shown(before, kept)
         else:
             owner.before_unpack()
             now = owner.versions
             if now is not before and now != before:
-                names = owner.parameters.changed_names(tensor, before, now)
+                names = owner.parameters.changed_names(kept, before, now)
                 if names:
-                    _refuse(names[0] if len(names) == 1 else f"a parameter (of {owner})", tensor, _DO_LATER)
-        return tensor
+                    shape = (
+                        kept[1]
+                        if type(kept) is tuple
+                        else owner.parameters.unsharded[kept].shape
+                        if type(kept) is int
+                        else kept.shape
+                    )
+                    _refuse(names[0] if len(names) == 1 else f"a parameter (of {owner})", shape, _DO_LATER)
+            if type(kept) is int:
+                return owner.parameters.unsharded[kept]
+            if type(kept) is tuple:
+                dtype, shape, stride, offset = kept
+                parameters = owner.parameters
+                base = parameters.bases[bisect_right(parameters.offsets, offset * dtype.itemsize) - 1]
+                if base.dtype is not dtype:
+                    base = base.view(dtype)
+                return base.as_strided(shape, stride, offset)
+        return kept
 
 
-def _refuse(what: str, tensor: Tensor, do: str) -> None:
+def _refuse(what: str, shape: torch.Size, do: str) -> None:
     raise RuntimeError(
-        f"{what} of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an in-place operation "
+        f"{what} of shape {tuple(shape)} that is needed for the gradient was modified by an in-place operation "
         f"since forward, or replaced. {do}."
     )
 

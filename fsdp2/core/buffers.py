@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import compat
 from .comm import Comm, Work
+from .compat import storage_uses
 from .gather import GatherPlan, leaf_over, own_storage_view
 from .layout import GatherLayout
 from .streams import Transfer, Transfers
@@ -40,7 +41,9 @@ class GroupBuffers:
 
     The storage is allocated at first, for `unsharded_parameter`: call `free` when the parameters are built.
 
-    `shards`, `unsharded`: their bytes; `storage`: that of the unsharded parameters.
+    `shards`, `unsharded`: their bytes; `storage`: that of the unsharded parameters; `is_allocated`: it has its size.
+    `free` leaves it allocated while something else than the engine uses it: a view of a parameter that a hook, a cache
+    or a graph keeps. What autograd saves through the engine's hooks is no such use, see SavedTensors.
 
     Args:
         layout: where everything lies.
@@ -60,7 +63,9 @@ class GroupBuffers:
             self.unsharded = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         # Keep the storage when it is given up, so that pointers into it stay valid.
         self.keeps_storage = False
-        self._is_allocated = True
+        self.is_allocated = True
+        # How many tensors and Python objects of the engine use the storage, see `note_uses`.
+        self.num_uses = 0
         self._place_shards()
 
     def _storage_nbytes(self) -> int:
@@ -70,10 +75,10 @@ class GroupBuffers:
         """Puts the shards into other memory, without values: users may hold parts of the old one. If the unsharded
         parameters lie there, too, so do those that `unsharded_parameter` returns from now on.
         """
-        if not self._is_allocated:
+        if not self.is_allocated:
             self.storage.resize_(self._nbytes)  # while a plan is made of it
         self._place_shards()
-        if not self._is_allocated:
+        if not self.is_allocated:
             self.storage.resize_(0)
 
     def _place_shards(self) -> None:
@@ -119,24 +124,34 @@ class GroupBuffers:
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
         """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
-        if not self._is_allocated:
+        if not self.is_allocated:
             self.storage.resize_(self._nbytes)
-            self._is_allocated = True
+            self.is_allocated = True
         start = self._plan.start
         if self._stage is not None:
             self._stage.start(partial(start, comm, more_outputs, more_inputs))
             return PendingGather(self._plan, self._stage, more_inputs)
         return PendingGather(self._plan, start(comm, more_outputs, more_inputs), more_inputs)
 
-    def free(self) -> None:
-        """Frees the unsharded parameters."""
-        if self._is_allocated and not self.layout.aliased and not self.keeps_storage:
-            self._is_allocated = False
+    def note_uses(self) -> None:
+        """Takes what uses the storage now for the engine's own: unsharded parameters, and prepared views."""
+        self.num_uses = storage_uses(self.storage._cdata)
+
+    def free(self, although_viewed: bool = False) -> bool:
+        """Frees the unsharded parameters. Returns False if they stay because something uses their memory.
+
+        `although_viewed`: free them also then. Who reads such a view reads memory that is not there.
+        """
+        if self.is_allocated and not self.layout.aliased and not self.keeps_storage:
+            if storage_uses(self.storage._cdata) > self.num_uses and not although_viewed:
+                return False
+            self.is_allocated = False
             self.storage.resize_(0)
+        return True
 
     def hold_memory(self) -> bool:
         """Returns True if `free` would give memory back."""
-        return self._is_allocated and not self.layout.aliased and not self.keeps_storage
+        return self.is_allocated and not self.layout.aliased and not self.keeps_storage
 
 
 class _Stage:

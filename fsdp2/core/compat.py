@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any, TypeVar, cast
 
 import torch
@@ -66,13 +67,32 @@ def storage_id(tensor: Tensor) -> int:
         return -1
 
 
+# (storage._cdata) -> how many tensors, of any kind of view, and Python objects use the storage.
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def _is_counted_twice() -> bool:
+    """Returns True if references from C++ count as one reference to the Python object, as in torch 2.13."""
+    parameter = Parameter(torch.empty(0, device="cpu"))
+    before = getrefcount(parameter)
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    return node is not None and getrefcount(parameter) > before
+
+
+# (tensor) -> how many C++ references there are to it, that of its Python object included.
+cpp_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+# From how many on those count as one reference to the Python object.
+SHARED_IN_CPP = 2 if _is_counted_twice() else float("inf")
+
+
 def owns_memory(tensor: Tensor) -> bool:
     """Returns True if `tensor` covers all of its storage, and no other tensor uses that."""
     if type(tensor) is not Tensor:
         return False
     storage = tensor.untyped_storage()
     is_all = storage.nbytes() == tensor.numel() * tensor.element_size()
-    return is_all and torch._C._storage_Use_Count(storage._cdata) == 2  # the second user is `storage`
+    return is_all and storage_uses(storage._cdata) == 2  # the second user is `storage`
 
 
 def owned(tensor: Tensor) -> Tensor:
@@ -86,6 +106,13 @@ def owned(tensor: Tensor) -> Tensor:
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # () -> (pack, unpack) of the innermost saved-tensor hooks in force on this thread, or None.
 top_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def are_of_checkpointing(pack: Callable[[Tensor], Any]) -> bool:
+    """Returns True if this pack hook belongs to torch's activation checkpointing: there is no public name for it."""
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
 # () -> why saved-tensor hooks may not be put in force on this thread, or None: `torch.func.grad` forbids them.
 why_no_hooks: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 # () -> True if one of torch.func's transforms runs on this thread. To ask for the innermost one would give the thread a

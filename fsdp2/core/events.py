@@ -81,6 +81,11 @@ class Observer:
     def before_free(self, group: Any) -> None:
         """`reshard` is about to free the unsharded parameters. Perhaps there are none, or `keep_storage` keeps them."""
 
+    def memory_kept(self, group: Any) -> None:
+        """The memory of the group's unsharded parameters is not freed, because something outside the engine has kept
+        one of them, or a view of one, since a forward.
+        """
+
     def shards_needed(self, group: Any) -> None:
         """The group's shards are about to be read."""
 

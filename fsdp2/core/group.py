@@ -51,6 +51,8 @@ class FSDPParamGroup(ParamGroup):
         if not in_backward and root.settings.saved_tensor_hooks and self.gathered_at != self.versions:
             assert self.gathered_at is not None, "noted at each gather for a forward"
             self.versions = self.gathered_at  # else the same object: no time to compare
+        if self.parameters.references is None:
+            self.parameters.are_kept()  # counts references for the first time
 
     def before_unpack(self) -> None:
         """Calls `pre_backward` unless backward has reached the group: a saved weight is about to be unpacked."""
@@ -106,12 +108,16 @@ class FSDPParamGroup(ParamGroup):
 
     # ---- after use
 
-    def post_forward(self, backward_follows: bool, failed: bool = False, keeps: bool = False) -> None:
+    def post_forward(
+        self, backward_follows: bool, failed: bool = False, keeps: bool = False, has_run: bool = False
+    ) -> None:
         """Reshards after a forward, or keeps the unsharded parameters or secondary shards, by `hold` and settings.
 
         Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
         would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
-        `keeps`: keep them for backward if the user has not set `reshard_after_forward`.
+        `keeps`: keep them for backward if the user has not set `reshard_after_forward`. `has_run`: a module's own code
+        has run. If it has left one where something else can read it in backward (`ctx.weight = weight` in an autograd
+        function, hooks of a user's own for saved tensors, a list), they stay, too: nothing would gather for that.
         """
         choice = self.settings.reshard_after_forward
         if not backward_follows and not failed and (self.hold is Hold.USER or choice is False):
@@ -123,6 +129,10 @@ class FSDPParamGroup(ParamGroup):
             keeps = keeps or self.root.group is self or self in self.root.prefetcher.first_in_backward
         else:
             keeps = choice is False
+        if has_run and backward_follows and not keeps and self.parameters.are_kept() and not self.frees_viewed_storage:
+            keeps = True
+            for notify in self.events.memory_kept:
+                notify(self)
         if backward_follows and keeps:
             stays = Hold.BACKWARD if self.settings.reshard_after_backward else Hold.NEXT_PASS
             self.hold = max(self.hold, stays)

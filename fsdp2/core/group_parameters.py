@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import count
-from operator import add, is_
+from operator import add, is_, sub
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from . import compat
 from .buffers import GroupBuffers
 from .compat import local_of, requires_grad_of, version_of
 from .events import strategies
+from .freed import NOTHING_TO_REFUSE, Readability
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .mesh import DataMesh
 from .parameter import FSDPParam
@@ -147,6 +149,22 @@ class GroupParameters:
         self.unsharded: list[nn.Parameter] = []
         self.trainable: list[bool] = []
         self.storage_ids: frozenset[int] = frozenset()
+        # True if their memory is freed at times: it is not that of the shards, and the user does not keep it.
+        self.frees_memory = False
+        # How many references there are to each unsharded parameter in a forward when nobody has kept it.
+        self.references: list[int] | None = None
+        # Indices of those to which there were more, after the last forward where that was so.
+        self.kept: list[int] = []
+        # Identity of an unsharded parameter -> its index.
+        self.indices: dict[int, int] = {}
+        # Of those that lie in the buffers; refuses reads while their memory is freed.
+        self.readability = NOTHING_TO_REFUSE
+        # Tensors over the memory of those that lie in the buffers, which share their version counters; and where they
+        # begin, in bytes. Views that autograd has saved are made again of them.
+        self.bases: list[Tensor] = []
+        self.offsets: tuple[int, ...] = ()
+        # Identity of the storage whose views autograd saves as descriptions.
+        self.described_storage: int | None = None
         self.nbytes = 0
         # From how many bytes on a parameter is gathered on its own.
         self._direct_min_bytes = 0
@@ -170,10 +188,11 @@ class GroupParameters:
         """Follows the group's settings from now on."""
         self._settings = settings
         if self.buffers is not None:
-            self.buffers.keeps_storage = settings.keep_storage
+            self._follow_settings()
 
     def take(self, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
         """Takes what users have registered in place of parameters, and rebuilds."""
+        self.readability.allow(True)
         with torch.no_grad():
             for param, parameter in found:
                 param.take(parameter)
@@ -182,6 +201,7 @@ class GroupParameters:
 
     def _rebuild(self) -> None:
         """Builds buffers, plans and unsharded parameters from the present local tensors, if all are on the device."""
+        self.readability.allow(True)
         self.registration.prepare(())
         if any(param.local.device != self.storage_device for param in self.params):
             self.drop_memory()
@@ -227,8 +247,8 @@ class GroupParameters:
         # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
         for i in range(len(layout.specs)):
             self.params[i].build_unsharded(buffers.unsharded_parameter(i))
+        buffers.note_uses()
         buffers.free()
-        buffers.keeps_storage = self._settings.keep_storage
         return buffers
 
     def move_unsharded(self) -> None:
@@ -240,6 +260,7 @@ class GroupParameters:
 
     def drop_memory(self) -> None:
         """Holds no memory of the parameters, which lie elsewhere now. The next `build` allocates some."""
+        self.readability.allow(True)
         self.registration.prepare(())
         if self.buffers is not None and self.buffers.layout.aliased:
             for param in self.plain:
@@ -250,6 +271,7 @@ class GroupParameters:
     def follow(self) -> None:
         """Updates everything that depends on which sharded and unsharded parameters there are now."""
         assert self.buffers is not None, "unsharded parameters are there"
+        self.readability.allow(True)
         self._watch()
         self.follow_requires_grad()
         self.unsharded = [param.unsharded for param in self.params]
@@ -258,6 +280,43 @@ class GroupParameters:
             self.storage_ids |= self.extension.storage_ids()
             self.nbytes += self.extension.nbytes
         self.registration.prepare(self.params)
+        self.references, self.kept = None, []
+        self.indices = {id(unsharded): i for i, unsharded in enumerate(self.unsharded)}
+        self.bases = [compat.local_if_any(param.unsharded).detach() for param in self.plain]
+        self.offsets = self.buffers.layout.unsharded_offsets
+        self._follow_settings()
+        self.buffers.note_uses()
+        if not self.buffers.is_allocated:
+            self.readability.allow(False)
+
+    def _follow_settings(self) -> None:
+        """Prepares for memory that is freed, unless it is that of the shards, or the user wants to keep it."""
+        buffers, settings = self.buffers, self._settings
+        assert buffers is not None, "unsharded parameters are there"
+        self.readability.allow(True)
+        buffers.keeps_storage = settings.keep_storage
+        self.frees_memory = not buffers.layout.aliased and not buffers.keeps_storage
+        self.readability = Readability([param.unsharded for param in self.plain] if self.frees_memory else (), self)
+        is_complex = any(spec.compute_dtype.is_complex for spec in buffers.layout.specs)  # views may be conjugated
+        self.described_storage = buffers.storage_id if self.frees_memory and not is_complex else None
+
+    def are_kept(self) -> bool:
+        """Returns True if the forward that has just run has left an unsharded parameter where something else than the
+        engine can read it, and their memory is to be freed.
+        """
+        if not self.frees_memory:
+            return False
+        in_cpp = map(compat.SHARED_IN_CPP.__le__, map(compat.cpp_references, self.unsharded))  # by autograd's graph
+        references = list(map(sub, map(getrefcount, self.unsharded), in_cpp))
+        if references == self.references:
+            return False
+        self.references = least = list(map(min, references, self.references or references))
+        self.kept = [i for i, now in enumerate(references) if now > least[i]]
+        return bool(self.kept)
+
+    def name_of(self, unsharded: Tensor) -> str:
+        """Returns the name of an unsharded parameter, or of the group."""
+        return next((param.name for param in self.params if param.unsharded is unsharded), self._gradients.group.name)
 
     def _watch(self) -> None:
         self.registration.watch(self.params)
@@ -278,28 +337,39 @@ class GroupParameters:
     def follow_requires_grad(self) -> None:
         """Plans to reduce the gradients of the parameters that require one now."""
         self.trainable = self.registration.trainable()
-        for param, trainable in zip(self.params, self.trainable, strict=True):
-            param.unsharded.requires_grad_(trainable)
+        with compat.no_torch_function():
+            for param, trainable in zip(self.params, self.trainable, strict=True):
+                param.unsharded.requires_grad_(trainable)
         specs = self.specs if self.buffers is not None else ()
         self._gradients.prepare(specs, self._settings.policy, [i for i, yes in enumerate(self.trainable) if yes])
 
     # ---- what a tensor belongs to
 
-    def changed_names(self, weight: Tensor, before: tuple[int, ...], now: tuple[int, ...]) -> list[str]:
+    def changed_names(
+        self, weight: Tensor | int | tuple[Any, ...], before: tuple[int, ...], now: tuple[int, ...]
+    ) -> list[str]:
         """Returns the names of parameters, of one of which `weight` is a view, whose versions differ between `before`
         and `now`; all names, if some were replaced.
         """
         if before[-1:] != now[-1:]:  # or nothing is known of before
             return [param.name for param in self.params]
-        return [self.params[i].name for i in self._indices_of(weight) if before[i] != now[i]]
+        return [self.params[i].name for i in self.indices_of(weight) if before[i] != now[i]]
 
-    def _indices_of(self, weight: Tensor) -> range:
+    def indices_of(self, weight: Tensor | int | tuple[Any, ...]) -> range:
         """Returns the indices of the parameters among which is the one that `weight` is a view of."""
         assert self.buffers is not None, "an unsharded parameter was saved"
+        if isinstance(weight, int):
+            return range(weight, weight + 1)
+        if isinstance(weight, tuple):
+            return self._indices_at(weight[3] * weight[0].itemsize)
         if self.extension is not None and compat.storage_id(weight) != self.buffers.storage_id:
             return range(len(self.plain), len(self.params))  # which of them is not known
         weight = compat.local_if_any(weight)
-        i = bisect_right(self.buffers.layout.unsharded_offsets, weight.storage_offset() * weight.element_size()) - 1
+        return self._indices_at(int(weight.storage_offset()) * weight.element_size())
+
+    def _indices_at(self, offset: int) -> range:
+        assert self.buffers is not None, "an unsharded parameter was saved"
+        i = bisect_right(self.buffers.layout.unsharded_offsets, offset) - 1
         return range(i, i + 1)
 
 

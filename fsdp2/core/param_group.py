@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .buffers import PendingGather
+from .buffers import GroupBuffers, PendingGather
 from .comm import Comm, Purpose
 from .events import NO_EVENTS, Events, strategies
 from .gradients import GroupGradients
@@ -70,6 +70,16 @@ class ParamGroup:
         return self.purpose.label
 
     # ---- settings
+
+    @property
+    def frees_viewed_storage(self) -> bool:
+        """True if memory is freed although there are views of it: the user wants that, or graphs have them as a rule,
+        because no hook sees what autograd saves.
+        """
+        root = self.root
+        return self.settings.free_viewed_storage or (
+            root is not None and (root.saves_unseen or not root.settings.saved_tensor_hooks)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -178,6 +188,7 @@ class ParamGroup:
                 self._locate(error)
             raise
         self.phase = GATHERED
+        self.parameters.readability.allow(True)
         if self.parameters.extension is not None and self.parameters.extension.finish():
             self.parameters.follow()
         for notify in self.events.gathered:
@@ -219,9 +230,27 @@ class ParamGroup:
         if free and buffers is not None:
             for notify in self.events.before_free:
                 notify(self)
-            buffers.free()
+            if self.parameters.readability.are_readable:
+                self.parameters.readability.allow(False)
+            if not buffers.free():
+                self._leave_viewed()
             if self.parameters.extension is not None and not buffers.keeps_storage:
                 self.parameters.extension.free()
+
+    def _leave_viewed(self) -> None:
+        """Leaves memory that something has a view of until a pass ends, unless it is to be freed although it has."""
+        if self.frees_viewed_storage:
+            assert self.parameters.buffers is not None, "it is there"
+            GroupBuffers.free(self.parameters.buffers, although_viewed=True)
+        elif self.root is not None:
+            self.root.viewed.add(self)
+
+    def free_if_resharded(self) -> bool:
+        """Frees memory of unsharded parameters that `reshard` had to leave, and no secondary shards. Returns False if
+        something still uses it.
+        """
+        buffers = self.parameters.buffers
+        return buffers is None or self.phase is not SHARDED or GroupBuffers.free(buffers)
 
     def shrink(self) -> None:
         """Registers the sharded parameters; frees the unsharded ones but for this rank's secondary shards."""
@@ -231,7 +260,9 @@ class ParamGroup:
         self.phase = SHARDED
         for notify in self.events.before_free:
             notify(self)
-        self.parameters.buffers.shrink()  # type: ignore[attr-defined]
+        self.parameters.readability.allow(False)
+        if not self.parameters.buffers.shrink():  # type: ignore[attr-defined]
+            self._leave_viewed()
 
     def begin_copies(self) -> None:
         """Notes that modules are about to get copies of the parameters."""

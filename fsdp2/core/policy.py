@@ -205,6 +205,7 @@ class GroupSettings:
         divide_factor: what the sum over all ranks is divided by. None: their number.
         reduce_hook: called with each reduced flat tensor, in the reduce dtype.
         keep_storage: keep the memory of the unsharded parameters when they are resharded.
+        free_viewed_storage: free it although something outside the engine has kept a view of it.
         pin_memory: keep offloaded shards in page-locked memory.
         extras: what extensions of the core have been told about this group, by their names.
     """
@@ -223,6 +224,7 @@ class GroupSettings:
     divide_factor: float | None = None
     reduce_hook: Callable[[Tensor], None] | None = None
     keep_storage: bool = False
+    free_viewed_storage: bool = False
     pin_memory: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from . import compat
 from .autograd import SavedTensors
-from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform
+from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform, top_saved_tensor_hooks
 from .events import NO_EVENTS, Events, Observer, strategies
 from .policy import Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
@@ -75,6 +75,10 @@ class Root:
         self.backward_pass: object = object()
         self.num_backwards = self.num_resets = 0
         self.frees_memory = True
+        # Autograd has saved weights where no hook sees them: then views of them are in graphs as a rule.
+        self.saves_unseen = False
+        # Groups whose memory could not be freed because something had a view of it.
+        self.viewed: set[FSDPParamGroup] = set()
         # Where the inputs of a pass are moved.
         device = self.group.mesh.device
         self.input_device = None if device.type in ("cpu", "meta") else device
@@ -100,6 +104,7 @@ class Root:
         self.events = Events(observers)
         for group in self.groups:
             group.events = self.events
+            group.parameters.references = None  # observers may have some
         for notify in self.events.attached:
             if notify.__self__ not in before:
                 notify(self)
@@ -114,6 +119,7 @@ class Root:
 
     def note_unseen(self) -> None:
         """Tells observers that autograd may save weights from now on where no hook sees them."""
+        self.saves_unseen = True
         self.notify(self.events.saved_unseen)
 
     def notify(self, follow: Iterable[Callable[[Any], None]]) -> None:
@@ -145,19 +151,24 @@ class Root:
         if len(self.running) == 1:
             # Storages are known by their addresses, which others may have taken since the last pass.
             self.saved_tensors.owners.clear()
-            if self.settings.saved_tensor_hooks:
-                self.saved_tensors.activate()
+        if self.settings.saved_tensor_hooks:
+            active = top_saved_tensor_hooks(False)
+            if active is None or active[0] is not self.saved_tensors.pack:
+                self.saved_tensors.activate(len(self.running))
 
     def leave(self) -> None:
         """Ends the innermost use, which may have failed."""
+        if self.saved_tensors.depth >= len(self.running):
+            self.saved_tensors.deactivate()
         self.running.pop().running -= 1
         if not self.running:
-            self.saved_tensors.deactivate()
             for state, backward_follows in self.forward.unfinished.items():
-                state.post_forward(backward_follows)
+                state.post_forward(backward_follows, module=state.modules[0])
             self.forward.unfinished.clear()
             if self.backward is None:
                 self.prefetcher.drop()
+                if self.viewed:
+                    self.free_viewed()
                 if self._transfers:
                     strategies().before_next_write(self.settle_transfers)
 
@@ -167,6 +178,13 @@ class Root:
         if self.settings.saved_tensor_hooks:
             for storage in group.parameters.storage_ids:
                 self.saved_tensors.owners[storage] = group
+
+    def free_viewed(self) -> None:
+        """Frees what could not be freed while something used it, and tells observers of what something still uses."""
+        self.viewed = {group for group in self.viewed if not group.free_if_resharded()}
+        for group in self.viewed:
+            for notify in self.events.memory_kept:
+                notify(group)
 
     # ---- offload
 
@@ -239,6 +257,8 @@ class Root:
             self.notify(self.events.backward_ended)
             self.backward = None
             self.num_backwards += 1
+            if self.viewed:
+                self.free_viewed()
         except BaseException:  # a user's hook on a parameter raised, or a peer is gone
             run_hidden(self.recover)
             raise

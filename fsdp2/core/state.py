@@ -63,7 +63,7 @@ class FSDPState:
         if self.running > 1 or (len(self.modules) > 1 and module is not None and self._waits(module, backward_follows)):
             return
         for group in self.groups:
-            group.post_forward(backward_follows, failed)
+            group.post_forward(backward_follows, failed, has_run=module is not None)
         for notify in self.root.events.forward_finished:
             notify(self, backward_follows, failed)
 

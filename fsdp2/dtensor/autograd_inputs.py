@@ -9,6 +9,7 @@ torch.compile traces these functions; inside them the engine runs outside of gra
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
@@ -20,17 +21,25 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..ext.compat import find_accumulators_of
-from ..ext.owners import Owned, all_groups, sharded_owner
+from ..ext.owners import Owned, all_groups, sharded_owner, some_of
 from ..ext.unsharded_versions import UnshardedVersions
 from .differing_numbers import refuse_differing_numbers
 from .full_tensor import owner_of
 from .graph import leaf_nodes
 from .switches import is_on, off, switched
 
-_FREED = (
+_FREED_GRAPH = (
     "in a graph that an earlier backward built (create_graph=True), with another backward and a forward of the model "
     "in between. Call backward through it before that forward, or model.set_keep_unsharded_storage(True) before all."
 )
+
+
+_UNSEEN = (
+    "by a way to the loss that does not lead through an output of its module. Without saved-tensor hooks, a module is "
+    "gathered in backward only when that comes to its output. Return from the module's forward what the loss is "
+    "computed of; or leave saved-tensor hooks on: call model.set_saved_tensor_hooks(True) before the forward."
+)
+_SHAPE_READ = re.compile(r"\[torch\.[\w.]+ \[([\d, ]*)\]\]")
 
 
 def accept_sharded_inputs() -> None:
@@ -117,9 +126,21 @@ def _explain(error: RuntimeError, outputs: Any) -> None:
                 "or compute it inside `with fsdp2.full_params(model):`."
             ) from error
     if "storage of size 0" in str(error):
-        raise RuntimeError(f"backward has read an unsharded parameter after it was freed: {_FREED}") from error
-    if "modified by an inplace operation" in str(error) and any(map(_is_expired, all_groups())):
-        raise RuntimeError(f"{error} If it is an unsharded parameter, it was freed: {_FREED}") from error
+        raise RuntimeError(f"backward has read an unsharded parameter after it was freed: {_why_freed()}") from error
+    expired = [group for group in all_groups() if _is_expired(group)]
+    if "modified by an inplace operation" in str(error) and expired:
+        read = _SHAPE_READ.search(str(error))
+        sizes = sorted(map(int, read[1].replace(" ", "").split(","))) if read and read[1] else None
+        params = [param for group in expired for param in group.params]
+        names = some_of([param.name for param in params if sizes in (None, sorted(param.gathered_shape))])
+        raise RuntimeError(
+            f"{error} If it is an unsharded parameter ({names or 'a part of one'}), it was freed: {_why_freed()}"
+        ) from error
+
+
+def _why_freed() -> str:
+    has_hooks = all(group.root.settings.saved_tensor_hooks for group in all_groups())
+    return _FREED_GRAPH if has_hooks else _UNSEEN
 
 
 def _is_expired(group: Any) -> bool:

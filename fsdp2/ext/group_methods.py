@@ -304,6 +304,25 @@ class GroupMethods:
         check_bool("keep", keep)
         set_groups(self, recurse, keep_storage=keep)
 
+    def set_free_viewed_storage(self, free: bool, *, recurse: bool = True) -> None:
+        """Chooses whether unsharded parameters are freed although something has kept one, or a view of one, since a
+        forward.
+
+        By default they stay: until backward has ended where a forward with grad has left one on `ctx` of an autograd
+        function, in a list, or with hooks for saved tensors; and for as long as there is a view of one. Such readers
+        are unnoticed, and in a freed parameter they would find any values, or end the process. A warning names them
+        once (check "kept memory"). With True the memory is freed, as torch's FSDP2 does. Choose that for a module whose
+        autograd functions keep weights on `ctx`, if its own backward alone reads them: bitsandbytes' layers do so. A
+        parameter itself, other than a view, still raises an error when it is read in Python while it is freed. Where a
+        rank holds whole parameters in the dtype in which they compute, nothing is freed.
+
+        Args:
+            free: False is the default.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("free", free)
+        set_groups(self, recurse, free_viewed_storage=free)
+
 
 def groups_of_all(name: str, modules: Any) -> tuple[Any, ...]:
     """Returns the groups of `modules`, the value of the argument `name`.

@@ -67,7 +67,8 @@ def reset(root: Any) -> None:
         state.running = 0
     root.running.clear()
     root.depth = 0
-    root.saved_tensors.deactivate()
+    while root.saved_tensors.depth:
+        root.saved_tensors.deactivate()
     for group in root.groups:
         group.reshard_if_idle()
 

@@ -73,21 +73,23 @@ class ShrinkingBuffers(GroupBuffers):
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
         if self._secondary.is_filled:
-            if not self._is_allocated:
+            if not self.is_allocated:
                 self.storage.resize_(self._nbytes)
-                self._is_allocated = True
+                self.is_allocated = True
             return self._secondary.start_gather()
         return super().start_gather(comm, more_outputs, more_inputs)
 
-    def shrink(self) -> None:
-        """Frees the unsharded parameters, and keeps this rank's secondary shards, which the next gather reads."""
+    def shrink(self) -> bool:
+        """Frees the unsharded parameters, and keeps this rank's secondary shards, which the next gather reads. Returns
+        what `free` does.
+        """
         self._secondary.fill()
-        super().free()
+        return super().free()
 
-    def free(self) -> None:
+    def free(self, although_viewed: bool = False) -> bool:
         """Frees the unsharded parameters, and the secondary shards."""
         self._secondary.drop()
-        super().free()
+        return super().free(although_viewed)
 
     def hold_memory(self) -> bool:
         return super().hold_memory() or self._secondary.is_filled

@@ -85,12 +85,13 @@ def _disable(error_message: str) -> Iterator[None]:
     hooks_of_ours = getattr(active[0], "__self__", None) if active else None
     if isinstance(hooks_of_ours, SavedTensors):
         hooks_of_ours.before_absence()
+        depth = hooks_of_ours.depth
         hooks_of_ours.deactivate()
         try:
             with _disable(error_message):
                 yield
         finally:
-            hooks_of_ours.activate()
+            hooks_of_ours.activate(depth)
     else:
         with _DISABLE(error_message):
             yield

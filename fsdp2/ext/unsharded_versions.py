@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_of, version_of
+from ..core.compat import local_of, no_torch_function, version_of
 from ..core.events import Observer
 from ..core.group import FSDPParamGroup, Hold
 from .compat import set_versions
@@ -46,11 +46,15 @@ class _Versions:
     def accept(self) -> None:
         """Takes what the counters are now for valid."""
         self.is_expired = False
-        self._set_valid(tuple(map(version_of, self.tensors)))
+        self._set_valid(self._now())
+
+    def _now(self) -> tuple[int, ...]:
+        with no_torch_function():  # also of freed ones
+            return tuple(map(version_of, self.tensors))
 
     def take_written(self) -> list[str]:
         """Returns the names of those that were written to since the last call: resharding would undo it."""
-        expected, found = self.expired if self.is_expired else self.valid, tuple(map(version_of, self.tensors))
+        expected, found = self.expired if self.is_expired else self.valid, self._now()
         if found == expected:
             return []
         changed = [i for i, old, new in zip(self._indices, expected, found, strict=True) if old != new]

@@ -1,0 +1,67 @@
+"""Warns where memory of unsharded parameters is not freed, because something outside the engine can still read it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.compat import PLAIN, has_storage, num_dispatch_modes, storage_address
+from ..core.group import FSDPParamGroup
+from ..ext.owners import some_of
+from .check_times import Check
+
+_CONTAINERS = (list, tuple, dict)
+
+
+class KeptMemory(Check):
+    """Warns once for each root, and names parameters that something has kept since a forward, or a view of them."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def memory_kept(self, group: FSDPParamGroup) -> None:
+        if not self._is_said and not num_dispatch_modes():  # such as CommDebugMode keep the data of all parameters
+            self._is_said = True
+            names = some_of(dict.fromkeys(_kept_names(group))) or f"a parameter of {group}"
+            warnings.warn(
+                f"{names}: something has kept the unsharded parameter, or a view of it, since a forward (an attribute, "
+                "a list, `ctx` of an autograd function, hooks for saved tensors). So the memory of its group, "
+                f"{group.nbytes:,} bytes, is not freed before backward has ended, nor while there is a view. A view "
+                "does not follow later writes to the parameter. Keep a copy (`weight.detach().clone()`), or give the "
+                "parameter to `ctx.save_for_backward`. If only the backward of its own module reads it, call "
+                "model.set_free_viewed_storage(True): the memory is freed then. This is said once.",
+                stacklevel=2,
+            )
+
+
+def _kept_names(group: FSDPParamGroup) -> Iterator[str]:
+    parameters = group.parameters
+    yield from (group.params[i].name for i in parameters.kept)
+    buffers = parameters.buffers
+    if buffers is not None:
+        own = _tensors_of([buffers, parameters.bases, parameters.unsharded])
+        for each in gc.get_objects():
+            is_other = type(each) in PLAIN and id(each) not in own and has_storage(each)
+            if is_other and storage_address(each) == buffers.storage_id:
+                yield from (group.params[i].name for i in parameters.indices_of(each))
+
+
+def _tensors_of(roots: list[Any]) -> set[int]:
+    """Returns the identities of the tensors that lie in `roots`: in lists, and in objects of fsdp2 such as plans."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    while roots:
+        each = roots.pop()
+        if isinstance(each, Tensor):
+            found.add(id(each))
+        elif id(each) not in seen and (
+            isinstance(each, _CONTAINERS) or type(each).__module__.startswith(f"{__package__.partition('.')[0]}.")
+        ):
+            seen.add(id(each))
+            roots += [part for part in gc.get_referents(each) if not isinstance(part, (type, torch.nn.Module))]
+    return found

@@ -1,0 +1,139 @@
+"""Refuses reads of unsharded parameters whose memory is freed, or is being filled by an all-gather.
+
+An unsharded parameter is one object for as long as its module is sharded: an autograd function may keep it on `ctx`, a
+hook in a list. From reshard until the next gather has ended, its class is a FreedParameter, or a FreedDTensor, whose
+reads raise an error that names the parameter. What autograd and the engine need meanwhile (shape, `.grad`, hooks) stays
+allowed. Only the class changes: no copy is made, and nothing is called while the memory is there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from . import compat
+
+
+class FreedParameter(nn.Parameter):
+    """Is the class of an unsharded parameter while it must not be read. Each group has a subclass of its own.
+
+    `owner`: finds the GroupParameters that knows its name.
+    """
+
+    owner: ClassVar[Callable[[], Any]]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(function, args, kwargs or {})
+
+
+class FreedDTensor(DTensor):
+    """Is the same for the DTensor of tensor parallelism."""
+
+    owner: ClassVar[Callable[[], Any]]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(function, args, kwargs or {})
+
+
+def freed_class(kind: type, owner: Any) -> type | None:
+    """Returns the class of freed parameters of `owner`, a GroupParameters, whose class is `kind` otherwise; None if
+    objects of `kind` can't change their class.
+    """
+    if issubclass(kind, DTensor):
+        base: type = FreedDTensor
+    elif kind is nn.Parameter or (issubclass(kind, nn.Parameter) and not hasattr(kind, "__tensor_flatten__")):
+        base = FreedParameter
+    else:
+        return None
+    return type(base.__name__, (base,), {"owner": weakref.ref(owner), "__module__": __name__})
+
+
+def _call(function: Any, args: Any, kwargs: Any) -> Any:
+    if function in _allowed():
+        with compat.no_torch_function():
+            return function(*args, **kwargs)
+    if function in (Tensor.__repr__, Tensor.__format__):
+        return f"<unsharded parameter {_name(args[0])}, which is freed>"
+    names = ", ".join(dict.fromkeys(map(_name, _freed_among([args, kwargs]))))
+    raise RuntimeError(
+        f"{names}: the unsharded parameter was read after it was freed, or while it is being gathered (by "
+        f"{getattr(function, '__qualname__', None) or function}). Something has kept it since a forward: a list, a "
+        "hook, an attribute, `ctx` of an autograd function. Keep a copy instead (`weight.detach().clone()`), give it "
+        "to `ctx.save_for_backward` in an autograd function, or read it inside `with fsdp2.full_params(module):`."
+    )
+
+
+def _name(freed: Any) -> str:
+    owner = type(freed).owner()
+    found = "a parameter" if owner is None else owner.name_of(freed)
+    return str(found)
+
+
+def _freed_among(values: Any) -> Iterator[Any]:
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, (FreedParameter, FreedDTensor)) and hasattr(type(value), "owner"):
+            yield value
+        elif isinstance(value, (list, tuple, dict)):
+            yield from _freed_among(value)
+
+
+_READ = (
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "output_nr", "retains_grad"),
+    *("is_leaf", "requires_grad", "grad", "_grad", "grad_fn", "grad_dtype", "_version", "_base"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    *("is_cpu", "is_cuda", "is_xpu", "is_mps", "is_mtia", "is_meta", "is_sparse", "is_sparse_csr", "is_nested"),
+    *("is_quantized", "is_mkldnn", "is_ipu", "is_maia", "is_vulkan"),
+)
+_WRITTEN = ("grad", "_grad", "requires_grad", "grad_dtype", "_backward_hooks", "_post_accumulate_grad_hooks")
+_METHODS = (
+    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference"),
+    *("is_same_size", "has_names", "__len__", "requires_grad_", "retain_grad", "register_hook"),
+    *("register_post_accumulate_grad_hook", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+)
+_FUNCTIONS = (
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "numel"),
+    *("is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference", "result_type"),
+)
+
+
+@cache
+def _allowed() -> frozenset[Any]:
+    """The functions that read or write no element of a parameter."""
+    found: list[Any] = [torch.autograd.backward, torch.autograd.grad]
+    for names, part in ((_READ, "__get__"), (_WRITTEN, "__set__"), (("grad", "_grad"), "__delete__")):
+        found += [getattr(getattr(Tensor, each), part, None) for each in names if hasattr(Tensor, each)]
+    found += [getattr(Tensor, each) for each in _METHODS if hasattr(Tensor, each)]
+    found += [getattr(torch, each) for each in _FUNCTIONS if hasattr(torch, each)]
+    return frozenset(each for each in found if each is not None)
+
+
+class Readability:
+    """Changes the classes of the unsharded parameters of one group: to freed ones, and back.
+
+    `owner`: the GroupParameters that knows their names. Those whose memory is never freed are none of `parameters`.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], owner: Any) -> None:
+        of_kind = {kind: freed_class(kind, owner) for kind in dict.fromkeys(map(type, parameters))}
+        rows = [(each, type(each), of_kind[type(each)]) for each in parameters]
+        self._rows: list[tuple[Any, type, type]] = [(each, kind, freed) for each, kind, freed in rows if freed]
+        self.are_readable = True
+
+    def allow(self, readable: bool) -> None:
+        """Lets the parameters be read, or has reads of them raise."""
+        if readable is not self.are_readable:
+            self.are_readable = readable
+            for parameter, kind, freed in self._rows:
+                parameter.__class__ = kind if readable else freed
+
+
+NOTHING_TO_REFUSE = Readability((), None)
