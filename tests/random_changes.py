@@ -151,6 +151,7 @@ SETTINGS: list[tuple[str, Any]] = [
     ("set_reshard_after_backward", True),
     ("set_keep_unsharded_storage", True),
     ("set_keep_unsharded_storage", False),
+    ("set_free_viewed_storage", True),
     ("set_force_sum_reduction_for_comms", True),
     ("set_separate_reduce_scatter_group", True),
     ("set_reduce_scatter_max_input_buffers", 3),

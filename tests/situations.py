@@ -6,6 +6,7 @@ situation's name in the printed table.
 """
 
 import copy
+import functools
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -1028,6 +1029,75 @@ def plain_gradient_by_hand(side: Side) -> None:
         parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
     loss_of(model(side.batch(0))).backward()
     side.grads("all", model)
+
+
+class KeepsOnCtx(torch.autograd.Function):
+    """Computes x @ weight.T, and keeps the weight on `ctx`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad @ ctx.weight, grad.T @ ctx.x
+
+
+class Sided(nn.Module):
+    """Its blocks' losses leave by attributes: backward comes to them before it comes to an output."""
+
+    def __init__(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem, self.multiply = nn.Linear(5, 5), multiply
+        self.blocks = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
+        for block in self.blocks:
+            block.forward = functools.partial(self.run, block)  # type: ignore[assignment]
+
+    def run(self, block: Any, x: Tensor) -> Tensor:
+        passed_on = x * 2
+        block.side = self.multiply(self.multiply(x, block.weight).tanh(), block.weight).square().mean()
+        return passed_on
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, output: Tensor) -> Tensor:
+        return loss_of(output) + sum(block.side for block in self.blocks)  # type: ignore[misc, operator]
+
+
+@ends(EXACT)
+def weights_kept_on_ctx(side: Side) -> None:
+    """An autograd function that keeps its weight on `ctx`, and an auxiliary loss that comes to it first"""
+    model = shard(side, Sided(KeepsOnCtx.apply))
+    model.loss(model(side.batch(0))).backward()
+    for name, param in model.named_parameters():
+        side.value(name, param.grad)
+
+
+@ends(EXACT)
+def saved_tensor_hooks_of_ones_own(side: Side) -> None:
+    """Saved-tensor hooks of one's own around a forward, and an auxiliary loss"""
+    model = shard(side, Sided(nn.functional.linear))
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        output = model(side.batch(0))
+    model.loss(output).backward()
+    for name, param in model.named_parameters():
+        side.value(name, param.grad)
+
+
+@ends(EXACT)
+def views_kept_by_a_hook(side: Side) -> None:
+    """A view of a weight that a forward hook keeps, read after an evaluation"""
+    model = shard(side, Net())
+    kept: list[Tensor] = []
+    model.blocks[0].up.register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+    with torch.no_grad():
+        side.rows("output", model(side.batch(0)))
+    side.value("kept", kept[0].clone())
 
 
 # ---- parameters that nobody manages

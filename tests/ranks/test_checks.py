@@ -141,6 +141,14 @@ def computes_with_a_former_parameter() -> None:
     weight.sum().backward()
 
 
+def keeps_weights() -> None:
+    model, kept = build(), []
+    model[0].linear.register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model)
+
+
 FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "optimizers in backward": (steps_where_autograd_accumulates, "_apply_optimizer_in_backward would never step"),
     "empty memory": (initialises_nothing, "to_empty gave it memory, and nobody has initialised it"),
@@ -152,6 +160,7 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "written unsharded parameters": (changes(scale), "0.linear.weight was modified in place during forward"),
     "moved data": (changes(assign_data), "0.linear.weight was modified in place during forward"),
     "unseen writes": (changes(scale_data, steps=2), "0.linear.weight was modified in place during forward"),
+    "kept memory": (keeps_weights, "0.linear.weight: something has kept the unsharded parameter, or a view of it"),
     "entry points": (calls_a_module_inside, r"model\[0\].linear .* was called while its parameters are sharded"),
     "partial settings": (divides_apart, "The gradients of one model are divided in several ways"),
     "original parameters": (computes_with_a_former_parameter, "something has computed with what Sequential's"),

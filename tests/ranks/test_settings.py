@@ -145,6 +145,7 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
     "separate group": lambda model: model.set_separate_reduce_scatter_group(),
     "further backwards": lambda model: model.set_is_last_backward(False),
     "keep storage": lambda model: model.set_keep_unsharded_storage(True),
+    "free viewed storage": lambda model: model.set_free_viewed_storage(True),
 }
 
 

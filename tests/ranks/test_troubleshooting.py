@@ -96,6 +96,15 @@ def inner_module() -> None:
     shard(build()).block[0](torch.ones(2, 8))
 
 
+@says("the unsharded parameter was read after it was freed")
+def kept_weight() -> None:
+    model, kept = shard(build()), []
+    model.block[0].register_forward_hook(lambda module, *_: kept.append(module.weight))
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    kept[0].norm()
+
+
 @says("got mixed torch.Tensor and DTensor")
 def functional() -> None:
     nn.functional.linear(torch.ones(2, 8), shard(build()).head.weight)

@@ -8,6 +8,7 @@ test_settings_on_topologies.py has the other topologies.
 import dataclasses
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -177,6 +178,21 @@ def groups_hooked(configure: Callable[[Any], object], make: Callable[[], Any]) -
     return {{4: "root", 8: "b0", 16: "b1"}[numel] for numel in hooked}
 
 
+def groups_whose_viewed_memory_is_freed(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
+    """Those of which nothing is left after an evaluation, while a hook has a view of each weight."""
+    model, kept = make(), []
+    configure(model)
+    for group in groups_below(model):
+        for param in group.params[:1]:
+            module, name = param.slots[0].module, param.slots[0].name
+            module.register_forward_hook(lambda module, *_, name=name: kept.append(getattr(module, name).detach()))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model(torch.ones(2, 4))
+    sizes = {group.name: group.parameters.buffers.storage.nbytes() for group in groups_below(model) if group.params}
+    return {name for name, nbytes in sizes.items() if not nbytes}
+
+
 def groups_that_raise_the_limit(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
     """The largest number counts, so each group's own is what is in force when the others' are 1."""
     names = set()
@@ -205,6 +221,7 @@ RECURSIVE = {
     "set_all_reduce_hook": Recursive(lambda reduced: hooked.append(reduced.numel()), changed=groups_hooked),
     "set_separate_reduce_scatter_group": Recursive(True),
     "set_keep_unsharded_storage": Recursive(True),
+    "set_free_viewed_storage": Recursive(True, changed=groups_whose_viewed_memory_is_freed),
 }
 
 
@@ -836,6 +853,22 @@ def test_an_accumulation_without_resharding_gathers_once() -> None:
     lines.clear()
     backward(model)
     assert sorted(gathers(lines)) == ["b0", "b1", "root"]
+
+
+def test_viewed_storage_is_freed_if_the_user_wants_that() -> None:
+    """set_free_viewed_storage: while a hook has a view of a weight."""
+
+    def is_left(free: bool) -> bool:
+        model, kept = build(reshard_after_forward=True), []
+        model.set_free_viewed_storage(free)
+        model.b0.register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(torch.ones(2, 4))
+        return groups_below(model.b0)[0].parameters.buffers.storage.nbytes() > 0
+
+    assert is_left(False)
+    assert not is_left(True)
 
 
 def test_kept_storage_has_a_stable_address() -> None:
