@@ -46,6 +46,21 @@ def test_a_link_leads_somewhere(file: str, link: str) -> None:
         assert anchor in anchors(target)
 
 
+def test_the_contents_of_the_guides_list_every_section() -> None:
+    """By links. A section of the second level has one of its own."""
+    contents, _, rest = TEXTS["examples/README.md"].partition("\n## ")
+    linked = re.findall(r"\]\(#([^)]+)\)", contents)
+    code = re.sub(r"```.*?```", "", f"## {rest}", flags=re.DOTALL)
+    headings = re.findall(r"^## (.*)$", code, re.M)
+    wanted = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert wanted - {*linked} == set()
+
+
+def test_tables_for_users_name_no_tests() -> None:
+    rows = [line for line in FOR_USERS.splitlines() if line.startswith("|")]
+    assert [row for row in rows if re.search(r"\btest_\w+", row)] == []
+
+
 def test_the_public_api_is_small() -> None:
     assert len(TEXTS["README.md"].splitlines()) < 200
 
