@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from ..core.events import Observer
-from ..core.group import FSDPParamGroup
-from ..core.state import STATE, FSDPState, require_state, state_of
-from ..ext.compat import ComposableState, register_composable
+from ..core.group import COPIED, FSDPParamGroup
+from ..core.policy import Hold
+from ..core.state import STATE, FSDPState, names_below, require_state, state_of
+from ..ext.compat import ComposableState, is_traced, register_composable
 from ..ext.passes import finalize, reduce_unsynchronized
 
 # The attribute in which a state holds its TorchState, so that it stays the same object: torch's table does not keep
@@ -93,10 +95,39 @@ class TorchState(ComposableState):
         finalize(root)
 
 
+class ForwardsNeedAllRanks:
+    """Is the attribute `_is_fsdp_managed_module` of each module in a sharded one. torch sets it to True.
+
+    It is true if a forward may gather parameters, so that all ranks must run it. `generate` of Transformers then goes
+    on until the texts of all ranks have ended, and speech models run all layers in spite of layer drop. It is false
+    inside `full_params` around the whole model, between `unshard` and `reshard` of all groups, and where nothing is
+    sharded. It is also false while torch.compile traces a module, which would leave out its guards on parameters. A
+    copy is False: the copy of a sharded model gets one of its own.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root: weakref.ref[Any] = weakref.ref(root)
+
+    def __bool__(self) -> bool:
+        root = self._root()
+        return root is not None and not is_traced() and any(map(_may_gather, root.groups))
+
+    def __reduce__(self) -> Any:
+        return bool, ()
+
+
+def _may_gather(group: FSDPParamGroup) -> bool:
+    is_lent = group.phase is COPIED or group.state.running > 0 or group.hold is Hold.USER
+    return bool(group.params) and group.mesh.size > 1 and not is_lent
+
+
 class RegisteredStates(Observer):
     """Registers sharded modules with torch's other composable APIs, under a TorchState for each FSDPState."""
 
     def attached(self, root: Any) -> None:
+        needs_all_ranks = ForwardsNeedAllRanks(root)
+        for module in names_below(root.state.modules):
+            module.__dict__["_is_fsdp_managed_module"] = needs_all_ranks
         states: list[FSDPState] = root.states
         for state in states:
             for module in state.modules:

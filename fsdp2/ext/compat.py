@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.autograd import graph, profiler
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
@@ -151,6 +152,11 @@ def register_composable(module: nn.Module, state: ComposableState, name: str) ->
 
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
     _module_state_mapping[module] = weakref.ref(state)
+
+
+def is_traced() -> bool:
+    """Returns True while torch.compile traces code on this thread, and asks objects what they are."""
+    return TracingContext.try_get() is not None
 
 
 def is_shared_with_ddp(module: nn.Module) -> bool:
