@@ -22,6 +22,14 @@ class Code(NamedTuple):
         return compile("\n" * (self.line - 1) + self.source, self.file, "exec")
 
 
+CLIENTS = ("transformers", "accelerate", "peft", "trl", "lightning", "timm", "open_clip")
+"""Libraries that snippets import, and that tests/clients has."""
+
+
+def clients_of(block: Code) -> set[str]:
+    return set(re.findall(rf"^(?:from|import) ({'|'.join(CLIENTS)})\b", block.source, re.M))
+
+
 def _sections(path: Path) -> Iterator[tuple[str, int, str, bool]]:
     """Yields each line with the heading above it, its number, and True if it is in a fenced block."""
     heading, fenced = "", False

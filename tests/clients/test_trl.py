@@ -24,15 +24,6 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Every token is a number."""
-    words = {str(token): token for token in range(tiny_llama.VOCAB)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "0", "eos_token": "1", "unk_token": "0"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-
-
 def options(folder: Path, output: Path, fsdp: bool) -> dict[str, Any]:
     """Of every trainer: batches in order, plain SGD."""
     arguments = {
@@ -111,7 +102,7 @@ def trains(
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_trainers(implementation: str, tmp_path: Path) -> None:
     folder = tiny_llama.save(transformers.LlamaConfig(**tiny_llama.SIZES), tmp_path / "model")
-    save_tokenizer(folder)
+    tiny_llama.save_tokenizer(folder)
     plain = alone(lambda: tiny_llama.train(tiny_llama.load(folder), clip=True).values)
     checks: list[tuple[str, Callable[[], None]]] = []
     checks.append(("sft", partial(trains, implementation, plain, sft, folder, tmp_path / "sft")))

@@ -26,6 +26,18 @@ def save(config: Any, folder: Path) -> Path:
     return folder
 
 
+def save_tokenizer(folder: Path, vocab: int = VOCAB) -> None:
+    """Every token is a number. Also before the fork."""
+    import tokenizers
+    import transformers
+
+    words = {str(token): token for token in range(vocab)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "0", "eos_token": "1", "unk_token": "0"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
 def load(folder: Path, **options: Any) -> Any:
     import transformers
 

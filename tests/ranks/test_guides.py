@@ -21,16 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from documents import ROOT, Code, code_blocks
+from documents import ROOT, Code, clients_of, code_blocks
 from helpers import alone, assert_same, full, run_checks
 from programs import run_forked
 
 GROUND, *SNIPPETS = code_blocks(ROOT / "examples" / "README.md")
 Names = dict[str, Any]
 CHECKS: dict[str, tuple[int, Callable[[Names], None]]] = {}
-BY_CLIENTS = {
-    block.heading for block in SNIPPETS if re.search(r"^from (transformers|accelerate|peft)\b", block.source, re.M)
-}
+BY_CLIENTS = {block.heading for block in SNIPPETS if clients_of(block)}
 
 
 def guide(heading: str, ranks: int = 2) -> Callable[[Callable[[Names], None]], Callable[[Names], None]]:
@@ -138,6 +136,19 @@ def batches(names: Names) -> None:
     names["loss_of"](expected, rows).backward()
     for (name, param), other in zip(names["model"].named_parameters(), expected.parameters(), strict=True):
         assert_same(param.grad, other.grad, 1e-5, 1e-6, name)
+
+
+@guide("Ranks with different numbers of batches")
+def different_numbers_of_batches(names: Names) -> None:
+    """Each step is one on the batches that are there."""
+    model, ranks = plain_model(names), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        rows = whole(step, ranks)
+        names["loss_of"](model, rows if step == 0 else rows[:4]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(names["model"], model)
 
 
 @guide("Accumulation, clipping and learning rate")

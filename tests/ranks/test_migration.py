@@ -486,8 +486,28 @@ def nothing_to_choose() -> None:
 
 
 @row("DDP", "`join()`, for ranks with different numbers of batches")
-def no_join() -> None:
-    assert not hasattr(replicate(build()), "join")
+def fewer_batches() -> None:
+    """The mean is one over all ranks, as in DDP's `join`: a rank without a batch counts as a gradient of zero."""
+    for model in (replicate(build()), shard(build())):
+        optimizer, ranks, rank = sgd(model), dist.get_world_size(), dist.get_rank()
+        count, step, has_batch = 3 if rank == 0 else 1, 0, torch.ones(())
+        while has_batch > 0:
+            loss = mean_loss(model(own(min(step, count - 1))))
+            (loss if step < count else loss * 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            has_batch = torch.tensor(float(step < count))
+            dist.all_reduce(has_batch)
+        assert step == 3
+        expected: Any = build()
+        optimizer = sgd(expected)
+        for each in range(3):
+            rows = [shard_batch(batch(each), r, ranks) for r in range(ranks if each == 0 else 1)]
+            (sum(mean_loss(expected(part)) for part in rows) / ranks).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_like(model, expected)
 
 
 # ---- DeepSpeed -----------------------------------------------------------------------------------------------------
