@@ -320,7 +320,8 @@ def fabric(names: Names) -> None:
 @guide("Lightning")
 def lightning_trainer(names: Names) -> None:
     assert names["trainer"].global_step == 3
-    assert_like(values(names["lit"].model), values(trained_model(names, steps=3)), 1e-5)
+    assert_like(values(names["lit"].model), values(trained_model(names, steps=3, clip=0.1)), 1e-5)
+    assert {path.suffix for path in Path("lit").iterdir()} >= {".distcp"}
 
 
 def trained_model(names: Names, steps: int, accumulated: int = 1, clip: float | None = None) -> nn.Module:

@@ -1,8 +1,11 @@
-"""Tests trl: `SFTTrainer` on a whole model and on adapters, `DPOTrainer` with a frozen reference model.
+"""Tests trl: `SFTTrainer` on a whole model and on adapters, `DPOTrainer` with a frozen reference model, and the weights
+that trl sends to vLLM.
 
-The oracle of the first is plain training; that of the others is the trainer itself, in one process without sharding.
+The oracle of the first is plain training; that of the trainers is the trainer itself, in one process without sharding.
 """
 
+import contextlib
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -110,3 +113,47 @@ def test_trainers(implementation: str, tmp_path: Path) -> None:
         unsharded = alone(lambda make=make: trained(make(folder, tmp_path / "unsharded", False)).values)
         checks.append((f"{make}", partial(trains, implementation, unsharded, make, folder, tmp_path / "sharded")))
     run_checks(2, checks, timeout=120)
+
+
+# ---- the weights that trl sends to vLLM ------------------------------------------------------------------------------
+
+
+def adapted(folder: Path, **options: Any) -> Any:
+    torch.manual_seed(3)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **options)
+    return peft.get_peft_model(tiny_llama.load(folder), lora)
+
+
+def sends(implementation: str, folder: Path, **options: Any) -> None:
+    """Its own walk over a sharded model, whose adapters it merges and takes out again: rounding of the base is left."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    with using(implementation):
+        from torch.distributed.fsdp import fully_shard
+
+        plain, model = adapted(folder, **options), adapted(folder, **options)
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        assert_sharded(model, implementation, at_least=3)
+        walk = VLLMGeneration.__new__(VLLMGeneration)
+        walk.model, walk.accelerator = model, types.SimpleNamespace(device="cpu")
+        gather = lambda params: contextlib.nullcontext()  # noqa: E731
+        walk._dist = types.SimpleNamespace(is_fsdp=True, fsdp_version=2, gather_params=gather)
+        with torch.no_grad():
+            sent = {name: weight.clone() for name, weight in walk._iter_named_params()}
+        record = Record()
+        record.add_params(model.named_parameters())
+        record.assert_like(dict(plain.named_parameters()), 1e-6, 1e-6)
+        expected = plain.merge_and_unload().state_dict()
+        assert sent.keys() == expected.keys()
+        assert [name for name, weight in sent.items() if not torch.equal(weight, expected[name])] == []
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_that_are_sent(implementation: str, tmp_path: Path) -> None:
+    folder = tiny_llama.save(transformers.LlamaConfig(**tiny_llama.SIZES), tmp_path / "model")
+    cases: list[dict[str, Any]] = [{}, {"modules_to_save": ["lm_head"]}]
+    if implementation == "fsdp2":  # torch's FSDP2 sends other weights
+        cases.append({"use_dora": True})
+    run_checks(2, [(f"{options}", partial(sends, implementation, folder, **options)) for options in cases])
