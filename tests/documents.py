@@ -22,7 +22,7 @@ class Code(NamedTuple):
         return compile("\n" * (self.line - 1) + self.source, self.file, "exec")
 
 
-CLIENTS = ("transformers", "accelerate", "peft", "trl", "lightning", "timm", "open_clip")
+CLIENTS = ("transformers", "accelerate", "peft", "trl", "bitsandbytes", "lightning", "timm", "open_clip")
 """Libraries that snippets import, and that tests/clients has."""
 
 

@@ -11,6 +11,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,13 @@ from documents import ROOT, Code, clients_of, code_blocks
 from fsdp2 import FSDPModule, fully_shard
 from helpers import alone, assert_same, full, run_checks
 
+
+def optional(name: str) -> Any:
+    """Each test skips itself where a library is missing that it needs."""
+    return import_module(name) if find_spec(name) is not None else None
+
+
+transformers, peft, bitsandbytes = optional("transformers"), optional("peft"), optional("bitsandbytes")
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
 GROUND, *SNIPPETS = code_blocks(ROOT / "examples" / "README.md")
@@ -35,7 +44,7 @@ Oracle = Callable[[Code], Any]
 # Heading -> for each of its snippets a check of what it has made, and what runs it in one process to compare with.
 CHECKS: dict[str, list[tuple[Callable[..., None], Oracle | None]]] = {}
 HUGGING_FACE, TRL = {"transformers", "accelerate", "peft"}, {"transformers", "accelerate", "peft", "trl"}
-FAMILIES = [HUGGING_FACE, TRL, {"lightning"}, {"timm"}, {"open_clip"}]
+FAMILIES = [HUGGING_FACE, TRL, HUGGING_FACE | {"bitsandbytes"}, {"lightning"}, {"timm"}, {"open_clip"}]
 PROGRAM = "accelerate launch"
 
 
@@ -135,8 +144,6 @@ def loaded_experts(names: Names) -> None:
 
 @guide("Adapters")
 def adapters(names: Names) -> None:
-    import peft
-
     torch.manual_seed(0)
     plain = peft.get_peft_model(tiny_llama.load(Path("llama")), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     expected = values(trained_plainly(plain))
@@ -199,8 +206,6 @@ def resumed(names: Names, expected: Names) -> None:
 
 @guide("trl", in_one_process)
 def sft(names: Names, expected: Names) -> None:
-    import peft
-
     model = names["trainer"].model
     assert_like(values(model), expected["values"])
     assert {"lora_A", "modules_to_save"} <= {part for name in expected["values"] for part in name.split(".")}
@@ -252,7 +257,6 @@ def weights_of_experts(names: Names) -> None:
     engine.load_weights(names["named_weights"](names["model"], torch.float32))
     engine.assert_has(expected)
     assert_like(names["engine"], {name: tensor.bfloat16() for name, tensor in expected.items()}, 0)
-    transformers = pytest.importorskip("transformers")
     tied = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_llama.SIZES, tie_word_embeddings=True))
     assert "lm_head.weight" not in [name for name, _ in names["named_weights"](fully_shard(tied))]
 
@@ -260,8 +264,6 @@ def weights_of_experts(names: Names) -> None:
 @guide("Weights to vLLM and SGLang")
 def merged_adapters(names: Names) -> None:
     """As peft merges them, to the bit; the model keeps its base and its adapters."""
-    import peft
-
     plain = adapted(names["lora"])
     merged = {
         name: tensor.bfloat16() for name, tensor in adapted(names["lora"]).merge_and_unload().state_dict().items()
@@ -282,8 +284,6 @@ def merged_adapters(names: Names) -> None:
 
 
 def adapted(config: Any) -> Any:
-    import peft
-
     torch.manual_seed(0)
     return peft.get_peft_model(tiny_llama.load(Path("llama")), config)
 
@@ -408,14 +408,8 @@ def run(block: Code, judge: Callable[..., None], folder: Path, expected: Any) ->
         judge(*([names] if expected is None else [names, expected]))
 
 
-def family_of(block: Code) -> set[str]:
-    return next(family for family in FAMILIES if clients_of(block) <= family)
-
-
 def make_folder(folder: Path) -> Path:
     """With a tiny Llama, a tiny model with experts, and a tokenizer."""
-    import transformers
-
     config = transformers.LlamaConfig(**tiny_llama.SIZES | {"vocab_size": 32, "pad_token_id": 0, "eos_token_id": 1})
     tiny_llama.save(config, folder / "llama")
     sizes = {"vocab_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4}
@@ -429,7 +423,14 @@ def test_every_snippet_has_a_check() -> None:
     assert Counter(block.heading for block in BLOCKS) == {heading: len(checks) for heading, checks in CHECKS.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: "-".join(sorted(family)))
+def family_of(block: Code) -> set[str]:
+    return next(family for family in FAMILIES if clients_of(block) <= family)
+
+
+NEEDED = [family for family in FAMILIES if any(family_of(block) == family for block in BLOCKS)]
+
+
+@pytest.mark.parametrize("family", NEEDED, ids=lambda family: "-".join(sorted(family)))
 def test_snippets_train_like_a_plain_model(family: set[str], tmp_path: Path) -> None:
     for library in sorted(family):
         pytest.importorskip(library)
@@ -441,7 +442,8 @@ def test_snippets_train_like_a_plain_model(family: set[str], tmp_path: Path) -> 
             continue
         folder = make_folder(tmp_path / str(i)) if "transformers" in family else tmp_path
         expected = oracle and alone(partial(_in, make_folder(tmp_path / f"{i} alone"), oracle, block))
-        checks.append((f"{block.heading}: {judge.__name__}", partial(run, block, judge, folder, expected)))
+        name = getattr(judge, "__name__", f"{judge}")
+        checks.append((f"{block.heading}: {name}", partial(run, block, judge, folder, expected)))
     run_checks(2, checks, timeout=120)
 
 
