@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -35,10 +36,36 @@ from .stream_buckets import (
 __all__ = ["ParamBucket", "ParamStream", "StreamVersion", "stream_full_params"]
 
 
+class FreedTensor(Tensor):
+    """Is the class of a bucket's tensors when its memory is freed: a read raises, instead of ending the process.
+
+    `text`: what the error says.
+    """
+
+    text: str
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (Tensor.untyped_storage, Tensor.size, Tensor.shape.__get__):  # type: ignore[attr-defined]
+            return super().__torch_function__(function, types, args, kwargs)
+        text = _first_freed([args, kwargs]).text
+        if function in (Tensor.__repr__, Tensor.__format__):
+            return f"<tensor of {text}>"
+        raise RuntimeError(text)
+
+
+def _first_freed(value: Any) -> Any:
+    """Returns the first FreedTensor in `value`, or None."""
+    if isinstance(value, (list, tuple, dict)):
+        inside = map(_first_freed, value.values() if isinstance(value, dict) else value)
+        return next((each for each in inside if each is not None), None)
+    return value if isinstance(value, FreedTensor) else None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class ParamBucket:
     """Holds some whole parameters of a model, or what has changed of them. Tensors have no data once the next bucket is
-    asked for: copy what you keep.
+    asked for, and raise when they are read then: copy what you keep.
 
     Args:
         names: the FQN of each parameter, as in `named_parameters`; of a tied one, the first.
@@ -59,6 +86,7 @@ class ParamBucket:
     flat: Tensor | None
     indices: Tensor | None
     counts: tuple[int, ...]
+    _views: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
 
     def __repr__(self) -> str:
         kind = "whole" if self.indices is None else "changes of"
@@ -66,12 +94,24 @@ class ParamBucket:
 
     def _flat_with_data(self) -> Tensor:
         assert self.flat is not None, "this rank gets values"
-        if self.flat.numel() and not self.flat.untyped_storage().nbytes():
-            raise RuntimeError(
-                f"{self}: its memory was freed when the next bucket was asked for, or the stream was closed. Use each "
-                "bucket inside the loop, and copy what you keep."
-            )
+        if isinstance(self.flat, FreedTensor):
+            raise RuntimeError(self.flat.text)
         return self.flat
+
+    def _free(self) -> None:
+        """Frees the memory, whoever refers to it."""
+        text = (
+            f"{self}: its memory was freed when the next bucket was asked for, or the stream was closed. Use each "
+            "bucket inside the loop, and copy what you keep."
+        )
+        delivered = [self.flat, self.indices, *[view() for view in self._views]]
+        for tensor in delivered:
+            if tensor is not None:
+                tensor.untyped_storage().resize_(0)
+        for tensor in delivered:
+            if tensor is not None:
+                tensor.__class__ = FreedTensor
+                tensor.text = text  # type: ignore[attr-defined]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -83,6 +123,7 @@ class ParamBucket:
         parts: Sequence[Tensor] = self._flat_with_data().split(self.counts)
         if self.indices is None:
             parts = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        self._views.extend(map(weakref.ref, parts))
         return {name: part for names, part in zip(self.all_names, parts, strict=True) for name in names}
 
     def write_to(self, targets: Mapping[str, Tensor]) -> None:
@@ -280,7 +321,7 @@ class ParamStream:
         self._buckets = self._plan(bucket_bytes)
         self._position, self._is_closed = 0, False
         self._pending: Any = None
-        self._memory: tuple[Tensor | None, ...] = ()
+        self._delivered: ParamBucket | None = None
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -314,9 +355,8 @@ class ParamStream:
             self._start(written)
         if written or filled.problem:
             self._fail(written or filled.problem)
-        self._memory = filled.flat, filled.indices
         sources = bucket.sources
-        return ParamBucket(
+        self._delivered = ParamBucket(
             names=tuple(source.names[0] for source in sources),
             all_names=tuple(source.names for source in sources),
             shapes=tuple(source.shape for source in sources),
@@ -325,6 +365,7 @@ class ParamStream:
             indices=filled.indices,
             counts=tuple(filled.counts),
         )
+        return self._delivered
 
     @hides_modes
     def close(self) -> None:
@@ -401,11 +442,10 @@ class ParamStream:
         )
 
     def _free(self) -> None:
-        """Frees the bucket that was delivered last, whoever refers to it."""
-        memory, self._memory = self._memory, ()
-        for tensor in memory:
-            if tensor is not None:
-                tensor.untyped_storage().resize_(0)
+        """Frees the bucket that was delivered last."""
+        delivered, self._delivered = self._delivered, None
+        if delivered is not None:
+            delivered._free()
 
 
 def _cut(sized: Sequence[tuple[Source, int]], bucket_bytes: int) -> list[list[Source]]:

@@ -139,16 +139,30 @@ def buckets_describe_themselves() -> None:
 
 
 def the_memory_of_the_last_bucket_is_freed() -> None:
-    """Its tensors raise when they are used: they never hold the values of another bucket."""
+    """Its tensors raise when they are read, however they were kept: they never hold the values of another bucket."""
     _, model = made()
     stream = stream_full_params(model, bucket_bytes=1)
     first = next(stream)
-    assert first.flat is not None
-    assert first.flat.untyped_storage().nbytes() > 0
+    flat, kept = first.flat, list(first.tensors.items())
+    assert flat is not None
+    assert flat.untyped_storage().nbytes() > 0
     next(stream)
-    assert first.flat.untyped_storage().nbytes() == 0
-    with pytest.raises(RuntimeError, match=r"ParamBucket: whole .* its memory was freed when the next bucket"):
-        _ = first.tensors
+    assert flat.untyped_storage().nbytes() == 0
+    ((name, tensor), *_) = kept
+    reads: list[Callable[[], object]] = [
+        lambda: first.tensors,
+        lambda: first.write_to({name: torch.zeros(tensor.shape)}),
+        lambda: tensor.sum(),
+        lambda: torch.zeros(tensor.shape).copy_(tensor),
+        lambda: torch.cat([torch.zeros(1), flat]),
+        lambda: tensor[0],
+        lambda: tensor.tolist(),
+        lambda: tensor.data,
+    ]
+    for read in reads:
+        with pytest.raises(RuntimeError, match=r"ParamBucket: whole .* its memory was freed when the next bucket"):
+            read()
+    assert "its memory was freed" in repr(kept)
     stream.close()
     stream.close()
     assert next(stream, None) is None
