@@ -312,6 +312,16 @@ def data_written_in_a_block(side: Side) -> None:
     writes_data_in_full_params(side)
 
 
+@ends(LOUD, "copy what you keep", only_ours=True)
+def list_of_streamed_weights(side: Side) -> None:
+    """A list of all weights that `stream_full_params` delivers, read after the loop"""
+    model = shard(side, Net())
+    kept = list(model.parameters())
+    if side.is_sharded:
+        kept = [each for bucket in side.library.stream_full_params(model) for each in bucket.tensors.values()]
+    side.rows("output", model(side.batch(0)) * sum(float(each.detach().norm()) for each in kept))
+
+
 @ends(EXACT)
 def rows_of_a_gradient_cleared(side: Side) -> None:
     """Only some rows of an embedding are trained: `weight.grad[:5].zero_()`"""
