@@ -193,15 +193,29 @@ guide("LoRA with peft")(adapters)
 @guide("Resuming, and the best model", in_one_process)
 def resumed(names: Names, expected: Names) -> None:
     """The best model is not the last one; `again` repeats what `trainer` has trained after its second step."""
+    best = assert_best(names, expected)
+    assert_like(values(tiny_llama.load(Path("best"))), expected["values"])
+    # The same with whole tensors, which the first rank writes, in files that `from_pretrained` reads.
+    (block,) = (block for block in BLOCKS if block.heading == "Resuming, and the best model")
+    whole: Names = {"__name__": block.heading}
+    exec(GROUND.compiled(), whole)
+    exec(block.source.replace("SHARDED_STATE_DICT", "FULL_STATE_DICT").replace('"runs', '"whole'), whole)
+    assert_best(whole, expected)
+    assert_like(values(tiny_llama.load(Path("whole") / best)), expected["values"])
+
+
+def assert_best(names: Names, expected: Names) -> str:
+    """Returns the name of the best checkpoint."""
     for each in names["trainer"], names["again"]:
         losses = [entry["eval_loss"] for entry in each.state.log_history if "eval_loss" in entry]
         assert losses == pytest.approx(expected["losses"], rel=1e-4)
         assert min(losses) < losses[-1], "the last is the best: choose other data"
         assert_like(values(each.model), expected["values"])
     best = f"checkpoint-{2 + 2 * losses.index(min(losses))}"
+    folder = Path(names["again"].args.output_dir)
     assert Path(names["again"].state.best_model_checkpoint).name == best
-    assert {path.name for path in Path("runs").iterdir()} == {best, "checkpoint-6"}
-    assert_like(values(tiny_llama.load(Path("best"))), expected["values"])
+    assert {path.name for path in folder.iterdir()} == {best, "checkpoint-6"}
+    return best
 
 
 @guide("trl", in_one_process)
