@@ -268,11 +268,14 @@ def weights_of_experts(names: Names) -> None:
     expected = load_file("moe/model.safetensors")
     assert "model.layers.0.mlp.experts.3.up_proj.weight" in expected
     engine = StandIn(expected)
-    engine.load_weights(names["named_weights"](names["model"], torch.float32))
+    for weights in names["named_weights"](names["model"], torch.float32):
+        engine.load_weights(weights)
     engine.assert_has(expected)
     assert_like(names["engine"], {name: tensor.bfloat16() for name, tensor in expected.items()}, 0)
     tied = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_llama.SIZES, tie_word_embeddings=True))
-    assert "lm_head.weight" not in [name for name, _ in names["named_weights"](fully_shard(tied))]
+    sent = [name for weights in names["named_weights"](fully_shard(tied)) for name, _ in weights]
+    assert "model.embed_tokens.weight" in sent
+    assert "lm_head.weight" not in sent
 
 
 @guide("Weights to vLLM and SGLang")
