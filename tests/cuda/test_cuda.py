@@ -155,6 +155,7 @@ def milliseconds(step: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
+@pytest.mark.computes
 def test_gathers_run_beside_the_block_before(wire: Wire) -> None:
     """Each block's gather takes 5 ms of the wire, each block computes for 10: all but the first gather is hidden."""
     model = build_square(init_device_mesh("cuda", (8,)))
@@ -166,6 +167,7 @@ def test_gathers_run_beside_the_block_before(wire: Wire) -> None:
     assert compute < min(times) < compute + 2 * 5, "one after the other, they would take 30 ms longer"
 
 
+@pytest.mark.computes
 @pytest.mark.parametrize("keep", [False, True], ids=["freed", "kept"])
 def test_a_captured_step_trains_as_eager_ones_do(wire: Wire, keep: bool) -> None:
     """Forward, backward and collectives in one graph, between which an optimizer writes to the shards it reads."""
@@ -281,6 +283,7 @@ def test_offloaded_memory_is_page_locked(nccl: None) -> None:
     assert all(param.grad.to_local().is_pinned() for param in model.parameters())
 
 
+@pytest.mark.computes
 def test_copies_run_beside_compute(nccl: None) -> None:
     """Kernels and copies overlap in time on the device: read off the profiler's trace."""
     model = big_layers(dim=4096)
