@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import fsdp2
+
 from .cuda_batches import GPTs, batch_rows
 from .cuda_group import Wire, start_wire_group
 from .cuda_models import GPTS, LLAMAS, GPTShape, Llama, LlamaShape, make_ids, run_lm_step
@@ -365,7 +367,7 @@ def unhidden_bytes(shape: LlamaShape) -> float:
 
 
 def measure_kernels(setup: Setup) -> Iterator[Row]:
-    """Measures ways to pack one gradient for a reduce-scatter, and AdamW on the shards of a model."""
+    """Measures ways to pack one gradient for a reduce-scatter, and AdamW on the shards of a model: flat with fsdp2."""
     yield timed_row("cuda", "us to pack", f"bf16 to fp32, {setup.packed}, N={setup.world_size}", _pack_times(setup))
     for setting, stage in each_stage(setup):
         for option in ("fused", "foreach"):
@@ -373,8 +375,9 @@ def measure_kernels(setup: Setup) -> Iterator[Row]:
             for name in setup.names:
                 model = stage.build_model(name)
                 run_lm_step(model, stage.ids, keeps_gradients=True)
-                steps[name] = torch.optim.AdamW(model.parameters(), lr=1e-4, **{option: True}).step
-                del model
+                optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, **{option: True})
+                steps[name] = (fsdp2.flatten_optimizer(optimizer) if name == "fsdp2" else optimizer).step
+                del model, optimizer
             timer = Timer(setup)
             times = interleave(steps, rounds=setup.rounds, warmup=3, measure=timer.time)
             host = {name: timer.host[steps[name]][-setup.rounds :] for name in setup.names}

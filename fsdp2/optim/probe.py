@@ -76,8 +76,8 @@ def probe(optimizer: Optimizer, cls: type[Optimizer], options: dict[str, Any], l
     """
     example = next((_example(optimizer.state[p], p) for p in options["params"] if optimizer.state.get(p)), {})
     devices = [like.device] if like.device.type == "cuda" else []
-    # What the optimizer warns of, it warns of in a step. The default device is that of training: Adam's `step` is on the
-    # CPU there, and elsewhere another path, which waits for the device, would be probed.
+    # What the optimizer warns of, it warns of in a step. The default device is that of training, where Adam's `step` is
+    # on the CPU: on another device, another path would be probed, in which the host waits.
     with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.inference_mode(False):
         warnings.simplefilter("ignore")
         odd = _compare(optimizer, cls, options, like, example, _ODD)
