@@ -38,7 +38,7 @@ from .libraries import Library
 from .report import Row, timed_row
 from .timing import Call, interleave, repeat, subtract
 
-WARM_UP = 4  # the next three steps are not among those at which checks are due
+WARM_UP = 4  # the next three steps are not among those at which checks are due, also after each further 4 + 3 steps
 # Which calls of the CUDA runtime and driver count as what; the first that fits.
 CALLS = {
     "device-wide and stream waits": ("Synchronize", "cudaMemcpy$"),

@@ -13,7 +13,7 @@ exceeds it is killed, with all processes that it has started, and the next part 
     nccl-4     45 s  the same on four, if two took less than 30 s: HSDP of two by two
     tests      60 s  tests/cuda: captured steps, pinned copies, waits of the host
     calls      45 s  launches, copies and waits of a step, by the profiler: do counts on a simulated GPU hold
-    memory     60 s  peaks on the caching allocator, each library in a process of its own: the same for bytes
+    memory     75 s  peaks on the caching allocator, each library in a process of its own: the same for bytes
     time      110 s  a step on a wire that takes no time, as it is, with fewer buckets, and torch's FSDP2: how gradients
                      should be cut, and the host's time
     exposed   120 s  the same on wires of 50 and 450 GB/s, at 0, 20 and 50 us a collective: are more
@@ -141,7 +141,7 @@ PARTS: dict[str, Part] = {
     "nccl-4": Part(45, _on_ranks(4), environment=_nccl_log, why_not=_if_two_ranks_were_fast),
     "tests": Part(60, _run_tests),
     "calls": Part(45, _measure("calls")),
-    "memory": Part(60, _measure("memory")),
+    "memory": Part(75, _measure("memory")),
     "time": Part(110, _measure("time")),
     "exposed": Part(120, _measure("exposed")),
     "kernels": Part(25, _measure("kernels")),

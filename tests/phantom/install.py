@@ -67,7 +67,7 @@ def _check_machine() -> None:
 
 
 def _digest() -> str:
-    digest = hashlib.sha256(f"{TORCH} {CUDA} {sys.version} {NEEDED} {TESTING}".encode())
+    digest = hashlib.sha256(f"{TORCH} {CUDA} {NEEDED} {TESTING}".encode())
     for path in (FOLDER / "build.py", *sorted((FOLDER / "stubs").iterdir())):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -136,6 +136,18 @@ def test_a_step_takes_no_more_than_it_did(name: str, tmp_path: Path) -> None:
     assert not more, "\n".join([*more, told])
 
 
+def test_calls_are_counted_as_on_a_gpu() -> None:
+    """By the program that counts them there, so that both tables can be laid side by side."""
+    told = run(["-W", "ignore", "-m", "phantom.calls", "--dry"], 300)
+    rows = [line.split("|")[1:] for line in told.splitlines() if line.startswith("|")]
+    found = {row[0].strip(): (float(row[2]), float(row[3])) for row in rows[2:]}
+    ours, theirs = found["kernel launches per group"]
+    assert ours > 0 < theirs
+    assert found["device-wide and stream waits per step"] == (0, 0)
+    assert "kernels of plain" in told
+    assert "at::native::" in told, "names are readable"
+
+
 @pytest.mark.parametrize("options", [(), ("offload",)], ids=["on the device", "offloaded"])
 def test_a_deleted_model_leaves_nothing_on_the_device(options: tuple[str, ...]) -> None:
     """Three models built on meta, trained and deleted in one process."""
