@@ -238,6 +238,8 @@ def _memory_of(setup: Setup, label: str, name: str) -> dict[str, dict[str, float
     del model
     stage.close()
     if setup.is_cuda:
+        time.sleep(0.3)  # autograd's thread of the device holds the last graph for some milliseconds
+        gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         found[f"{label}, deleted"] = {"left GiB": torch.cuda.memory_allocated() / 2**30}
     return found
