@@ -14,7 +14,7 @@ from .jobs import ROOT
 
 # Every process that a command starts inherits this variable, also those in sessions of their own.
 MARK = "FSDP2_BENCHMARK_COMMAND"
-# A command that writes more than this is stopped: its log would not come back from a machine that returns small files.
+# A command that writes more than this is stopped: its log would be too large to be fetched.
 MAX_OUTPUT_BYTES = 1_500_000
 # For so long a command that is to end may write where its threads stand.
 GRACE_S = 3.0

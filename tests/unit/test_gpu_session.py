@@ -82,7 +82,7 @@ def test_a_part_that_hangs_is_killed_with_its_children_and_the_others_run(
         child = archive.extractfile("parts/child")
         assert child is not None
         assert has_ended(int(child.read()))
-    assert len([*tmp_path.iterdir()]) <= 8, "more do not come back from a machine that is lent"
+    assert len([*tmp_path.iterdir()]) <= 8, "more files may not come back from a machine that is had for minutes"
 
 
 def test_what_has_no_time_left_is_left_out(parts: dict[str, Part], tmp_path: Path) -> None:
