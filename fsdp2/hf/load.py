@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,12 @@ from ..core.parameter import fqn
 from ..core.state import modules_below, state_of
 from ..dtensor.write_notices import notices
 from ..ext.owners import owners_by_id
+from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
 from .progress import Progress
 from .ranks import Ranks, Replicas
 from .tensors import ModelTensor, find_tensors, groups_in, meshes_of, registered, settle, some
-from .views import Leaf, Names, NameTable, as_view
+from .views import Leaf, Names, NameTable, as_view, pattern_of
 
 # Bytes of the bucket through which all values go: the memory that a call needs besides the shards.
 BUCKET_NBYTES = 32 * 1024 * 1024
@@ -39,6 +41,7 @@ class LoadReport:
         missing: names of parameters and buffers that no file has, with the name that was looked for if that is another;
             they were left as they were.
         unexpected: names of tensors in the files that nothing was loaded from.
+        ignored: names of such tensors that `unexpected=`, or the class of a model of Transformers, has announced.
         converted: name -> (dtype in the file, dtype in the model), where these differ.
         tied: name -> further names of the same parameter.
         initialised: names of buffers, and of missing parameters, that got values from the model's own code.
@@ -49,6 +52,7 @@ class LoadReport:
     num_loaded: int = 0
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     converted: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
     initialised: list[str] = field(default_factory=list)
@@ -57,7 +61,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         lines = [f"loaded {self.num_loaded} tensors, {self.bytes_read} bytes read on this rank"]
-        for kind in ("missing", "unexpected", "converted", "tied", "initialised", "uninitialised"):
+        for kind in ("missing", "unexpected", "ignored", "converted", "tied", "initialised", "uninitialised"):
             names = getattr(self, kind)
             if names:
                 lines.append(f"{len(names)} {kind}: {some(names)}")
@@ -70,6 +74,8 @@ def load_model(
     *,
     names: Names | None = None,
     strict: bool = True,
+    unexpected: Sequence[str] = (),
+    convert: bool = True,
     init: Callable[[nn.Module], object] | None = None,
     progress: bool | None = None,
 ) -> LoadReport:
@@ -104,10 +110,14 @@ def load_model(
             to names, or a function from FQNs to names. In a pattern, `{x}` is one part between dots, and `{x*}` any
             number of them: `{"model.{rest*}": "{rest}"}`. Instead of a name, a view that says of which parts of which
             tensors the parameter consists: `cat`, `stack`, `part`, `select`, `transpose`. In a dict, also a function
-            that is called with the fields of the pattern, and returns a name or a view. None: it is in no file, and
-            left as it is.
+            that is called with the fields of the pattern, and returns a name or a view. None: it is in no file; it is
+            left as it is, and initialised if it is on meta.
         strict: refuse files that lack a parameter or buffer of the model, or have others, and buffers without values.
             False: the report names them.
+        unexpected: names, or patterns of names, of tensors in the files that the model lacks on purpose.
+        convert: convert names and shapes of a model of Transformers as its `from_pretrained` does, by the mapping that
+            Transformers (5 or newer) has for its class: experts that the files have apart, fused projections, prefixes.
+            `names` goes before; a function as `names` says everything. False: only `names` counts.
         init: is called with each module that has non-persistent buffers on meta, or missing parameters on meta, before
             anything is loaded, and must give these values. None: `_init_weights(module)` of the model, as those
             of Transformers have it, or else `reset_parameters()` of the module. Seed all ranks alike if it draws random
@@ -128,25 +138,23 @@ def load_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    path, table = Path(folder), NameTable(names)
+    path, table, may_be = Path(folder), NameTable(names), _patterns(unexpected)
     groups = groups_in(model)
     ranks = Ranks(meshes_of(model, groups))
     doing, bar = "fsdp2.hf.load_model", Progress("loading", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "load_model"), doing)
     checkpoint = ranks.from_first(lambda: read_checkpoint(path))
     tensors, report = find_tensors(model), LoadReport()
-    sources = ranks.run(lambda: _find_sources(tensors, checkpoint.tensors, table, report), doing)
+    converter = ranks.run(lambda: converter_of(model, tensors) if convert and not table.is_function else None, doing)
+    sources = ranks.run(lambda: _find_sources(tensors, checkpoint.tensors, table, converter, may_be, report), doing)
     if strict and (report.missing or report.unexpected):
-        lacks = [f"lacks {some(report.missing)}, which the model has"] if report.missing else []
-        has = [f"has {some(report.unexpected)}, which the model lacks"] if report.unexpected else []
-        raise ValueError(
-            f"load_model: {folder} {'; and '.join(lacks + has)}. If the files call them otherwise, pass names=; with "
-            "strict=False they are left out, and the report names them."
-        )
+        raise ValueError(f"load_model: {folder} {_contradictions(report)}")
     ranks.run(lambda: _materialise(model, tensors, sources, ranks.device, init, strict, report), doing)
     reader = _Reader(checkpoint, ranks, bar)
     ranks.run(lambda: reader.load(sources), doing)
     report.bytes_read = reader.bytes_read
+    if converter is not None:
+        converter.note(model)
     for group in groups:
         for notify in group.events.loaded:
             notify(group)
@@ -159,19 +167,51 @@ def load_model(
 _Sources = dict[ModelTensor, list[list[Leaf]]]
 
 
+def _patterns(unexpected: Sequence[str]) -> list[re.Pattern[str]]:
+    if isinstance(unexpected, str) or not all(isinstance(each, str) for each in unexpected):
+        raise TypeError(f"unexpected: expected a list of names or patterns, got {unexpected!r}")
+    return [re.compile(pattern_of(each)) for each in unexpected]
+
+
+def _contradictions(report: LoadReport) -> str:
+    """Says what files lack and what they have besides the model, and what a user can write then."""
+    lacks, has, advice = report.missing, report.unexpected, ["If the files call them otherwise, pass names=."]
+    found = [f"lacks {some(lacks)}, which the model has"] if lacks else []
+    found += [f"has {some(has)}, which the model lacks"] if has else []
+    if lacks:
+        first = lacks[0].partition(" ")[0]
+        advice.append(f'What is new in the model, a head for example, is named in names: {{"{first}": None}}.')
+    if has:
+        advice.append(f'What the model lacks on purpose is named in unexpected: ["{has[0]}"].')
+    return f"{'; and '.join(found)}. {' '.join(advice)} With strict=False they are left out, and the report names them."
+
+
 def _find_sources(
-    tensors: list[ModelTensor], files: Mapping[str, FileTensor], table: NameTable, report: LoadReport
+    tensors: list[ModelTensor],
+    files: Mapping[str, FileTensor],
+    table: NameTable,
+    converter: Converter | None,
+    may_be: Sequence[re.Pattern[str]],
+    report: LoadReport,
 ) -> _Sources:
-    """Returns what is loaded from where, and adds to the report what is missing, unexpected, converted and tied."""
+    """Returns what is loaded from where, and adds to the report what is missing, unexpected, converted and tied.
+
+    `may_be`: patterns of tensors in the files that the model lacks on purpose.
+    """
+    reading = None if converter is None else converter.read(files)
+    if reading is not None:
+        table.converted = reading.sources
+    wrong: dict[str, str] = {}
+    in_files: dict[str, str] = {}
     sources: _Sources = {}
     used = set[str]()
     for tensor in tensors:
         lacks: list[str] = []
         for name in tensor.names:
-            source = table.find(name)
-            if source is None:
-                continue
             try:
+                source = table.find(name)
+                if source is None:
+                    continue
                 shape, leaves = as_view(source).resolve(lambda key: files[key].shape)
             except KeyError as error:
                 lacks.append(name if error.args[0] == name else f"{name} ({error.args[0]} in the files)")
@@ -179,8 +219,10 @@ def _find_sources(
             except ValueError as error:
                 raise ValueError(f"{name}: names: {error}") from error
             if shape != tensor.shape:
-                where = f"{files[leaves[0].name].file}. Build the model from the configuration of the files."
-                raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}")
+                where = f"{leaves[0].name} of {files[leaves[0].name].file}"
+                wrong[name] = f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}"
+                in_files[name] = leaves[0].name
+                continue
             sources.setdefault(tensor, []).append(leaves)
             for leaf in leaves:
                 used.add(leaf.name)
@@ -194,7 +236,23 @@ def _find_sources(
         if len(tensor.names) > 1:
             report.tied[tensor.name] = tensor.names[1:]
     table.refuse_unused()
-    report.num_loaded, report.unexpected = len(sources), [name for name in files if name not in used]
+    if wrong:
+        more = f", and {len(wrong) - 1} more have other shapes: {some([*wrong][1:])}" if len(wrong) > 1 else ""
+        name = next(iter(wrong))
+        raise ValueError(
+            f"{wrong[name]}{more}. Build the model from the configuration of the files; or leave it out: "
+            f'names={{"{name}": None}}, unexpected=["{in_files[name]}"].'
+        )
+    report.num_loaded = len(sources)
+    ignored = [*may_be]
+    if reading is not None:
+        ignored += [re.compile(f".*?(?:{pattern}).*") for pattern in reading.unexpected]
+        missing = re.compile("|".join(reading.missing) or "(?!)")
+        report.missing = [name for name in report.missing if not missing.search(name)]
+    for name in files:
+        if name not in used:
+            expected = any(pattern.fullmatch(name) for pattern in ignored)
+            (report.ignored if expected else report.unexpected).append(name)
     return sources
 
 

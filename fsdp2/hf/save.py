@@ -16,7 +16,8 @@ from torch import nn
 
 from ..checks.checksum import bits_of, checksum
 from ..core.compat import no_torch_function
-from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
+from .conversion import Converter, converter_of
+from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
 from .folders import NewFolder
 from .load import BUCKET_NBYTES
 from .progress import Progress
@@ -32,6 +33,7 @@ def save_model(
     max_shard_size: int | str = "5GB",
     *,
     names: Mapping[str, str | View] | None = None,
+    convert: bool = True,
     progress: bool | None = None,
 ) -> int:
     """Saves a model as safetensors files in a folder, which `from_pretrained` of Transformers loads.
@@ -39,8 +41,9 @@ def save_model(
     Each rank writes its own rows to their place in the final files. Nothing is gathered, and nothing is written twice;
     replicas take turns. The files are those that `safetensors.torch.save_file` writes for the plain model, to the byte:
     `model.safetensors`, or, from `max_shard_size` on, several and `model.safetensors.index.json`. A tied parameter is
-    saved once, under its first name. A model of Transformers also gets its `config.json`. Of buffers that differ
-    between ranks, those of the first rank are saved. Every rank must call it, between steps.
+    saved once, under its first name. A model of Transformers is saved in the layout of its `save_pretrained`, and gets
+    its `config.json`. Of buffers that differ between ranks, those of the first rank are saved. Every rank must call it,
+    between steps.
 
     The files are written in a new folder beside `folder`, which then takes its place in one step: whenever the program
     is killed, the folder is either the previous one or the new one. (Where the filesystem can't exchange folders, the
@@ -61,6 +64,9 @@ def save_model(
         max_shard_size: bytes of tensors in a file, as a number or a text such as "5GB". A larger tensor has its own.
         names: names in the files -> the parameter, or the view of parameters, that is saved under this name, as in
             `load_model`. Parameters that are named there are saved under these names only.
+        convert: convert names and shapes of a model of Transformers as its `save_pretrained` does: experts that the
+            model has in one parameter are apart in the files. False: other parameters than those in `names` keep their
+            names and shapes, which `from_pretrained` reads as well.
         progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Returns:
@@ -85,7 +91,12 @@ def save_model(
     def add_files(target: Path) -> None:
         _save_config(model, target, dtype)
 
-    return _save(model, folder, dtype, most, names or {}, "model", add_files, progress)
+    def plan() -> _Plan:
+        tensors = find_tensors(model)
+        converter = converter_of(model, tensors) if convert else None
+        return _plan(tensors, names or {}, dtype, most, "model", converter)
+
+    return _save(model, folder, dtype, plan, "model", add_files, progress)
 
 
 def save_adapter(
@@ -136,8 +147,10 @@ def save_adapter(
                 config.auto_mapping = {"base_model_class": name, "parent_library": type(base).__module__}
             config.save_pretrained(str(target))
 
-    given: Any = dict(sorted(names.items()))
-    return _save(model, folder, dtype, None, given, "adapter_model", add_files, progress, only=True)
+    def plan() -> _Plan:
+        return _plan(find_tensors(model), names, dtype, None, "adapter_model", only=True)
+
+    return _save(model, folder, dtype, plan, "adapter_model", add_files, progress)
 
 
 def _names_of_peft(model: nn.Module, adapter_name: str, named: set[str]) -> dict[str, str]:
@@ -186,7 +199,8 @@ def _plan(
     dtype: torch.dtype | None,
     most_nbytes: int | None,
     stem: str,
-    only: bool,
+    converter: Converter | None = None,
+    only: bool = False,
 ) -> _Plan:
     """Plans the files. `only`: of the parameters that `names` has, and no others."""
     by_name = {name: tensor for tensor in tensors for name in tensor.names}
@@ -197,16 +211,26 @@ def _plan(
         return by_name[name].shape
 
     resolved = {name: as_view(source).resolve(shape_of) for name, source in names.items()}
+    named = {by_name[leaf.name] for _, leaves in resolved.values() for leaf in leaves}
+    rest: Mapping[str, str | View] = {}
+    layout: Layout | None = None
+    if converter is not None:
+        rest, layout = converter.write(named)
+    elif not only:
+        rest = {tensor.name: tensor.name for tensor in tensors if tensor not in named}
+    if twice := next((name for name in rest if name in resolved), None):
+        raise ValueError(f"names: expected names that no other parameter has, got {twice!r}")
+    resolved |= {name: as_view(source).resolve(shape_of) for name, source in rest.items()}
     used_in: dict[ModelTensor, list[str]] = {}
     for name, (_, leaves) in resolved.items():
-        for leaf in leaves:
-            used_in.setdefault(by_name[leaf.name], []).append(name)
+        for tensor in dict.fromkeys(by_name[leaf.name] for leaf in leaves):
+            used_in.setdefault(tensor, []).append(name)
+    order = [name for tensor in tensors if tensor in used_in for name in used_in[tensor]]
     new: dict[str, FileTensor] = {}
     leaves_of: dict[str, list[Leaf]] = {}
-    for tensor in tensors:
-        for name in used_in.get(tensor, [] if only else [tensor.name]):
-            shape, leaves_of[name] = resolved[name] if tensor in used_in else as_view(name).resolve(shape_of)
-            new[name] = FileTensor(name, _saved_dtype(name, leaves_of[name], by_name, dtype), shape, "", 0)
+    for name in dict.fromkeys(order if converter is None else [*rest, *order]):
+        shape, leaves_of[name] = resolved[name]
+        new[name] = FileTensor(name, _saved_dtype(name, leaves_of[name], by_name, dtype), shape, "", 0)
     numels: dict[ModelTensor, int] = {}
     for leaf in (leaf for leaves in leaves_of.values() for leaf in leaves):
         numels[by_name[leaf.name]] = numels.get(by_name[leaf.name], 0) + leaf.box.numel
@@ -217,7 +241,10 @@ def _plan(
         if numel != math.prod(tensor.shape):
             what = f"each of its {math.prod(tensor.shape)} elements to be saved once, got {numel}"
             raise ValueError(f"names: {tensor.name}: expected {what} in {some(used_in[tensor])}")
-    return _Plan(plan_files([*new.values()], stem, most_nbytes), leaves_of, by_name)
+    if layout is not None:  # what `names` has is in blocks of its own
+        own = {name: (-i, math.prod(new[name].shape)) for i, name in enumerate(new) if name not in layout.blocks}
+        layout = layout._replace(blocks={**own, **layout.blocks})
+    return _Plan(plan_files([*new.values()], stem, most_nbytes, layout), leaves_of, by_name)
 
 
 def _saved_dtype(
@@ -236,21 +263,19 @@ def _save(
     model: nn.Module,
     folder: str | os.PathLike[str],
     dtype: torch.dtype | None,
-    most_nbytes: int | None,
-    names: Mapping[str, str | View],
+    make_plan: Callable[[], _Plan],
     stem: str,
     add_files: Callable[[Path], None],
     progress: bool | None,
-    only: bool = False,
 ) -> int:
-    """Saves a model, or with `only` what `names` has. `add_files` is called with the new folder on the first rank."""
+    """Saves what is planned of a model. `add_files` is called with the new folder on the first rank."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
     groups = groups_in(model)
     ranks = Ranks(meshes_of(model, groups))
     doing, bar = "fsdp2.hf.save_model", Progress("saving", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), doing)
-    plan = ranks.run(lambda: _plan(find_tensors(model), names, dtype, most_nbytes, stem, only), doing)
+    plan = ranks.run(make_plan, doing)
     turns = _find_turns(plan, ranks)
     made: list[NewFolder] = []
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tiny_llama
@@ -24,7 +25,6 @@ from tiny_llama import SIZES
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-huggingface_hub = pytest.importorskip("huggingface_hub")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
@@ -32,81 +32,95 @@ TOKENS = torch.arange(10).view(2, 5)
 PIXELS = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
 
 
-def dense() -> Any:
-    return transformers.LlamaConfig(**SIZES | {"vocab_size": 19}, attention_bias=True)
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 12}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+GATED = {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")} | {
+    f"linear_{kind}_head_dim": 4 for kind in ("key", "value")
+}
+TOWER = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGES = {"image_size": 8, "patch_size": 4}
 
 
-def tied() -> Any:
-    return transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
-
-
-def experts() -> Any:
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4}
-    return transformers.Qwen3MoeConfig(**SIZES, **sizes, decoder_sparse_step=1)
-
-
-def vision() -> Any:
+def vision_and_text() -> Any:
     """Two towers, with buffers of both that no file has: positions, and the frequencies of rotations."""
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tower = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=8)
+    tower = transformers.CLIPVisionConfig(**TOWER, **IMAGES, projection_dim=8)
     text = transformers.LlamaConfig(**SIZES | {"vocab_size": 19})
     return transformers.LlavaConfig(
         vision_config=tower, text_config=text, image_token_index=18, image_seq_length=4, vision_feature_layer=-1
     )
 
 
-# Of Qwen3-MoE, whose files have each expert apart, and whose models have them in one parameter.
-EXPERTS: dict[str, Any] = {
-    "{prefix*}.experts.gate_up_proj": lambda prefix: hf.stack(
-        [hf.cat([f"{prefix}.experts.{e}.{kind}_proj.weight" for kind in ("gate", "up")]) for e in range(4)]
+# What files and model call otherwise, of each kind: nothing; names; experts apart and in one parameter; fused rows;
+# prefixes; other names by the class of a part of the model.
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES | {"vocab_size": 19}, attention_bias=True),
+    "tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "bf16": lambda: transformers.MixtralConfig(
+        **SIZES | {"intermediate_size": 16}, num_local_experts=4, dtype=torch.bfloat16
     ),
-    "{prefix*}.experts.down_proj": lambda prefix: hf.stack(
-        [f"{prefix}.experts.{e}.down_proj.weight" for e in range(4)]
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=20),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **MOE, head_dim=4),
+    "olmoe": lambda: transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 2}, **ROUTED, **LATENT, first_k_dense_replace=1
     ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **SIZES,
+        **MOE,
+        **GATED,
+        shared_expert_intermediate_size=12,
+        head_dim=4,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=4),
+    "llama4": lambda: transformers.Llama4TextConfig(**SIZES, num_local_experts=4, head_dim=4, intermediate_size_mlp=20),
+    "phimoe": lambda: transformers.PhimoeConfig(**SIZES, num_local_experts=4),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "jamba": lambda: transformers.JambaConfig(
+        **SIZES,
+        num_experts=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_offset=1,
+        use_mamba_kernels=False,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+    ),
+    "vit": lambda: transformers.ViTConfig(**TOWER, **IMAGES),
+    "dinov2": lambda: transformers.Dinov2Config(**TOWER, **IMAGES, use_swiglu_ffn=True),
+    "llava": vision_and_text,
+}
+CLASSES = {
+    "llava": "AutoModelForImageTextToText",
+    "vit": "AutoModelForImageClassification",
+    "dinov2": "AutoModelForImageClassification",
 }
 
 
-def experts_apart(layers: int = 2) -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    for prefix in (f"model.layers.{i}.mlp.experts" for i in range(layers)):
-        for e in range(4):
-            both = hf.select(f"{prefix}.gate_up_proj", 0, e)
-            names[f"{prefix}.{e}.gate_proj.weight"] = hf.part(both, 0, 0, 12)
-            names[f"{prefix}.{e}.up_proj.weight"] = hf.part(both, 0, 12, 24)
-            names[f"{prefix}.{e}.down_proj.weight"] = hf.select(f"{prefix}.down_proj", 0, e)
-    return names
+def class_of(name: str) -> Any:
+    return getattr(transformers, CLASSES.get(name, "AutoModelForCausalLM"))
 
 
-def llava_names(fqn: str) -> str:
-    """As Transformers writes the files of this model: the parts of the model lie in another order of names."""
-    for inner, outer in LLAVA.items():
-        if fqn.startswith(inner):
-            return outer + fqn.removeprefix(inner)
-    return fqn
-
-
-LLAVA = {
-    "model.language_model.": "language_model.model.",
-    "lm_head.": "language_model.lm_head.",
-    "model.vision_tower.": "vision_tower.",
-    "model.multi_modal_projector.": "multi_modal_projector.",
-}
-CLASSES = {vision: "AutoModelForImageTextToText"}
-
-
-def class_of(config: Callable[[], Any]) -> Any:
-    return getattr(transformers, CLASSES.get(config, "AutoModelForCausalLM"))
-
-
-def inputs_of(config: Callable[[], Any]) -> dict[str, Tensor]:
-    if config is not vision:
+def inputs_of(name: str) -> dict[str, Tensor]:
+    if name in ("vit", "dinov2"):
+        return {"pixel_values": PIXELS}
+    if name != "llava":
         return {"input_ids": TOKENS}
     images = torch.full((2, 4), 18)
     return {"input_ids": torch.cat([images, TOKENS], 1), "pixel_values": PIXELS}
 
 
+def logits_of(model: Any, name: str) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model.eval()(**inputs_of(name)).logits
+    return logits
+
+
 def layers_of(model: Any) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__.endswith(("DecoderLayer", "EncoderLayer"))]
+    ends = ("DecoderLayer", "EncoderLayer", "AttentionLayer", "MambaLayer", "ViTLayer", "Dinov2Layer")
+    return [module for module in model.modules() if type(module).__name__.endswith(ends)]
 
 
 def by_layer(model: Any, **options: Any) -> Any:
@@ -115,10 +129,9 @@ def by_layer(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def sharded(config: Callable[[], Any], shard: Callable[[Any], Any], **options: Any) -> Any:
+def sharded(name: str, shard: Callable[[Any], Any], **options: Any) -> Any:
     with torch.device("meta"):
-        model = class_of(config).from_config(config(), **options)
-    model.eval()
+        model = class_of(name).from_config(CONFIGS[name](), **options)
     return shard(model)
 
 
@@ -126,59 +139,78 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if "safetensors" in path.name}
 
 
-def round_trip(config: Callable[[], Any], shard: Callable[[Any], Any], source: Path, target: Path) -> None:
-    """From the files of Transformers to shards and back, to the same bytes; logits are those of the plain model."""
-    names: Any = {experts: EXPERTS, vision: llava_names}.get(config)
-    model = sharded(config, shard)
-    report = hf.load_model(model, source, names=names)
-    assert (report.missing, report.unexpected, report.converted, report.uninitialised) == ([], [], {}, [])
-    plain = class_of(config).from_pretrained(source).eval()
-    for name, param in plain.named_parameters():
-        assert_same(full(model.get_parameter(name)), param, 0, 0, name)
-    for name, buffer in plain.named_buffers():
-        assert_same(model.get_buffer(name), buffer, 0, 0, name)
-    inputs = inputs_of(config)
+def write_sources(name: str, folder: Path) -> None:
+    """What Transformers saves of a new model; of that, loaded; and in several files."""
+    torch.manual_seed(1)
+    model = class_of(name).from_config(CONFIGS[name]())
     with torch.no_grad():
-        logits = plain(**inputs).logits
-        assert_same(model(**inputs).logits, logits, 1e-5, 1e-6, "logits of the shards")
-    apart: Any = experts_apart() if config is experts else None
-    if config is vision:
-        apart = {llava_names(name): name for name in dict(plain.named_parameters())}
-    for own_names in (None, apart) if apart else (None,):
-        hf.save_model(model, target, names=own_names)
-        if own_names or not apart:
-            assert files_in(target) == files_in(source)
-        again = class_of(config).from_pretrained(target).eval()
-        with torch.no_grad():
-            assert torch.equal(again(**inputs).logits, logits)
+        for param in model.parameters():
+            param.uniform_(-0.3, 0.3)  # biases and gates that begin as zeros are told apart
+    model.save_pretrained(folder / "new")
+    again = class_of(name).from_pretrained(folder / "new")
+    again.save_pretrained(folder / "again")
+    again.save_pretrained(folder / "several", max_shard_size="2KB")
+
+
+def same_files(ours: Path, theirs: Path) -> None:
+    """The weights to the byte; the configuration is that of the model, which was not loaded."""
+    assert files_in(ours) == files_in(theirs)
     for name in ("config.json", "generation_config.json"):
-        if (source / name).exists():
-            assert json.loads((target / name).read_text()) == json.loads((source / name).read_text())
+        made = theirs.parent / "new" / name
+        assert made.exists() == (ours / name).exists()
+        if made.exists():
+            assert json.loads((ours / name).read_text()) == json.loads(made.read_text())
+
+
+def round_trip(name: str, shard: Callable[[Any], Any], source: Path, target: Path) -> None:
+    """From the files of Transformers to shards and back, to the same bytes; logits are those of the plain model."""
+    model = sharded(name, shard)
+    report = hf.load_model(model, source / "several")
+    assert (report.missing, report.unexpected, report.converted, report.uninitialised) == ([], [], {}, [])
+    plain = class_of(name).from_pretrained(source / "new").eval()
+    for fqn, param in plain.named_parameters():
+        assert_same(full(model.get_parameter(fqn)), param, 0, 0, fqn)
+    for fqn, buffer in plain.named_buffers():
+        assert_same(model.get_buffer(fqn), buffer, 0, 0, fqn)
+    logits = logits_of(plain, name)
+    assert_same(logits_of(model, name), logits, *((1e-5, 1e-6) if name != "bf16" else (0, 0)), "logits of the shards")
+    hf.save_model(model, target)
+    same_files(target, source / "again")
+    assert torch.equal(logits_of(class_of(name).from_pretrained(target), name), logits)
+    dist.barrier()  # all have read it
+    hf.save_model(model, target, max_shard_size="2KB")
+    same_files(target, source / "several")
+    dist.barrier()
+    hf.save_model(model, target, convert=False)  # under the names of the model
+    assert {*safetensors_torch.load_file(target / "model.safetensors")} == {*plain.state_dict()} - tied_to_others(plain)
+    assert torch.equal(logits_of(class_of(name).from_pretrained(target), name), logits)
+    report = hf.load_model(sharded(name, shard), target)
+    assert not report.missing
     dist.barrier()
 
 
-def in_several_files(config: Callable[[], Any], source: Path, target: Path) -> None:
-    """Split as the hub's library splits a state dict, in its order (save_pretrained sorts it before); then in bf16."""
-    model = sharded(config, by_layer)
-    hf.load_model(model, source)
-    hf.save_model(model, target, max_shard_size="2KB")
-    plain = dict(class_of(config).from_pretrained(source).named_parameters())
-    split = huggingface_hub.split_torch_state_dict_into_shards(plain, max_shard_size="2KB")
-    expected = {
-        file: safetensors_torch.save({name: plain[name].detach() for name in names}, metadata={"format": "pt"})
-        for file, names in split.filename_to_tensors.items()
-    }
-    found = files_in(target)
-    index = json.loads(found.pop("model.safetensors.index.json"))
-    assert found == expected
-    assert index["weight_map"] == split.tensor_to_filename
-    assert index["metadata"]["total_size"] == split.metadata["total_size"]
+def tied_to_others(model: Any) -> set[str]:
+    return set(model.all_tied_weights_keys)
+
+
+def never_loaded(name: str, source: Path, target: Path) -> None:
+    """A model that was made from a configuration is saved as Transformers saves such a model."""
+    plain = class_of(name).from_pretrained(source / "new")
+    model = class_of(name).from_config(CONFIGS[name]())
+    model.load_state_dict(plain.state_dict())
+    hf.save_model(by_layer(model), target)
+    same_files(target, source / "new")
+
+
+def other_dtypes(name: str, source: Path, target: Path) -> None:
+    model = sharded(name, by_layer)
+    hf.load_model(model, source / "new")
     hf.save_model(model, target, torch.bfloat16)
-    again = class_of(config).from_pretrained(target)
+    again = class_of(name).from_pretrained(target)
     assert {param.dtype for param in again.parameters()} == {torch.bfloat16}
-    for name, param in again.named_parameters():
-        assert_same(full(model.get_parameter(name)).bfloat16(), param, 0, 0, name)
-    report = hf.load_model(sharded(config, by_layer, dtype=torch.bfloat16), source)
+    for fqn, param in again.named_parameters():
+        assert_same(full(model.get_parameter(fqn)).bfloat16(), param, 0, 0, fqn)
+    report = hf.load_model(sharded(name, by_layer, dtype=torch.bfloat16), source / "new")
     assert {*report.converted.values()} == {(torch.float32, torch.bfloat16)}
 
 
@@ -194,28 +226,60 @@ def tensor_parallel(model: Any) -> Any:
     return by_layer(model, mesh=mesh["dp"])
 
 
-CONFIGS = (dense, tied, experts, vision)
-SHARDED: dict[int, list[tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
-    1: [(config, by_layer) for config in CONFIGS],
-    3: [(config, by_layer) for config in CONFIGS],
-    4: [(experts, with_replicas), (tied, with_replicas), (dense, tensor_parallel)],
+def by_columns(model: Any) -> Any:
+    return by_layer(model, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+
+
+def expert_parallel(source: Path, target: Path) -> None:
+    """Experts are distributed over an axis of their own; each rank reads the files of its experts alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    with torch.device("meta"):
+        model = class_of("qwen3_moe").from_config(CONFIGS["qwen3_moe"]())
+    for layer in model.model.layers:
+        for name, param in [*layer.mlp.experts.named_parameters()]:
+            made = distribute_tensor(param, mesh["ep"], [Shard(0)])
+            setattr(layer.mlp.experts, name, nn.Parameter(made))
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    report = hf.load_model(model, source / "new")
+    assert (report.missing, report.unexpected) == ([], [])
+    plain = class_of("qwen3_moe").from_pretrained(source / "new")
+    for fqn, param in plain.named_parameters():
+        assert_same(full(model.get_parameter(fqn)), param, 0, 0, fqn)
+    hf.save_model(model, target)
+    same_files(target, source / "again")
+
+
+SHARDED: dict[int, list[tuple[str, Callable[[Any], Any]]]] = {
+    1: [(name, by_layer) for name in ("llama", "mixtral", "deepseek_v3")],
+    2: [(name, by_layer) for name in CONFIGS],
+    3: [(name, by_layer) for name in CONFIGS],
+    4: [("qwen3_moe", with_replicas), ("tied", with_replicas), ("llama", tensor_parallel), ("mixtral", by_columns)],
 }
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    for name in CONFIGS:
+        write_sources(name, folder / name)
+    return folder
+
+
 @pytest.mark.parametrize("world_size", SHARDED)
-def test_models_of_transformers(world_size: int, tmp_path: Path) -> None:
+def test_models_of_transformers(world_size: int, sources: Path, tmp_path: Path) -> None:
     checks: list[tuple[str, Callable[[], None]]] = []
-    for config, shard in SHARDED[world_size]:
-        name = f"{config.__name__} {shard.__name__}"
-        source = tmp_path / config.__name__
-        torch.manual_seed(1)
-        class_of(config).from_config(config()).save_pretrained(source)
-        checks.append((name, partial(round_trip, config, shard, source, tmp_path / f"saved {name}")))
+    for name, shard in SHARDED[world_size]:
+        check = f"{name} {shard.__name__}"
+        checks.append((check, partial(round_trip, name, shard, sources / name, tmp_path / check)))
     if world_size == 3:
-        for config in (dense, tied):
-            check = partial(in_several_files, config, tmp_path / config.__name__, tmp_path / "several")
-            checks.append((f"{config.__name__} in several files", check))
-    run_checks(world_size, checks, timeout=120)
+        for name in CONFIGS:
+            checks.append((f"{name} new", partial(never_loaded, name, sources / name, tmp_path / f"new {name}")))
+        for name in ("tied", "mixtral"):
+            checks.append((f"{name} in bf16", partial(other_dtypes, name, sources / name, tmp_path / f"bf16 {name}")))
+    if world_size == 4:
+        checks.append(("experts", partial(expert_parallel, sources / "qwen3_moe", tmp_path / "experts")))
+    run_checks(world_size, checks, timeout=240)
 
 
 # ---- adapters

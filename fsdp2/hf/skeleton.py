@@ -1,0 +1,70 @@
+"""Builds the skeleton of a model: what other libraries may look at and call without a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.state import STATE
+from .tensors import WRAPPERS, ModelTensor
+
+# Skeletons of parameters and buffers, by their first name.
+Parts = Mapping[str, Tensor]
+
+
+def make_parts(
+    tensors: Sequence[ModelTensor], make: Callable[[ModelTensor], Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Returns what stands for each parameter and buffer in a skeleton: tensors of their whole shapes.
+
+    `make`: makes it. None: on meta. Parameters become parameters.
+    """
+    parts = {}
+    for each in tensors:
+        made = torch.empty(each.shape, dtype=each.dtype, device="meta") if make is None else make(each)
+        needs_grad = each.is_parameter and each.tensor.requires_grad
+        parts[each.name] = nn.Parameter(made, requires_grad=needs_grad) if each.is_parameter else made
+    return parts
+
+
+def make_skeleton(model: nn.Module, tensors: Sequence[ModelTensor], parts: Parts) -> Any:
+    """Returns modules of the same classes and attributes as those of a model, as it was before it was sharded.
+
+    They have no hooks, belong to no group, and have `parts` in the place of their parameters and persistent buffers.
+    Wrappers of torch (checkpoints, compiled modules) are left out. The model itself is not changed.
+    """
+    by_slot = {(slot.module, slot.name): parts[each.name] for each in tensors for slot in each.slots}
+    made: dict[nn.Module, Any] = {}
+    without_hooks = {name: value for name, value in vars(nn.Module()).items() if "hooks" in name}
+
+    def copy(module: nn.Module) -> Any:
+        inner: Any = next((module._modules[name[:-1]] for name in WRAPPERS if name[:-1] in module._modules), None)
+        if inner is not None:
+            return copy(inner)
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
+        if module in made:
+            return made[module]
+        cls: Any = original_class(module)
+        new: Any = cls.__new__(cls)
+        made[module] = new
+        attributes = {name: value for name, value in vars(module).items() if name != STATE}
+        for name, value in without_hooks.items():
+            attributes[name] = type(value)() if isinstance(value, dict) else value
+        kinds: Any = {"_parameters": module._parameters, "_buffers": module._buffers}
+        for kind, entries in kinds.items():
+            attributes[kind] = {name: by_slot.get((module, name), tensor) for name, tensor in entries.items()}
+        attributes["_modules"] = {name: child and copy(child) for name, child in module._modules.items()}
+        vars(new).update(attributes)
+        return new
+
+    return copy(model)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that a module had before it was sharded."""
+    cls: Any = type(module)
+    return cls.__bases__[0] if STATE in vars(module) else cls  # type: ignore[no-any-return]
