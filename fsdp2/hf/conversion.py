@@ -140,7 +140,8 @@ class Converter:
         left_out = {*named}
         tracer, state = Tracer(), {}
         ignored = {*(getattr(self._skeleton, IGNORED_ON_SAVE, None) or ())}
-        kept = {self._main_name(each): each for each in self._tensors if each not in left_out}
+        tied = self._tied_names()
+        kept = {_main_name(each, tied): each for each in self._tensors if each not in left_out}
         for name in self._skeleton.state_dict():
             if name in kept and name not in ignored:
                 state[name] = tracer.source(name, kept[name].shape, kept[name].dtype)
@@ -154,13 +155,18 @@ class Converter:
             blocks[name] = storage_key(tensor), tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
         return views, Layout(blocks, self._skeleton.num_parameters())
 
-    def _main_name(self, tensor: ModelTensor) -> str:
-        """Returns the name under which a tied parameter is saved: the one that no class says to be tied to another."""
-        tied = {
+    def _tied_names(self) -> set[str]:
+        """Returns the patterns of parameters that classes say to be tied to others."""
+        return {
             f"{prefix}.{name}".removeprefix(".")
             for prefix, module in self._skeleton.named_modules()
             for name in (getattr(module, TIED, None) or ())
         }
-        names = sorted(tensor.names)
-        rest = [name for name in names if not any(re.search(pattern, name) for pattern in tied)]
-        return next((name for name in tensor.names if name in rest), names[-1])
+
+
+def _main_name(tensor: ModelTensor, tied: set[str]) -> str:
+    """Returns the name under which a parameter is saved: one that is not tied to another, if there is such a name."""
+    if len(tensor.names) == 1:
+        return tensor.name
+    rest = [name for name in tensor.names if not any(re.search(pattern, name) for pattern in tied)]
+    return rest[0] if rest else max(tensor.names)

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from ..checks.checksum import bits_of, checksum
 from ..core.compat import no_torch_function
+from .adapters import find_adapter, gather
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
 from .folders import NewFolder
@@ -91,12 +93,16 @@ def save_model(
     def add_files(target: Path) -> None:
         _save_config(model, target, dtype)
 
-    def plan() -> _Plan:
+    def make_plan(ranks: Ranks) -> _Plan:
         tensors = find_tensors(model)
-        converter = converter_of(model, tensors) if convert else None
-        return _plan(tensors, names or {}, dtype, most, "model", converter)
 
-    return _save(model, folder, dtype, plan, "model", add_files, progress)
+        def plan() -> _Plan:
+            converter = converter_of(model, tensors) if convert else None
+            return _plan(tensors, names or {}, dtype, most, "model", converter)
+
+        return ranks.run(plan, "fsdp2.hf.save_model")
+
+    return _save(model, folder, dtype, make_plan, "model", add_files, progress)
 
 
 def save_adapter(
@@ -107,11 +113,14 @@ def save_adapter(
     adapter_name: str = "default",
     progress: bool | None = None,
 ) -> int:
-    """Saves the LoRA adapters of a model alone, in peft's layout, as `save_model` saves a whole model.
+    """Saves an adapter of a model alone, in peft's layout, as `save_model` saves a whole model.
 
     A model of peft, or one of Transformers with an adapter, gives `adapter_model.safetensors` and
-    `adapter_config.json`, which `PeftModel.from_pretrained` loads: what peft would save, under peft's names. Of any
-    other model, all parameters with `lora_` in their names are saved, under their FQNs.
+    `adapter_config.json`, which `PeftModel.from_pretrained` loads: what peft's `save_pretrained` writes, to the byte,
+    for each kind of adapter. What peft computes (the embeddings of prompt tuning, prefix tuning and P-tuning, the
+    largest weights of VBLoRA) is computed on every rank, for which it gathers the few parameters that take part. Of any
+    model without peft, all parameters with `lora_` in their names are saved, under their FQNs. Every rank must call it,
+    between steps.
 
     Args:
         model: a module, of which all, some or no submodules are sharded.
@@ -125,47 +134,44 @@ def save_adapter(
 
     Raises:
         ValueError: there is no such adapter.
-        NotImplementedError: peft would save a tensor that is no parameter of the model.
+        NotImplementedError: peft computes a tensor from values that are not found.
             Besides, what `save_model` raises.
     """
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
     if configs and adapter_name not in configs:
         raise ValueError(f"adapter_name: expected one of {', '.join(configs)}, got {adapter_name!r}")
-    named = {name for tensor in find_tensors(model) for name in tensor.names}
-    names = _names_of_peft(model, adapter_name, named) if configs else {n: n for n in named if "lora_" in n}
-    if not names:
-        raise ValueError("save_adapter: expected parameters with lora_ in their names, found none. Use save_model.")
 
     def add_files(target: Path) -> None:
         if configs:
             config = copy.copy(configs[adapter_name])
             base: Any = getattr(model, "get_base_model", lambda: model)()
-            config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None)
+            config.base_model_name_or_path = (
+                config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+            )
             config.inference_mode = True
             if config.task_type is None:  # as peft writes it
                 name = type(base).__name__.removeprefix("FSDP")
                 config.auto_mapping = {"base_model_class": name, "parent_library": type(base).__module__}
             config.save_pretrained(str(target))
 
-    def plan() -> _Plan:
-        return _plan(find_tensors(model), names, dtype, None, "adapter_model", only=True)
+    def make_plan(ranks: Ranks) -> _Plan:
+        tensors, doing = find_tensors(model), "fsdp2.hf.save_adapter"
+        if not configs:
+            lora = {name: name for tensor in tensors for name in tensor.names if "lora_" in name}
+            if not lora:
+                raise ValueError(
+                    "save_adapter: expected parameters with lora_ in their names, found none. Use save_model."
+                )
+            return ranks.run(lambda: _plan(tensors, lora, dtype, None, "adapter_model", only=True), doing)
+        values: dict[str, torch.Tensor] = {}
+        find = partial(find_adapter, model, tensors, adapter_name, values)
+        while (found := ranks.run(find, doing)).missing:
+            values.update(gather(found.missing))  # on all ranks: what peft computes is computed on each
+        names = {**found.names, **{each.name: as_view(each.name) for each in found.computed}}
+        every = [*tensors, *found.computed]
+        return ranks.run(lambda: _plan(every, names, dtype, None, "adapter_model", only=True), doing)
 
-    return _save(model, folder, dtype, plan, "adapter_model", add_files, progress)
-
-
-def _names_of_peft(model: nn.Module, adapter_name: str, named: set[str]) -> dict[str, str]:
-    """Returns name in peft's file -> FQN. Markers go through peft's own function, which selects and renames them."""
-    from peft import get_peft_model_state_dict
-
-    markers = {name: torch.empty(0, device="meta") for name in named}
-    names = {id(marker): name for name, marker in markers.items()}
-    found = {}
-    for name, marker in get_peft_model_state_dict(model, state_dict=markers, adapter_name=adapter_name).items():
-        if id(marker) not in names:
-            raise NotImplementedError(f"save_adapter: {name}: peft computes it. Use full_params and peft's function.")
-        prefix = "" if name.startswith("base_model.") else "base_model.model."  # of transformers' add_adapter
-        found[prefix + name] = names[id(marker)]
-    return found
+    return _save(model, folder, dtype, make_plan, "adapter_model", add_files, progress)
 
 
 def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
@@ -238,7 +244,7 @@ def _plan(
         tensor.locate()
         if tensor.tensor.is_meta:
             raise RuntimeError(f"{tensor.name} is on meta: it has no values. Load or initialise the model first.")
-        if numel != math.prod(tensor.shape):
+        if not only and numel != math.prod(tensor.shape):
             what = f"each of its {math.prod(tensor.shape)} elements to be saved once, got {numel}"
             raise ValueError(f"names: {tensor.name}: expected {what} in {some(used_in[tensor])}")
     if layout is not None:  # what `names` has is in blocks of its own
@@ -263,7 +269,7 @@ def _save(
     model: nn.Module,
     folder: str | os.PathLike[str],
     dtype: torch.dtype | None,
-    make_plan: Callable[[], _Plan],
+    make_plan: Callable[[Ranks], _Plan],
     stem: str,
     add_files: Callable[[Path], None],
     progress: bool | None,
@@ -275,7 +281,7 @@ def _save(
     ranks = Ranks(meshes_of(model, groups))
     doing, bar = "fsdp2.hf.save_model", Progress("saving", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), doing)
-    plan = ranks.run(make_plan, doing)
+    plan = make_plan(ranks)
     turns = _find_turns(plan, ranks)
     made: list[NewFolder] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,15 @@ from .tensors import WRAPPERS, ModelTensor
 Parts = Mapping[str, Tensor]
 
 
-def make_parts(
-    tensors: Sequence[ModelTensor], make: Callable[[ModelTensor], Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Returns what stands for each parameter and buffer in a skeleton: tensors of their whole shapes.
-
-    `make`: makes it. None: on meta. Parameters become parameters.
+def make_parts(tensors: Sequence[ModelTensor], values: Parts | None = None) -> dict[str, Tensor]:
+    """Returns what stands for each parameter and buffer in a skeleton: `values` as far as there are some, and tensors
+    on meta. All have the whole shapes.
     """
     parts = {}
     for each in tensors:
-        made = torch.empty(each.shape, dtype=each.dtype, device="meta") if make is None else make(each)
+        made = (values or {}).get(each.name)
+        if made is None:
+            made = torch.empty(each.shape, dtype=each.dtype, device="meta")
         needs_grad = each.is_parameter and each.tensor.requires_grad
         parts[each.name] = nn.Parameter(made, requires_grad=needs_grad) if each.is_parameter else made
     return parts
@@ -58,7 +57,10 @@ def make_skeleton(model: nn.Module, tensors: Sequence[ModelTensor], parts: Parts
         for kind, entries in kinds.items():
             attributes[kind] = {name: by_slot.get((module, name), tensor) for name, tensor in entries.items()}
         attributes["_modules"] = {name: child and copy(child) for name, child in module._modules.items()}
-        vars(new).update(attributes)
+        vars(new).update({name: [*value] if type(value) is list else value for name, value in attributes.items()})
+        if isinstance(new, nn.RNNBase):  # it has a list of its parameters, besides
+            for name, part in new._parameters.items():
+                setattr(new, name, part)
         return new
 
     return copy(model)

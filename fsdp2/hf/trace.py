@@ -13,13 +13,15 @@ from .views import Resolved, View, as_view, cat, part, permute, reshape, select,
 
 
 class Tracer(TorchDispatchMode):
-    """While it is entered, operations on tensors on meta that `source` has made are noted as views.
+    """While it is entered, operations on the tensors on meta that it follows are noted as views.
 
     Operations that cut, join and rearrange are known. The result of any other has no view, and `view_of` names it.
+    `read`: the names of tensors from which such a result was computed.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.read: set[str] = set()
         # Identity of a tensor -> the tensor, which keeps that identity its own, and its view.
         self._views: dict[int, tuple[Tensor, View]] = {}
         self._computed: dict[int, tuple[Tensor, str]] = {}
@@ -27,8 +29,12 @@ class Tracer(TorchDispatchMode):
     def source(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a tensor on meta that stands for the tensor `name`."""
         made = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        self._views[id(made)] = made, _constant(as_view(name).resolve(lambda _: shape))
+        self.follow(name, made)
         return made
+
+    def follow(self, name: str, tensor: Tensor) -> None:
+        """Notes that a tensor on meta stands for the tensor `name`."""
+        self._views[id(tensor)] = tensor, _constant(as_view(name).resolve(lambda _: tensor.shape))
 
     def view_of(self, tensor: Any) -> View | str:
         """Returns the view that a tensor has become; or, of a computed one, the name of the operation."""
@@ -53,6 +59,9 @@ class Tracer(TorchDispatchMode):
         rule = _RULES.get(name)
         known = [view for view in views if isinstance(view, View)]
         if rule is None or len(known) < len(views):
+            for view in map(self.view_of, _flat((args, kwargs))):
+                if isinstance(view, View):
+                    self.read |= {leaf.name for leaf in view.resolve(_no_shape)[1]}
             failed = next((view for view in views if isinstance(view, str) and view.startswith("aten")), name)
             for each in found:
                 self._views.pop(id(each), None)

@@ -172,8 +172,13 @@ def reshape(source: str | View, sizes: Sequence[int]) -> View:
         shape, leaves = as_view(source).resolve(shape_of)
         if math.prod(shape) != math.prod(sizes):
             raise ValueError(f"reshape: expected {math.prod(shape)} elements, got sizes {list(sizes)}")
-        if shape == tuple(sizes) or not math.prod(shape):
-            return tuple(sizes), leaves if shape == tuple(sizes) else []
+        if not math.prod(shape):
+            return tuple(sizes), []
+        kept = [dim for dim, size in enumerate(shape) if size > 1]
+        if [shape[dim] for dim in kept] == [size for size in sizes if size > 1]:  # dims of size 1 come or go
+            left = iter(kept)
+            order = [next(left) if size > 1 else None for size in sizes]
+            return _rearranged(View(lambda _: (shape, leaves)), lambda _: order).resolve(shape_of)
         groups = [*_groups_of_dims(shape, sizes)]
         return tuple(sizes), _joined_leaves([new for leaf in leaves for new in _reshaped(leaf, shape, sizes, groups)])
 

@@ -284,21 +284,65 @@ def test_models_of_transformers(world_size: int, sources: Path, tmp_path: Path) 
 
 # ---- adapters
 
-LORA: list[dict[str, Any]] = [{}, {"use_dora": True}, {"use_rslora": True, "modules_to_save": ["lm_head"]}]
+MODULES: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
+PROMPT: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+# Of each kind: what peft saves as it is, under other names, parts of it, and what it computes.
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "LoRA": lambda: peft.LoraConfig(**MODULES),
+    "DoRA": lambda: peft.LoraConfig(**MODULES, use_dora=True, task_type="CAUSAL_LM"),
+    "rsLoRA with a head": lambda: peft.LoraConfig(**MODULES, use_rslora=True, modules_to_save=["lm_head"]),
+    "LoRA with biases": lambda: peft.LoraConfig(**MODULES, bias="all"),
+    "LoRA of an embedding": lambda: peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]),
+    "LoRA and tokens": lambda: peft.LoraConfig(**MODULES, trainable_token_indices=[1, 5]),
+    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 2], target_modules=["embed_tokens"]),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10),
+    "VeRA": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"]),
+    "VeRA without projections": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"], save_projection=False),
+    "VBLoRA": lambda: peft.VBLoRAConfig(r=2, target_modules=["q_proj"], vector_length=4, num_vectors=8, topk=2),
+    "VBLoRA, the largest": lambda: peft.VBLoRAConfig(
+        r=2, target_modules=["q_proj"], vector_length=4, num_vectors=8, topk=2, save_only_topk_weights=True
+    ),
+    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "prompt tuning": lambda: peft.PromptTuningConfig(**PROMPT),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(**PROMPT),
+    "prefix tuning, projected": lambda: peft.PrefixTuningConfig(
+        **PROMPT, prefix_projection=True, encoder_hidden_size=6
+    ),
+    "P-tuning": lambda: peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=6),
+    "P-tuning with an LSTM": lambda: peft.PromptEncoderConfig(
+        **PROMPT, encoder_hidden_size=6, encoder_reparameterization_type="LSTM", encoder_dropout=0.0
+    ),
+    "multitask prompts": lambda: peft.MultitaskPromptTuningConfig(**PROMPT, num_tasks=2, num_ranks=1),
+}
+TASK = {"multitask prompts": {"task_ids": torch.tensor([0, 1])}}
 
 
-def adapted(folder: Path, **options: Any) -> Any:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **options)
+def adapted(folder: Path, kind: str) -> Any:
     torch.manual_seed(2)
-    return peft.get_peft_model(tiny_llama.load(folder), config)
+    model = peft.get_peft_model(tiny_llama.load(folder), ADAPTERS[kind]())
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn(param.shape, generator=generator) * 0.1)
+    return model.eval()
 
 
-def adapter(folder: Path, target: Path, theirs: Path, options: dict[str, Any]) -> None:
-    """The files of peft, to the byte; the frozen model is not in them."""
-    model = adapted(folder, **options)
-    for layer in model.get_base_model().model.layers:
+def logits_with(model: Any, kind: str) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=TOKENS, **TASK.get(kind, {})).logits
+    return logits
+
+
+def adapter(folder: Path, target: Path, theirs: Path, kind: str) -> None:
+    """The files of peft, to the byte; the frozen model is not in them. Then a model with it, again, is the same."""
+    plain = adapted(folder, kind)
+    model = adapted(folder, kind)
+    for layer in [] if "VBLoRA" in kind else model.get_base_model().model.layers:  # its layers share a bank of vectors
         fully_shard(layer)
     fully_shard(model)
+    assert_same(logits_with(model, kind), logits_with(plain, kind), 1e-5, 1e-6, "logits of the shards")
+    before = {name: full(param) for name, param in model.named_parameters()}
     hf.save_adapter(model, target)
     assert sorted(os.listdir(target)) == ["adapter_config.json", "adapter_model.safetensors"]
     name = "adapter_model.safetensors"
@@ -306,9 +350,10 @@ def adapter(folder: Path, target: Path, theirs: Path, options: dict[str, Any]) -
     name = "adapter_config.json"
     assert json.loads((target / name).read_text()) == json.loads((theirs / name).read_text())
     again = peft.PeftModel.from_pretrained(tiny_llama.load(folder), target)
-    plain = adapted(folder, **options)
-    with torch.no_grad():
-        assert torch.equal(again(input_ids=TOKENS).logits, plain.eval()(input_ids=TOKENS).logits)
+    stored = peft.PeftModel.from_pretrained(tiny_llama.load(folder), theirs)
+    assert torch.equal(logits_with(again, kind), logits_with(stored, kind))
+    for fqn, param in model.named_parameters():
+        assert torch.equal(full(param), before[fqn]), fqn
     with pytest.raises(ValueError, match=r"adapters of peft. Save them by fsdp2\.hf\.save_adapter"):
         hf.save_model(model, target)
     with pytest.raises(ValueError, match="adapter_name: expected one of default, got 'other'"):
@@ -331,13 +376,43 @@ def injected_adapter(folder: Path, target: Path) -> None:
         assert torch.equal(again(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits)
 
 
-def test_adapters_of_peft(tmp_path: Path) -> None:
+def trained_on(folder: Path, target: Path) -> None:
+    """Training that stops, saves the adapter, loads it, and goes on (SGD) is training that does not stop."""
+
+    def sharded_model(model: Any) -> tuple[Any, Any]:
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        return model, torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+
+    def steps(model: Any, optimizer: Any, of: range) -> None:
+        for step in of:
+            rows = tiny_llama.batch(step).chunk(dist.get_world_size())[dist.get_rank()]
+            model(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    through, optimizer = sharded_model(adapted(folder, "LoRA").train())
+    steps(through, optimizer, range(4))
+    first, optimizer = sharded_model(adapted(folder, "LoRA").train())
+    steps(first, optimizer, range(2))
+    hf.save_adapter(first, target)
+    second = peft.PeftModel.from_pretrained(tiny_llama.load(folder), target, is_trainable=True).train()
+    second, optimizer = sharded_model(second)
+    steps(second, optimizer, range(2, 4))
+    for name, param in through.named_parameters():
+        assert_same(full(second.get_parameter(name)), full(param), 1e-6, 1e-7, name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_adapters_of_peft(world_size: int, tmp_path: Path) -> None:
     folder = tiny_llama.save(transformers.LlamaConfig(**SIZES), tmp_path / "llama")
     checks: list[tuple[str, Callable[[], None]]] = []
-    for i, options in enumerate(LORA):
-        theirs = tmp_path / f"theirs {i}"
-        adapted(folder, **options).save_pretrained(theirs)
-        (theirs / "README.md").unlink(missing_ok=True)
-        checks.append((str(options), partial(adapter, folder, tmp_path / f"ours {i}", theirs, options)))
+    for kind in ADAPTERS:
+        theirs = tmp_path / f"theirs {kind}"
+        adapted(folder, kind).save_pretrained(theirs)
+        checks.append((kind, partial(adapter, folder, tmp_path / f"ours {kind}", theirs, kind)))
     checks.append(("injected", partial(injected_adapter, folder, tmp_path / "injected")))
-    run_checks(2, checks, timeout=120)
+    if world_size == 2:
+        checks.append(("trained on", partial(trained_on, folder, tmp_path / "trained")))
+    run_checks(world_size, checks, timeout=240)
