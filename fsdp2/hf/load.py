@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -132,7 +133,8 @@ def load_model(
         FileNotFoundError: the folder, or a file of the index, is not there.
         ValueError: a damaged file, a tensor in two files, a wrong index; another shape than the model's; `strict`; tied
             parameters that differ in the files; a row of `names` that matches nothing.
-        NotImplementedError: quantised parameters and other tensor subclasses.
+        NotImplementedError: quantised parameters or files, and other tensor subclasses; a parameter that Transformers
+            computes from tensors in the files.
         RuntimeError: a forward or backward runs.
             All errors are raised on all ranks. Values are written only after all names, shapes and dtypes were checked.
     """
@@ -201,8 +203,9 @@ def _find_sources(
     reading = None if converter is None else converter.read(files)
     if reading is not None:
         table.converted = reading.sources
+    scaled = {name.rpartition("_scale")[0]: name for name in files if "_scale" in name}
     wrong: dict[str, str] = {}
-    in_files: dict[str, str] = {}
+    in_files: dict[str, list[str]] = {}
     sources: _Sources = {}
     used = set[str]()
     for tensor in tensors:
@@ -221,13 +224,19 @@ def _find_sources(
             if shape != tensor.shape:
                 where = f"{leaves[0].name} of {files[leaves[0].name].file}"
                 wrong[name] = f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}"
-                in_files[name] = leaves[0].name
+                in_files[name] = [*dict.fromkeys(leaf.name for leaf in leaves)]
                 continue
             sources.setdefault(tensor, []).append(leaves)
             for leaf in leaves:
                 used.add(leaf.name)
                 if files[leaf.name].dtype != tensor.dtype:
                     _refuse_conversion(tensor, files[leaf.name])
+                    if leaf.name in scaled and files[leaf.name].dtype.itemsize == 1:
+                        raise NotImplementedError(
+                            f"{tensor.name}: {files[leaf.name].file} has it quantised ({files[leaf.name].dtype}, with "
+                            f"{scaled[leaf.name]}), and fsdp2.hf moves values only. Dequantise the files before: load "
+                            "them by from_pretrained with dequantize=True in the quantization_config, and save that."
+                        )
                     report.converted[tensor.name] = (files[leaf.name].dtype, tensor.dtype)
         if tensor in sources:
             tensor.locate()
@@ -238,10 +247,11 @@ def _find_sources(
     table.refuse_unused()
     if wrong:
         more = f", and {len(wrong) - 1} more have other shapes: {some([*wrong][1:])}" if len(wrong) > 1 else ""
-        name = next(iter(wrong))
+        name, found = next(iter(in_files.items()))
+        rest = f"unexpected={json.dumps(found)}" if len(found) < 4 else "strict=False"
         raise ValueError(
-            f"{wrong[name]}{more}. Build the model from the configuration of the files; or leave it out: "
-            f'names={{"{name}": None}}, unexpected=["{in_files[name]}"].'
+            f"{wrong[name]}{more}. Build the model from the configuration of the files; or leave each out: "
+            f'names={{"{name}": None}}, {rest}.'
         )
     report.num_loaded = len(sources)
     ignored = [*may_be]

@@ -172,6 +172,12 @@ def round_trip(name: str, shard: Callable[[Any], Any], source: Path, target: Pat
         assert_same(full(model.get_parameter(fqn)), param, 0, 0, fqn)
     for fqn, buffer in plain.named_buffers():
         assert_same(model.get_buffer(fqn), buffer, 0, 0, fqn)
+    if shard is by_layer:  # each byte is read by the rank that has it, but for buffers, which all have
+        read = torch.tensor(report.bytes_read)
+        dist.all_reduce(read)
+        state, ranks = plain.state_dict(), dist.get_world_size()
+        buffers = sum(buffer.nbytes for fqn, buffer in plain.named_buffers() if fqn in state)
+        assert int(read) == sum(param.nbytes for param in plain.parameters()) + ranks * buffers
     logits = logits_of(plain, name)
     assert_same(logits_of(model, name), logits, *((1e-5, 1e-6) if name != "bf16" else (0, 0)), "logits of the shards")
     hf.save_model(model, target)
@@ -280,6 +286,158 @@ def test_models_of_transformers(world_size: int, sources: Path, tmp_path: Path) 
     if world_size == 4:
         checks.append(("experts", partial(expert_parallel, sources / "qwen3_moe", tmp_path / "experts")))
     run_checks(world_size, checks, timeout=240)
+
+
+# ---- other models of the same files
+
+BERT = {"vocab_size": 17, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
+LM, HEADS = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+# Class that saved the files, configuration, class that loads them; what is new in it, and what it lacks.
+OTHERS: dict[str, tuple[str, Callable[[], Any], str, list[str], list[str]]] = {
+    "classes of sequences": (LM, CONFIGS["llama"], HEADS, ["score.{rest*}"], ["lm_head.{rest*}"]),
+    "classes of sequences, experts": (LM, CONFIGS["mixtral"], HEADS, ["score.{rest*}"], ["lm_head.{rest*}"]),
+    "classes of tokens": (
+        LM,
+        CONFIGS["llama"],
+        "AutoModelForTokenClassification",
+        ["score.{rest*}"],
+        ["lm_head.{rest*}"],
+    ),
+    "without a head": (LM, CONFIGS["qwen3_moe"], "AutoModel", [], ["lm_head.weight"]),
+    "without a head, tied": (LM, CONFIGS["tied"], "AutoModel", [], []),
+    "a language model from the model without a head": ("AutoModel", CONFIGS["mixtral"], LM, ["lm_head.weight"], []),
+    "tied, from the model without a head": ("AutoModel", CONFIGS["tied"], LM, [], []),
+    "an encoder": (
+        "AutoModelForMaskedLM",
+        lambda: transformers.BertConfig(**BERT),
+        HEADS,
+        ["classifier.{rest*}", "bert.pooler.{rest*}"],
+        ["cls.{rest*}"],
+    ),
+    "images": (
+        "AutoModelForMaskedImageModeling",
+        CONFIGS["vit"],
+        "AutoModelForImageClassification",
+        ["classifier.{rest*}"],
+        ["decoder.{rest*}", "vit.embeddings.mask_token"],
+    ),
+}
+
+
+def outputs_of(model: Any, kind: str) -> Tensor:
+    with torch.no_grad():
+        inputs: Any = {"pixel_values": PIXELS} if kind == "images" else {"input_ids": TOKENS}
+        found = model.eval()(**inputs)
+    outputs: Tensor = found.logits if hasattr(found, "logits") else found.last_hidden_state
+    return outputs
+
+
+def other_model(kind: str, source: Path, target: Path) -> None:
+    """From files of another class, and back: as Transformers loads them, and what is new is the same on all ranks."""
+    _, config, cls, new, lacking = OTHERS[kind]
+    with torch.device("meta"):
+        model = getattr(transformers, cls).from_config(config(), dtype=torch.float32)
+    model.config.pad_token_id = 0
+    by_layer(model)
+    if new or lacking:
+        with pytest.raises(ValueError, match=r"model lacks|model has"):
+            hf.load_model(model, source)
+    names: Any = dict.fromkeys(new)
+    report = hf.load_model(model, source, names=names, unexpected=lacking)
+    assert (report.missing, report.unexpected) == ([], [])
+    assert bool(report.ignored) == bool(lacking)
+    plain = getattr(transformers, cls).from_pretrained(source)
+    plain.config.pad_token_id = 0
+    fresh = {name: full(param) for name, param in model.named_parameters() if name in report.initialised}
+    assert bool(fresh) == bool(new)
+    for name, value in fresh.items():
+        values = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(values, value.contiguous())
+        assert all(torch.equal(value, each) for each in values), name
+        assert value.dim() < 2 or 0 < float(value.std()) < 0.1, name
+    plain.load_state_dict(fresh, strict=False)
+    for name, param in plain.named_parameters():
+        assert_same(full(model.get_parameter(name)), param, 0, 0, name)
+    assert_same(outputs_of(model, kind), outputs_of(plain, kind), 1e-5, 1e-6, kind)
+    hf.save_model(model, target)
+    again = getattr(transformers, cls).from_pretrained(target)
+    again.config.pad_token_id = 0
+    assert torch.equal(outputs_of(again, kind), outputs_of(plain, kind))
+    if dist.get_rank() == 0:
+        plain.save_pretrained(target.with_name(f"{target.name} theirs"))
+        assert files_in(target) == files_in(target.with_name(f"{target.name} theirs"))
+
+
+class Valued(nn.Module):
+    """A model of one's own around one of Transformers."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body, self.value = body, nn.Linear(8, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values: Tensor = self.value(self.body(input_ids=tokens).last_hidden_state)
+        return values
+
+
+def part_of_ones_own_model(source: Path) -> None:
+    with torch.device("meta"):
+        body = transformers.AutoModel.from_config(CONFIGS["mixtral"]())
+    torch.manual_seed(0)
+    model = Valued(body)
+    plain = Valued(transformers.AutoModel.from_pretrained(source))
+    plain.value.load_state_dict(model.value.state_dict())
+    by_layer(model.body)
+    fully_shard(model)
+    hf.load_model(model.body, source, unexpected=["lm_head.weight"])
+    with torch.no_grad():
+        assert_same(model(TOKENS), plain(TOKENS), 1e-5, 1e-6, "values")
+
+
+def errors_of_contents(source: Path) -> None:
+    """Each is raised on all ranks, with both shapes and what to write; which then works."""
+
+    def build(**options: Any) -> Any:
+        config = CONFIGS["mixtral"]()
+        for name, value in options.items():
+            setattr(config, name, value)
+        with torch.device("meta"):
+            return by_layer(transformers.AutoModelForCausalLM.from_config(config))
+
+    expected = (
+        r"mlp\.gate\.weight: expected shape \[3, 8\], got \[4, 8\] in model\.layers\.0\.block_sparse_moe\.gate\.weight"
+    )
+    with pytest.raises(ValueError, match=expected + ".* and 5 more have other shapes: .*experts.gate_up_proj"):
+        hf.load_model(build(num_local_experts=3), source)
+    expected = r"experts\.gate_up_proj: expected shape \[4, 40, 8\], got \[4, 24, 8\] in .*experts\.0\.w1\.weight"
+    with pytest.raises(ValueError, match=f"{expected}.*strict=False"):
+        hf.load_model(build(intermediate_size=20), source)
+    with pytest.raises(ValueError, match=r"expected shape \[19, 8\], got \[17, 8\]") as error:
+        hf.load_model(build(vocab_size=19), source)
+    assert "and 1 more have other shapes: lm_head.weight" in str(error.value)
+    assert 'names={"model.embed_tokens.weight": None}, unexpected=["model.embed_tokens.weight"]' in str(error.value)
+    both = ["model.embed_tokens.weight", "lm_head.weight"]
+    report = hf.load_model(build(vocab_size=19), source, names=dict.fromkeys(both), unexpected=both)
+    assert (report.missing, report.unexpected, report.ignored) == ([], [], sorted(both))
+    assert sorted(report.initialised)[:2] == sorted(both)
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.2\.self_attn.*names: \{\"model\.layers\.2"):
+        hf.load_model(build(num_hidden_layers=3), source)
+    with pytest.raises(ValueError, match=r"has model\.layers\.1.*unexpected: \[\"model\.layers\.1"):
+        hf.load_model(build(num_hidden_layers=1), source)
+    report = hf.load_model(build(num_hidden_layers=1), source, unexpected=["model.layers.1.{rest*}"])
+    assert report.unexpected == []
+    assert len(report.ignored) == 19
+
+
+def test_other_models_of_the_same_files(sources: Path, tmp_path: Path) -> None:
+    checks: list[tuple[str, Callable[[], None]]] = []
+    for kind, (cls, config, *_) in OTHERS.items():
+        torch.manual_seed(1)
+        getattr(transformers, cls).from_config(config()).save_pretrained(tmp_path / kind)
+        checks.append((kind, partial(other_model, kind, tmp_path / kind, tmp_path / f"saved {kind}")))
+    checks.append(("part of a model", partial(part_of_ones_own_model, sources / "mixtral" / "new")))
+    checks.append(("errors", partial(errors_of_contents, sources / "mixtral" / "new")))
+    run_checks(2, checks, timeout=240)
 
 
 # ---- adapters
