@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -256,6 +257,35 @@ def expert_parallel(source: Path, target: Path) -> None:
     same_files(target, source / "again")
 
 
+def checkpointed(model: Any) -> Any:
+    """Wrappers of torch around the layers; names in the files don't have them."""
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = fully_shard(checkpoint_wrapper(layer))
+    return fully_shard(model)
+
+
+def own_names(source: Path, target: Path) -> None:
+    """`names` go before the mapping, which does the rest."""
+    prefix = "model.layers.0.mlp.experts"
+    files = [f"{prefix}.{e}.{kind}_proj.weight" for e in range(4) for kind in ("gate", "up")]
+    both = hf.stack([hf.cat(files[2 * e : 2 * e + 2]) for e in range(4)])
+    model = sharded("qwen3_moe", by_layer)
+    report = hf.load_model(model, source / "new", names={f"{prefix}.gate_up_proj": both})
+    assert (report.missing, report.unexpected) == ([], [])
+    plain = class_of("qwen3_moe").from_pretrained(source / "new")
+    for fqn, param in plain.named_parameters():
+        assert_same(full(model.get_parameter(fqn)), param, 0, 0, fqn)
+    apart: dict[str, Any] = {}
+    for i, name in enumerate(files):
+        apart[name] = hf.part(hf.select(f"{prefix}.gate_up_proj", 0, i // 2), 0, 12 * (i % 2), 12 * (i % 2) + 12)
+    hf.save_model(model, target, names=apart)
+    same_files(target, source / "again")
+    with pytest.raises(
+        ValueError, match=r"names: expected names that no other parameter has, got 'model\.norm\.weight'"
+    ):
+        hf.save_model(model, target, names={"model.norm.weight": "lm_head.weight"})
+
+
 SHARDED: dict[int, list[tuple[str, Callable[[Any], Any]]]] = {
     1: [(name, by_layer) for name in ("llama", "mixtral", "deepseek_v3")],
     2: [(name, by_layer) for name in CONFIGS],
@@ -283,6 +313,10 @@ def test_models_of_transformers(world_size: int, sources: Path, tmp_path: Path) 
             checks.append((f"{name} new", partial(never_loaded, name, sources / name, tmp_path / f"new {name}")))
         for name in ("tied", "mixtral"):
             checks.append((f"{name} in bf16", partial(other_dtypes, name, sources / name, tmp_path / f"bf16 {name}")))
+    if world_size == 2:
+        check = partial(round_trip, "mixtral", checkpointed, sources / "mixtral", tmp_path / "checkpointed")
+        checks.append(("checkpointed", check))
+        checks.append(("own names", partial(own_names, sources / "qwen3_moe", tmp_path / "own names")))
     if world_size == 4:
         checks.append(("experts", partial(expert_parallel, sources / "qwen3_moe", tmp_path / "experts")))
     run_checks(world_size, checks, timeout=240)
