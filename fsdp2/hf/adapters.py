@@ -1,8 +1,12 @@
-"""Finds what peft saves of an adapter: parameters, parts of them, and tensors that it computes from some."""
+"""Finds what peft saves of an adapter: parameters, parts of them, and tensors that it computes from some.
+
+It also gives values to adapters on meta, around a model that is loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,3 +95,54 @@ def _call_peft(
     found: Any = get_peft_model_state_dict(skeleton, state_dict=state, adapter_name=adapter_name)
     prefix = "" if hasattr(skeleton, "get_base_model") else "base_model.model."  # of add_adapter of Transformers
     return {name if name.startswith("base_model.") else prefix + name: each for name, each in sorted(found.items())}
+
+
+def add_copies(model: nn.Module, tensors: Sequence[ModelTensor], sources: dict[str, View]) -> None:
+    """Adds sources for the trained copies of modules (`modules_to_save`) on meta: they begin as the originals."""
+    if "peft" not in sys.modules:
+        return
+    from peft.utils import ModulesToSaveWrapper
+
+    by_slot = {(slot.module, slot.name): each for each in tensors for slot in each.slots}
+    for wrapper in model.modules():
+        copies: Any = wrapper._modules["modules_to_save"] if isinstance(wrapper, ModulesToSaveWrapper) else {}
+        for copied in copies.values():
+            for path, module in copied.named_modules():
+                original = wrapper._modules["original_module"].get_submodule(path)  # type: ignore[union-attr]
+                for name in (*module._parameters, *module._buffers):
+                    own, other = by_slot.get((module, name)), by_slot.get((original, name))
+                    found = next((each for each in other.names if each in sources), None) if other is not None else None
+                    if own is not None and own.tensor.is_meta and found is not None:
+                        sources[own.name] = sources[found]
+
+
+def initialise(model: Any, places: Iterable[tuple[nn.Module, str]]) -> set[nn.Module]:
+    """Has peft initialise the adapters that have got memory at these places; returns the modules that it has cared for.
+
+    Raises:
+        NotImplementedError: fsdp2 can't: it is no LoRA, or one that begins with a function of the weights.
+    """
+    if "peft" not in sys.modules:
+        return set()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    left = {module for module, _ in places}
+    cared: set[nn.Module] = set()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base = layer._modules.get("base_layer")
+        own = {*layer.modules()} - ({*base.modules()} if base is not None else set())
+        if not own & left:
+            continue
+        for adapter, config in model.peft_config.items():
+            kind = getattr(config, "init_lora_weights", None)
+            if not hasattr(layer, "reset_lora_parameters") or kind not in (True, "gaussian") or config.use_dora:
+                raise NotImplementedError(
+                    f"load_model: {name}: expected LoRA, without DoRA, with init_lora_weights=True or 'gaussian' for "
+                    f"adapters on meta, got {config.peft_type.value} with {kind!r}. Build the model with memory, not "
+                    "on meta: from_pretrained, then get_peft_model, then fully_shard."
+                )
+            layer.reset_lora_parameters(adapter, kind)
+        cared |= own
+    return cared

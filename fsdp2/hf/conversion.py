@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .compat import IGNORED_MISSING, IGNORED_ON_SAVE, IGNORED_UNEXPECTED, TIED, USED_CONVERSIONS, storage_key
 from .files import FileTensor, Layout
-from .skeleton import make_parts, make_skeleton
+from .skeleton import base_of, make_parts, make_skeleton
 from .tensors import ModelTensor
 from .trace import Tracer
 from .views import View
@@ -26,17 +26,24 @@ _OWN = "Pass convert=False, and names= where files call tensors otherwise."
 
 
 class Reading(NamedTuple):
-    """Says how files are read. `sources`: FQN -> view of tensors in the files. `missing`, `unexpected`: patterns of
-    parameters that files may lack, and of tensors that they may have besides, by the class of the model.
+    """Says how files are read. `sources`: FQN -> view of tensors in the files. `adapters`: tensors that peft has added.
+    `missing`, `unexpected`: patterns of parameters that files may lack, and of tensors that they may have besides, by
+    the class of the model.
     """
 
     sources: dict[str, View]
+    adapters: set[ModelTensor]
     missing: list[str]
     unexpected: list[str]
 
 
-def converter_of(model: nn.Module, tensors: Sequence[ModelTensor]) -> Converter | None:
-    """Returns what converts the files of a model; None if it is none of Transformers, or an old version is there."""
+def converter_of(
+    model: nn.Module, tensors: Sequence[ModelTensor], *, without_adapters: bool = False
+) -> Converter | None:
+    """Returns what converts the files of a model; None if it is none of Transformers, or an old version is there.
+
+    `without_adapters`: the files are those of the model to which peft has added adapters.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return None
@@ -44,17 +51,26 @@ def converter_of(model: nn.Module, tensors: Sequence[ModelTensor]) -> Converter 
         from transformers import PreTrainedModel, conversion_mapping  # noqa: F401
     except ImportError:  # before version 5
         return None
-    skeleton = make_skeleton(model, tensors, parts := make_parts(tensors))
-    return Converter(skeleton, tensors, parts) if isinstance(skeleton, PreTrainedModel) else None
+    has_adapters = without_adapters and any(base_of(module) is not None for module in model.modules())
+    skeleton = make_skeleton(model, tensors, parts := make_parts(tensors), without_adapters=has_adapters)
+    return Converter(skeleton, tensors, parts, has_adapters) if isinstance(skeleton, PreTrainedModel) else None
 
 
 class Converter:
     """Converts names and shapes between the files of one model and the model."""
 
-    def __init__(self, skeleton: Any, tensors: Sequence[ModelTensor], parts: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, skeleton: Any, tensors: Sequence[ModelTensor], parts: Mapping[str, Tensor], has_adapters: bool
+    ) -> None:
         self._skeleton, self._tensors = skeleton, tensors
         self._used: list[Any] = []
-        self._expected = {name: parts[each.name] for each in tensors for name in each.names}
+        # Names of the skeleton, which are those of the model but for adapters -> tensors of both.
+        self._owners = {name: each for each in tensors for name in each.names}
+        if has_adapters:
+            owners = {id(parts[each.name]): each for each in tensors}
+            state = skeleton.state_dict(keep_vars=True)
+            self._owners = {name: owners[id(part)] for name, part in state.items() if id(part) in owners}
+        self._expected = {name: parts[each.name] for name, each in self._owners.items()}
 
     def read(self, files: Mapping[str, FileTensor]) -> Reading:
         """Returns of which tensors in the files each parameter and buffer consists.
@@ -100,7 +116,16 @@ class Converter:
         if any(name.endswith("position_ids") for name in buffers):
             unexpected.append(r"(^|\.)position_ids$")
         self._used = [each for each in conversions if each.was_used()]
-        return Reading(sources, [*(getattr(model, IGNORED_MISSING, None) or ())], unexpected)
+        adapters = {*self._tensors} - {*self._owners.values()}
+        return Reading(self._by_fqn(sources), adapters, [*(getattr(model, IGNORED_MISSING, None) or ())], unexpected)
+
+    def _by_fqn(self, sources: Mapping[str, View]) -> dict[str, View]:
+        """Returns the same with the names that the model has, where adapters are between its modules."""
+        found: dict[str, View] = {}
+        for name, view in sources.items():
+            names = self._owners[name].names
+            found[name if name in names else next(each for each in names if each not in found)] = view
+        return found
 
     def _convert(self, tracer: Tracer, converter: Any, first: str, names: Sequence[str]) -> dict[str, View]:
         try:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..core.parameter import fqn
 from ..core.state import modules_below, state_of
 from ..dtensor.write_notices import notices
 from ..ext.owners import owners_by_id
+from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
 from .progress import Progress
@@ -118,7 +120,9 @@ def load_model(
         unexpected: names, or patterns of names, of tensors in the files that the model lacks on purpose.
         convert: convert names and shapes of a model of Transformers as its `from_pretrained` does, by the mapping that
             Transformers (5 or newer) has for its class: experts that the files have apart, fused projections, prefixes.
-            `names` goes before; a function as `names` says everything. False: only `names` counts.
+            `names` goes before; a function as `names` says everything. False: only `names` counts. Adapters that peft
+            has added before are left out: the files are those of the model around which they are. LoRA on meta is
+            initialised by peft.
         init: is called with each module that has non-persistent buffers on meta, or missing parameters on meta, before
             anything is loaded, and must give these values. None: `_init_weights(module)` of the model, as those
             of Transformers have it, or else `reset_parameters()` of the module. Seed all ranks alike if it draws random
@@ -147,8 +151,12 @@ def load_model(
     ranks.run(lambda: settle(groups, "load_model"), doing)
     checkpoint = ranks.from_first(lambda: read_checkpoint(path))
     tensors, report = find_tensors(model), LoadReport()
-    converter = ranks.run(lambda: converter_of(model, tensors) if convert and not table.is_function else None, doing)
-    sources = ranks.run(lambda: _find_sources(tensors, checkpoint.tensors, table, converter, may_be, report), doing)
+    convert = convert and not table.is_function
+    find_converter = partial(converter_of, model, tensors, without_adapters=True)
+    converter = ranks.run(lambda: find_converter() if convert else None, doing)
+    sources = ranks.run(
+        lambda: _find_sources(model, tensors, checkpoint.tensors, table, converter, may_be, report), doing
+    )
     if strict and (report.missing or report.unexpected):
         raise ValueError(f"load_model: {folder} {_contradictions(report)}")
     ranks.run(lambda: _materialise(model, tensors, sources, ranks.device, init, strict, report), doing)
@@ -189,6 +197,7 @@ def _contradictions(report: LoadReport) -> str:
 
 
 def _find_sources(
+    model: nn.Module,
     tensors: list[ModelTensor],
     files: Mapping[str, FileTensor],
     table: NameTable,
@@ -201,8 +210,10 @@ def _find_sources(
     `may_be`: patterns of tensors in the files that the model lacks on purpose.
     """
     reading = None if converter is None else converter.read(files)
+    adapters: set[ModelTensor] = set()
     if reading is not None:
-        table.converted = reading.sources
+        table.converted, adapters = reading.sources, reading.adapters
+        add_copies(model, tensors, reading.sources)
     scaled = {name.rpartition("_scale")[0]: name for name in files if "_scale" in name}
     wrong: dict[str, str] = {}
     in_files: dict[str, list[str]] = {}
@@ -240,7 +251,7 @@ def _find_sources(
                     report.converted[tensor.name] = (files[leaf.name].dtype, tensor.dtype)
         if tensor in sources:
             tensor.locate()
-        elif lacks:
+        elif lacks and tensor not in adapters:
             report.missing.append(lacks[0])
         if len(tensor.names) > 1:
             report.tied[tensor.name] = tensor.names[1:]
@@ -312,8 +323,10 @@ def _materialise(
     rest = {place: tensor for place, tensor in rest.items() if tensor.numel()}
     versions = {place: tensor._version for place, tensor in rest.items()}
     with torch.no_grad():
+        of_adapters = initialise(model, rest) if init is None else set()
         for module in dict.fromkeys(module for module, _ in rest):
-            _initialise(module, below, init)
+            if module not in of_adapters:
+                _initialise(module, below, init)
     for (module, name), tensor in rest.items():
         now, is_buffer = registered(module, name), name in module._buffers
         is_written = now is not tensor or now._version != versions[module, name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,11 +30,14 @@ def make_parts(tensors: Sequence[ModelTensor], values: Parts | None = None) -> d
     return parts
 
 
-def make_skeleton(model: nn.Module, tensors: Sequence[ModelTensor], parts: Parts) -> Any:
+def make_skeleton(
+    model: nn.Module, tensors: Sequence[ModelTensor], parts: Parts, *, without_adapters: bool = False
+) -> Any:
     """Returns modules of the same classes and attributes as those of a model, as it was before it was sharded.
 
     They have no hooks, belong to no group, and have `parts` in the place of their parameters and persistent buffers.
     Wrappers of torch (checkpoints, compiled modules) are left out. The model itself is not changed.
+    `without_adapters`: leave out what peft has put around modules, too.
     """
     by_slot = {(slot.module, slot.name): parts[each.name] for each in tensors for slot in each.slots}
     made: dict[nn.Module, Any] = {}
@@ -41,6 +45,8 @@ def make_skeleton(model: nn.Module, tensors: Sequence[ModelTensor], parts: Parts
 
     def copy(module: nn.Module) -> Any:
         inner: Any = next((module._modules[name[:-1]] for name in WRAPPERS if name[:-1] in module._modules), None)
+        if inner is None and without_adapters:
+            inner = base_of(module)
         if inner is not None:
             return copy(inner)
         if isinstance(module, torch.jit.ScriptModule):
@@ -70,3 +76,21 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     """Returns the class that a module had before it was sharded."""
     cls: Any = type(module)
     return cls.__bases__[0] if STATE in vars(module) else cls  # type: ignore[no-any-return]
+
+
+def base_of(module: nn.Module) -> nn.Module | None:
+    """Returns the module around which peft has put this one; None if it is none of peft's."""
+    if "peft" not in sys.modules:
+        return None
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    base: nn.Module | None = None
+    if isinstance(module, PeftModel):
+        base = module.get_base_model()
+    elif isinstance(module, BaseTunerLayer):
+        base = module._modules.get("base_layer")
+    elif isinstance(module, AuxiliaryTrainingWrapper):
+        base = module._modules["original_module"]
+    return base

@@ -596,8 +596,48 @@ def trained_on(folder: Path, target: Path) -> None:
         assert_same(full(second.get_parameter(name)), full(param), 1e-6, 1e-7, name)
 
 
+def around_adapters(source: Path, experts: Path) -> None:
+    """The files of a model are loaded into it below adapters, which begin as peft begins them."""
+    for name, folder in (("llama", source), ("mixtral", experts), ("tied", source.parent.parent / "tied" / "new")):
+        options: Any = {} if name == "tied" else {"modules_to_save": ["lm_head"]}
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **options)
+        with torch.device("meta"):
+            model = peft.get_peft_model(class_of(name).from_config(CONFIGS[name]()), config)
+        by_layer(model)
+        report = hf.load_model(model, folder)
+        assert (report.missing, report.unexpected) == ([], [])
+        assert sum("lora_" in fqn for fqn in report.initialised) == 8
+        plain = class_of(name).from_pretrained(folder)
+        assert_same(logits_of(model, name), logits_of(plain, name), 1e-5, 1e-6, "adapters that do nothing yet")
+        around = peft.get_peft_model(plain, config)
+        for fqn, param in around.named_parameters():
+            found = full(model.get_parameter(fqn))
+            if "lora_A" in fqn:
+                assert 0.1 < float(found.std() / param.std()) < 10, fqn
+            else:
+                assert_same(found, param, 0, 0, fqn)
+        trained = [fqn for fqn, param in model.named_parameters() if param.requires_grad]
+        assert trained == [fqn for fqn, param in around.named_parameters() if param.requires_grad]
+    dora = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    with torch.device("meta"):
+        model = by_layer(peft.get_peft_model(class_of("llama").from_config(CONFIGS["llama"]()), dora))
+    with pytest.raises(
+        NotImplementedError, match=r"q_proj: expected LoRA, without DoRA, .* Build the model with memory"
+    ):
+        hf.load_model(model, source)
+    plain = adapted(source, "rsLoRA with a head")  # not on meta: adapters stay as they are
+    before = {fqn: param.detach().clone() for fqn, param in plain.named_parameters()}
+    with torch.no_grad():
+        for param in plain.parameters():
+            if not param.requires_grad:
+                param.zero_()
+    hf.load_model(by_layer(plain), source)
+    for fqn, value in before.items():
+        assert_same(full(plain.get_parameter(fqn)), value, 0, 0, fqn)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_adapters_of_peft(world_size: int, tmp_path: Path) -> None:
+def test_adapters_of_peft(world_size: int, sources: Path, tmp_path: Path) -> None:
     folder = tiny_llama.save(transformers.LlamaConfig(**SIZES), tmp_path / "llama")
     checks: list[tuple[str, Callable[[], None]]] = []
     for kind in ADAPTERS:
@@ -605,6 +645,9 @@ def test_adapters_of_peft(world_size: int, tmp_path: Path) -> None:
         adapted(folder, kind).save_pretrained(theirs)
         checks.append((kind, partial(adapter, folder, tmp_path / f"ours {kind}", theirs, kind)))
     checks.append(("injected", partial(injected_adapter, folder, tmp_path / "injected")))
+    if world_size in (1, 3):
+        check = partial(around_adapters, sources / "llama" / "new", sources / "mixtral" / "new")
+        checks.append(("around adapters", check))
     if world_size == 2:
         checks.append(("trained on", partial(trained_on, folder, tmp_path / "trained")))
     run_checks(world_size, checks, timeout=240)
