@@ -154,6 +154,21 @@ def adapters(names: Names) -> None:
 
 
 @guide("LoRA with peft")
+def adapters_on_meta(names: Names) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    plain = peft.get_peft_model(tiny_llama.load(Path("llama")), config)
+    found, expected = values(names["model"]), values(plain)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if "lora_A" in name:
+            assert float(found[name].std()) > 0
+        else:
+            assert_same(found[name], value, 0, 0, name)
+    tokens = names["batch"](0)
+    assert_same(names["model"](input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-5, 1e-6, "logits")
+
+
+@guide("LoRA with peft")
 def adapter_trained_on(names: Names) -> None:
     plain = tiny_llama.load(Path("llama"))
     plain = peft.PeftModel.from_pretrained(plain, "trained_adapter", is_trainable=True)
