@@ -87,7 +87,7 @@ class Converter:
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
         prefix = model.base_model_prefix
-        tracer = Tracer()
+        tracer = Tracer(of_files=True)
         # First parameter of a conversion -> what converts, and the patterns and names of what is converted.
         jobs: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
         sources: dict[str, View] = {}

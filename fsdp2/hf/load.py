@@ -453,6 +453,8 @@ class _Reader:
             if not target.numel:
                 continue
             file, wanted = self._files[leaf.name], leaf.in_tensor(target)
+            if leaf.seen is not None:
+                file = file._replace(shape=leaf.seen)
             itemsize = file.dtype.itemsize
             around = wanted.widened(file.shape, LEAST_RUN_NBYTES // itemsize)
             for piece in around.pieces(max(1, most_nbytes // itemsize)):

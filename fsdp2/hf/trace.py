@@ -16,11 +16,13 @@ class Tracer(TorchDispatchMode):
     """While it is entered, operations on the tensors on meta that it follows are noted as views.
 
     Operations that cut, join and rearrange are known. The result of any other has no view, and `view_of` names it.
-    `read`: the names of tensors from which such a result was computed.
+    `read`: the names of tensors from which such a result was computed. `of_files`: the tensors are in files, where they
+    may be seen as other shapes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_files: bool = False) -> None:
         super().__init__()
+        self._of_files = of_files
         self.read: set[str] = set()
         # Identity of a tensor -> the tensor, which keeps that identity its own, and its view.
         self._views: dict[int, tuple[Tensor, View]] = {}
@@ -34,7 +36,9 @@ class Tracer(TorchDispatchMode):
 
     def follow(self, name: str, tensor: Tensor) -> None:
         """Notes that a tensor on meta stands for the tensor `name`."""
-        self._views[id(tensor)] = tensor, _constant(as_view(name).resolve(lambda _: tensor.shape))
+        shape, leaves = as_view(name).resolve(lambda _: tensor.shape)
+        seen = shape if self._of_files else None
+        self._views[id(tensor)] = tensor, _constant((shape, [leaf._replace(seen=seen) for leaf in leaves]))
 
     def view_of(self, tensor: Any) -> View | str:
         """Returns the view that a tensor has become; or, of a computed one, the name of the operation."""

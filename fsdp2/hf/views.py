@@ -19,12 +19,15 @@ class Leaf(NamedTuple):
 
     `box`: in the view. `starts`: the first index of each dim of the tensor. `dims`: for each dim of the view, the dim
     of the tensor, or None for one that the tensor lacks (stack). Dims of the tensor that the view lacks have one index.
+    `seen`: the shape as which the tensor is seen, if that may be another one than its own: in a file, shapes are but
+    numbers. None: it is its own.
     """
 
     name: str
     box: Box
     starts: tuple[int, ...]
     dims: tuple[int | None, ...]
+    seen: tuple[int, ...] | None = None
 
     def in_tensor(self, box: Box) -> Box:
         """Returns which box of the tensor a box of the view is, which must lie in `self.box`."""
@@ -101,7 +104,7 @@ def part(source: str | View, dim: int, start: int, stop: int) -> View:
             box = leaf.box.intersection(wanted)
             if box.numel:
                 moved = box.replaced(at, box.starts[at] - start, box.sizes[at])
-                found.append(Leaf(leaf.name, moved, leaf.in_tensor(box).starts, leaf.dims))
+                found.append(leaf._replace(box=moved, starts=leaf.in_tensor(box).starts))
         return wanted.sizes, found
 
     return View(resolve)
@@ -174,6 +177,10 @@ def reshape(source: str | View, sizes: Sequence[int]) -> View:
             raise ValueError(f"reshape: expected {math.prod(shape)} elements, got sizes {list(sizes)}")
         if not math.prod(shape):
             return tuple(sizes), []
+        first = leaves[0]
+        if first.seen == tuple(shape) == first.box.sizes and first.dims == tuple(range(len(shape))):  # it is whole
+            box = whole_box(sizes)
+            return tuple(sizes), [Leaf(first.name, box, box.starts, tuple(range(len(sizes))), tuple(sizes))]
         kept = [dim for dim, size in enumerate(shape) if size > 1]
         if [shape[dim] for dim in kept] == [size for size in sizes if size > 1]:  # dims of size 1 come or go
             left = iter(kept)
@@ -218,7 +225,7 @@ def _reshaped(
             for dim, by in moved.items():
                 starts[dim] += by
         box = Box(tuple(start for start, _, _ in ranges), tuple(size for _, size, _ in ranges))
-        yield Leaf(leaf.name, box, tuple(starts), tuple(dim for _, _, dim in ranges))
+        yield leaf._replace(box=box, starts=tuple(starts), dims=tuple(dim for _, _, dim in ranges))
 
 
 def _spans(leaf: Leaf, shape: Sequence[int], sizes: Sequence[int], old: range, new: range) -> list[_Span]:
@@ -271,13 +278,10 @@ def _join(one: Leaf, other: Leaf, dim: int) -> Leaf | None:
     """Returns one leaf for two that follow each other along `dim`; None if they do not."""
     size = one.box.sizes[dim]
     follows = one.box.replaced(dim, one.box.starts[dim] + size, other.box.sizes[dim]) == other.box
+    if (one.name, one.seen) != (other.name, other.seen) or not follows:
+        return None
     moved = [i for i, (a, b) in enumerate(zip(one.starts, other.starts, strict=True)) if a != b]
-    if (
-        one.name != other.name
-        or not follows
-        or len(moved) != 1
-        or other.starts[moved[0]] != one.starts[moved[0]] + size
-    ):
+    if len(moved) != 1 or other.starts[moved[0]] != one.starts[moved[0]] + size:
         return None
     dims = list(one.dims)
     if dims[dim] is None and moved[0] not in dims:
@@ -286,9 +290,7 @@ def _join(one: Leaf, other: Leaf, dim: int) -> Leaf | None:
     rest[dim] = moved[0] if rest[dim] is None and other.box.sizes[dim] == 1 else rest[dim]
     if dims != rest or dims[dim] != moved[0]:
         return None
-    return Leaf(
-        one.name, one.box.replaced(dim, one.box.starts[dim], size + other.box.sizes[dim]), one.starts, tuple(dims)
-    )
+    return one._replace(box=one.box.replaced(dim, one.box.starts[dim], size + other.box.sizes[dim]), dims=tuple(dims))
 
 
 def _rearranged(source: str | View, rearrange: Callable[[list[int | None]], list[int | None]]) -> View:
@@ -304,8 +306,10 @@ def _rearranged(source: str | View, rearrange: Callable[[list[int | None]], list
             return tuple(new if dim is None else values[dim] for dim in dims)
 
         return ordered(shape, 1), [
-            Leaf(name, Box(ordered(box.starts, 0), ordered(box.sizes, 1)), starts, ordered(of_tensor, None))
-            for name, box, starts, of_tensor in leaves
+            leaf._replace(
+                box=Box(ordered(leaf.box.starts, 0), ordered(leaf.box.sizes, 1)), dims=ordered(leaf.dims, None)
+            )
+            for leaf in leaves
         ]
 
     return View(resolve)

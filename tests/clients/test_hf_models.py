@@ -286,6 +286,43 @@ def own_names(source: Path, target: Path) -> None:
         hf.save_model(model, target, names={"model.norm.weight": "lm_head.weight"})
 
 
+def registered_mapping(folder: Path) -> None:
+    """A mapping that a program has registered: split rows, rotations in pairs, interleaved rows, a convolution.
+
+    Rows that the files have in another order are read one by one. The mapping stays for the rest of the process.
+    """
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+    parts = [f"self_attn.{name}_proj.weight" for name in "qkv"]
+    rotate = loading.PermuteForRope(permute_layer_names=["q_proj"])
+    halves = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    flat = loading.Conv3dToLinear(in_channels=3, kernel_size=(1, 2, 2))
+    mapping = [
+        loading.WeightRenaming(r"^model\.blocks\.", "model.layers."),
+        loading.WeightConverter("self_attn.qkv.weight", parts, [loading.Split(dim=0), rotate]),
+        loading.WeightConverter("mlp.both.weight", halves, [loading.Interleave(dim=0), loading.Chunk(dim=0)]),
+        loading.WeightConverter("mlp.kernel.weight", "mlp.down_proj.weight", [flat]),
+    ]
+    register_checkpoint_conversion_mapping("llama", mapping, overwrite=True)
+    plain = class_of("llama").from_config(transformers.LlamaConfig(**SIZES)).eval()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder / "theirs")
+    dist.barrier()
+    stored = safetensors_torch.load_file(folder / "theirs" / "model.safetensors")
+    assert stored["model.blocks.1.mlp.kernel.weight"].shape == (8, 3, 1, 2, 2)
+    assert stored["model.blocks.1.self_attn.qkv.weight"].shape == (16, 8)
+    with torch.device("meta"):
+        model = class_of("llama").from_config(transformers.LlamaConfig(**SIZES))
+    report = hf.load_model(by_layer(model), folder / "theirs")
+    assert (report.missing, report.unexpected) == ([], [])
+    for fqn, param in plain.named_parameters():
+        assert_same(full(model.get_parameter(fqn)), param, 0, 0, fqn)
+    assert report.bytes_read < 2 * sum(param.nbytes for param in plain.parameters()) / dist.get_world_size()
+    hf.save_model(model, folder / "ours")
+    assert files_in(folder / "ours") == files_in(folder / "theirs")
+
+
 SHARDED: dict[int, list[tuple[str, Callable[[Any], Any]]]] = {
     1: [(name, by_layer) for name in ("llama", "mixtral", "deepseek_v3")],
     2: [(name, by_layer) for name in CONFIGS],
@@ -319,6 +356,8 @@ def test_models_of_transformers(world_size: int, sources: Path, tmp_path: Path) 
         checks.append(("own names", partial(own_names, sources / "qwen3_moe", tmp_path / "own names")))
     if world_size == 4:
         checks.append(("experts", partial(expert_parallel, sources / "qwen3_moe", tmp_path / "experts")))
+    if world_size in (2, 3):
+        checks.append(("registered", partial(registered_mapping, tmp_path / "registered")))  # the last one
     run_checks(world_size, checks, timeout=240)
 
 

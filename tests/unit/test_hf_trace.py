@@ -17,7 +17,8 @@ def realize(view: View, tensors: dict[str, Tensor]) -> Tensor:
     shape, leaves = view.resolve(lambda name: tensors[name].shape)
     made = torch.full(tuple(shape), -1)
     for leaf in leaves:
-        values = leaf.in_tensor(leaf.box).of(tensors[leaf.name], [0] * tensors[leaf.name].dim())
+        tensor = tensors[leaf.name] if leaf.seen is None else tensors[leaf.name].view(leaf.seen)
+        values = leaf.in_tensor(leaf.box).of(tensor, [0] * tensor.dim())
         target = leaf.box.of(made, [0] * len(shape))
         assert bool((target == -1).all()), "no element comes from two places"
         target.copy_(leaf.arrange(values))
@@ -25,9 +26,13 @@ def realize(view: View, tensors: dict[str, Tensor]) -> Tensor:
 
 
 def check(function: Callable[..., Any], *shapes: Sequence[int]) -> None:
-    """The views of its results are what it makes of tensors with values."""
+    """The views of its results are what it makes of tensors with values; of tensors in files, too."""
+    for of_files in (False, True):
+        check_views(Tracer(of_files=of_files), function, shapes)
+
+
+def check_views(tracer: Tracer, function: Callable[..., Any], shapes: Sequence[Sequence[int]]) -> None:
     tensors = [torch.arange(torch.Size(shape).numel()).view(*shape) + 10_000 * i for i, shape in enumerate(shapes)]
-    tracer = Tracer()
     sources = [tracer.source(str(i), shape, torch.int64) for i, shape in enumerate(shapes)]
     with tracer:
         traced = function(*sources)
@@ -87,6 +92,22 @@ def test_rows_that_lie_together_are_one_part() -> None:
         view = tracer.view_of(source.view(2, 4, 3).reshape(4, 2, 3).reshape(8, 3))
     assert isinstance(view, View)
     assert len(view.resolve(lambda name: (8, 3))[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "most"),
+    [
+        (lambda a: a.reshape(5, 12), (5, 3, 2, 2), 1),  # a convolution as a linear layer
+        (lambda a: a.view(2, 4, 2, 3).transpose(1, 2).reshape(16, 3), (16, 3), 4),  # rotations: two for each head
+    ],
+)
+def test_tensors_in_files_are_seen_as_other_shapes(function: Any, shape: tuple[int, ...], most: int) -> None:
+    tracer = Tracer(of_files=True)
+    source = tracer.source("a", shape, torch.float32)
+    with tracer:
+        view = tracer.view_of(function(source))
+    assert isinstance(view, View)
+    assert len(view.resolve(lambda name: shape)[1]) == most
 
 
 @pytest.mark.parametrize(
