@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from .compat import IGNORED_MISSING, IGNORED_ON_SAVE, IGNORED_UNEXPECTED, TIED, USED_CONVERSIONS, storage_key
 from .files import FileTensor, Layout
-from .skeleton import base_of, make_parts, make_skeleton
+from .skeleton import base_of, inside, make_parts, make_skeleton
 from .tensors import ModelTensor
 from .trace import Tracer
 from .views import View
 
-_OWN = "Pass convert=False, and names= where files call tensors otherwise."
+_BY_NAMES = "Pass convert=False, and names= where files call tensors otherwise"
+_READ_ELSEWHERE = "Load the model by from_pretrained, and shard it then; or pass convert=False, and names="
+_SAVE_AS_IT_IS = "Pass convert=False to save it under the model's own names, which from_pretrained reads as well"
 
 
 class Reading(NamedTuple):
@@ -51,9 +53,11 @@ def converter_of(
         from transformers import PreTrainedModel, conversion_mapping  # noqa: F401
     except ImportError:  # before version 5
         return None
+    if not isinstance(inside(model, without_adapters), PreTrainedModel):
+        return None
     has_adapters = without_adapters and any(base_of(module) is not None for module in model.modules())
     skeleton = make_skeleton(model, tensors, parts := make_parts(tensors), without_adapters=has_adapters)
-    return Converter(skeleton, tensors, parts, has_adapters) if isinstance(skeleton, PreTrainedModel) else None
+    return Converter(skeleton, tensors, parts, has_adapters)
 
 
 class Converter:
@@ -98,7 +102,9 @@ class Converter:
             if new not in expected:
                 continue
             if pattern is None:
-                sources[new] = self._view(tracer, tracer.source(name, files[name].shape, files[name].dtype), new)
+                sources[new] = _view(
+                    tracer, tracer.source(name, files[name].shape, files[name].dtype), new, _READ_ELSEWHERE
+                )
             else:
                 converter = next(each for each in reversed(converters) if pattern in each.source_patterns)
                 jobs.setdefault(new, (converter, []))[1].append((pattern, name))
@@ -122,7 +128,7 @@ class Converter:
     def _by_fqn(self, sources: Mapping[str, View]) -> dict[str, View]:
         """Returns the same with the names that the model has, where adapters are between its modules."""
         found: dict[str, View] = {}
-        for name, view in sources.items():
+        for name, view in ((name, view) for name, view in sources.items() if name in self._owners):
             names = self._owners[name].names
             found[name if name in names else next(each for each in names if each not in found)] = view
         return found
@@ -134,18 +140,9 @@ class Converter:
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(
                 f"{first}: Transformers can't make it of {len(names)} tensors of the files ({names[0]}, ...): {error}. "
-                f"Build the model from the configuration of the files. {_OWN}"
+                f"Build the model from the configuration of the files. {_BY_NAMES}."
             ) from error
-        return {name: self._view(tracer, found, name) for name, found in made.items()}
-
-    def _view(self, tracer: Tracer, found: Any, name: str) -> View:
-        view = tracer.view_of(found[0] if isinstance(found, list) else found)
-        if isinstance(view, str):
-            raise NotImplementedError(
-                f"{name}: Transformers computes it ({view}), and fsdp2.hf moves values only. Load the model by "
-                f"from_pretrained, and shard it then. To save it: {_OWN}"
-            )
-        return view
+        return {name: _view(tracer, found, name, _READ_ELSEWHERE) for name, found in made.items()}
 
     def note(self, model: nn.Module) -> None:
         """Notes on a model by which conversions its files were read, as `from_pretrained` does."""
@@ -175,7 +172,7 @@ class Converter:
         views, blocks = {}, {}
         for name, found in made.items():
             tensor = found[0] if isinstance(found, list) else found
-            views[name] = self._view(tracer, tensor, name)
+            views[name] = _view(tracer, tensor, name, _SAVE_AS_IT_IS)
             # Views of one tensor stay together.
             blocks[name] = storage_key(tensor), tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
         return views, Layout(blocks, self._skeleton.num_parameters())
@@ -187,6 +184,20 @@ class Converter:
             for prefix, module in self._skeleton.named_modules()
             for name in (getattr(module, TIED, None) or ())
         }
+
+
+def _view(tracer: Tracer, found: Any, name: str, advice: str) -> View:
+    """Returns of what a converted tensor consists.
+
+    Raises:
+        NotImplementedError: it has been computed.
+    """
+    view = tracer.view_of(found[0] if isinstance(found, list) else found)
+    if isinstance(view, str):
+        raise NotImplementedError(
+            f"{name}: Transformers computes it ({view}), and fsdp2.hf moves values only. {advice}."
+        )
+    return view
 
 
 def _main_name(tensor: ModelTensor, tied: set[str]) -> str:

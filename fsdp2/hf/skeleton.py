@@ -44,17 +44,13 @@ def make_skeleton(
     without_hooks = {name: value for name, value in vars(nn.Module()).items() if "hooks" in name}
 
     def copy(module: nn.Module) -> Any:
-        inner: Any = next((module._modules[name[:-1]] for name in WRAPPERS if name[:-1] in module._modules), None)
-        if inner is None and without_adapters:
-            inner = base_of(module)
-        if inner is not None:
-            return copy(inner)
+        module = inside(module, without_adapters)
         if isinstance(module, torch.jit.ScriptModule):
             return module
         if module in made:
             return made[module]
         cls: Any = original_class(module)
-        new: Any = cls.__new__(cls)
+        new: Any = object.__new__(cls)  # the class may want arguments
         made[module] = new
         attributes = {name: value for name, value in vars(module).items() if name != STATE}
         for name, value in without_hooks.items():
@@ -70,6 +66,17 @@ def make_skeleton(
         return new
 
     return copy(model)
+
+
+def inside(module: nn.Module, without_adapters: bool) -> nn.Module:
+    """Returns the module around which wrappers of torch are; and adapters of peft, which may be left out, too."""
+    while True:
+        inner: Any = next((module._modules[name[:-1]] for name in WRAPPERS if name[:-1] in module._modules), None)
+        if inner is None and without_adapters:
+            inner = base_of(module)
+        if inner is None:
+            return module
+        module = inner
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
