@@ -3,37 +3,42 @@
 `python -m benchmarks.cuda PART FILE` measures one part and appends rows to a file as it goes.
 
 At steps number 1, 2, 4, 8, 16, ... fsdp2's checks read the device (fsdp2/checks/check_times.py), and the host waits.
-Counts and memory are those of steps between; of nine timed steps at most one is such a step, which medians leave
+Counts and memory are those of steps between; of five timed steps at most one is such a step, which medians leave
 out.
 """
 
+import argparse
 import gc
 import json
-import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
+
+import fsdp2
 
 from .cuda_batches import GPTs, batch_rows
 from .cuda_group import Wire, start_wire_group
-from .cuda_models import GPTS, LLAMAS, Llama, LlamaShape, make_ids, run_lm_step
+from .cuda_models import GPTS, LLAMAS, GPTShape, Llama, LlamaShape, make_ids, run_lm_step
+from .cuda_variants import VARIANTS, in_force, library_of
 from .cuda_wrapping import materialise, wrap
 from .jobs import Job
 from .libraries import Library
 from .report import Row, timed_row
 from .timing import Call, interleave, repeat, subtract
 
-WARM_UP = 4  # the next three steps are not among those at which checks are due
+WARM_UP = 4  # the next three steps are not among those at which checks are due, also after each further 4 + 3 steps
 # Which calls of the CUDA runtime and driver count as what; the first that fits.
 CALLS = {
     "device-wide and stream waits": ("Synchronize", "cudaMemcpy$"),
@@ -50,17 +55,27 @@ class Setup:
 
     Args:
         names: names of libraries; the others are compared with the last one.
+        variants: names in `VARIANTS`, for times; likewise.
         rounds: the number of rounds of each timing.
-        gb_per_second: the bandwidth of the wire, each way.
+        gb_per_second, latencies_us: the bandwidths of the wire, each way, and how long each collective takes besides.
+        short_tokens: the length of a short sequence, beside that of the model, with which activations take little.
+        alone: if True, each library is measured in a process of its own where memory is counted.
+        packed: the shape of the gradient that is packed.
     """
 
     names: tuple[str, ...] = ("fsdp2", "torch")
+    variants: tuple[str, ...] = tuple(VARIANTS)
     device: torch.device = torch.device("cuda", 0)  # noqa: RUF009
     world_size: int = 64
     llamas: Mapping[str, LlamaShape] = field(default_factory=lambda: LLAMAS)
     gpts: GPTs = field(default_factory=lambda: GPTS)
-    rounds: int = 9
-    gb_per_second: tuple[int, ...] = (50, 100, 200, 450)
+    rounds: int = 5
+    gb_per_second: tuple[int, ...] = (50, 450)
+    latencies_us: tuple[int, ...] = (0, 20, 50)
+    short_tokens: int = 512
+    alone: bool = True
+    packed: tuple[int, int] = (8192, 2048)
+    compile_backend: str = "inductor"
 
     @property
     def is_cuda(self) -> bool:
@@ -69,6 +84,22 @@ class Setup:
     def synchronise(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
+
+
+def tiny_setup(device: torch.device) -> Setup:
+    """Returns a setup of a few seconds, whose numbers mean nothing."""
+    return Setup(
+        device=device,
+        world_size=4,
+        llamas={"tiny": LlamaShape(blocks=2, dim=16, heads=4, kv_heads=2, hidden=32, vocab=32, tokens=4)},
+        gpts={"tiny": GPTShape(blocks=2, dim=16, heads=2, vocab=32, tokens=4)},
+        rounds=1,
+        gb_per_second=(50,),
+        latencies_us=(0, 20),
+        short_tokens=2,
+        packed=(16, 8),
+        compile_backend="aot_eager",
+    )
 
 
 class Stage:
@@ -82,15 +113,27 @@ class Stage:
         self.mesh = dist.init_device_mesh(setup.device.type, (setup.world_size,))
         self.ids = make_ids(shape.vocab, 1, shape.tokens, setup.device)
 
-    def build(self, name: str) -> Call:
-        """Returns a step of a new model."""
+    def build_model(self, name: str, prepare: Callable[[Any], object] = lambda model: None) -> Any:
+        """Returns a new model, of a library, a variant of fsdp2, or plain. `prepare` is called before it is sharded."""
         with torch.device("meta"):
             model: nn.Module = Llama(self.shape)
-        model = model.to(torch.bfloat16) if name == "plain" else wrap(name, model, self.mesh)
-        return partial(run_lm_step, materialise(model, self.setup.device), self.ids)
+        prepare(model)
+        library = library_of(name)
+        model = model.to(torch.bfloat16) if library == "plain" else wrap(library, model, self.mesh)
+        return materialise(model, self.setup.device)
 
-    def build_all(self) -> dict[str, Call]:
-        return {name: self.build(name) for name in ("plain", *self.setup.names)}
+    def build(self, name: str) -> Call:
+        """Returns a step of a new model."""
+        return partial(run_lm_step, self.build_model(name), self.ids)
+
+    def build_variants(self) -> dict[str, Call]:
+        """Returns steps of the plain model and of each variant, which have each run once."""
+        steps = {}
+        for name in ("plain", *self.setup.variants):
+            with in_force(name):
+                steps[name] = self.build(name)
+                steps[name]()
+        return steps
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -113,8 +156,8 @@ def each_stage(setup: Setup) -> Iterator[tuple[str, Stage]]:
 # ---- launches
 
 
-def count_calls(step: Call, setup: Setup) -> Counter[str]:
-    """Counts the calls of CUDA that one step makes, by kind."""
+def count_calls(step: Call, setup: Setup) -> tuple[Counter[str], Counter[str]]:
+    """Counts the calls of CUDA that one step makes, by kind, and the kernels that it runs, by name."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setup.is_cuda else [])]
     setup.synchronise()
     with profile(activities=activities) as profiled:
@@ -123,9 +166,10 @@ def count_calls(step: Call, setup: Setup) -> Counter[str]:
         setup.synchronise()
     events = profiled.profiler.kineto_results.events()
     on_host = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
+    kernels = Counter(event.name() for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
     (region,) = (event for event in on_host if event.name() == "meter::step")
     inside = (each.name() for each in on_host if region.start_ns() <= each.start_ns() <= region.end_ns())
-    return Counter(kind for name in inside if (kind := kind_of_call(name)) is not None)
+    return Counter(kind for name in inside if (kind := kind_of_call(name)) is not None), kernels
 
 
 def kind_of_call(name: str) -> str | None:
@@ -146,7 +190,9 @@ def measure_calls(setup: Setup) -> Iterator[Row]:
         for name in ("plain", *setup.names):
             step = stage.build(name)
             repeat(WARM_UP, step)
-            counts[name] = count_calls(step, setup)
+            counts[name], kernels = count_calls(step, setup)
+            print(f"{setting}: kernels of {name}, how often and which", flush=True)
+            print("\n".join(f"{count}\t{kernel}" for kernel, count in kernels.most_common()), flush=True)
             del step
             free_memory(setup)
         plain = counts.pop("plain")
@@ -161,12 +207,42 @@ def measure_calls(setup: Setup) -> Iterator[Row]:
 
 
 def measure_memory(setup: Setup) -> Iterator[Row]:
-    """Measures the memory of steps in steady state, each library with the GPU to itself."""
-    for setting, stage in each_stage(setup):
-        found = {name: _measure_memory(stage.build(name), setup) for name in setup.names}
-        for what in found[setup.names[0]]:
-            values = {name: memory[what] for name, memory in found.items()}
-            yield Row("cuda", what, setting, values)
+    """Measures the memory of steps in steady state, each library in a process of its own: what one leaves behind would
+    count for the next.
+    """
+    for label in setup.llamas:
+        found: dict[str, dict[str, dict[str, float]]] = {}
+        for name in setup.names:
+            if setup.alone:
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                    found[name] = pool.submit(_memory_of, setup, label, name).result()
+            else:
+                found[name] = _memory_of(setup, label, name)
+        for setting, quantities in found[setup.names[0]].items():
+            for what in quantities:
+                yield Row("cuda", what, setting, {name: memory[setting][what] for name, memory in found.items()})
+
+
+def _memory_of(setup: Setup, label: str, name: str) -> dict[str, dict[str, float]]:
+    """Returns setting -> quantity -> number, of one library, and what is left when its model is deleted."""
+    _be_quiet()
+    stage = Stage(setup, setup.llamas[label])
+    model, tokens = stage.build_model(name), stage.shape.tokens
+    found = {}
+    for length, recomputes in ((setup.short_tokens, False), (tokens, False), (tokens, True)):
+        model.recomputes = recomputes
+        ids = make_ids(stage.shape.vocab, 1, length, setup.device)
+        setting = f"{label}, {length} tokens, N={setup.world_size}{', recomputed' * recomputes}"
+        found[setting] = _measure_memory(partial(run_lm_step, model, ids), setup)
+        del ids
+    del model
+    stage.close()
+    if setup.is_cuda:
+        time.sleep(0.3)  # autograd's thread of the device holds the last graph for some milliseconds
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        found[f"{label}, deleted"] = {"left GiB": torch.cuda.memory_allocated() / 2**30}
+    return found
 
 
 def _measure_memory(step: Call, setup: Setup) -> dict[str, float]:
@@ -180,16 +256,13 @@ def _measure_memory(step: Call, setup: Setup) -> dict[str, float]:
     repeat(3, step)
     torch.cuda.synchronize()
     after = torch.cuda.memory_stats()
-    found = {
+    return {
         "resting GiB": resting / 2**30,
         "peak allocated GiB": torch.cuda.max_memory_allocated() / 2**30,
         "peak reserved GiB": torch.cuda.max_memory_reserved() / 2**30,
         "peak allocated above resting GiB": (torch.cuda.max_memory_allocated() - resting) / 2**30,
         "allocation retries": after["num_alloc_retries"] - before["num_alloc_retries"],
     }
-    del step
-    free_memory(setup)
-    return found
 
 
 # ---- time
@@ -231,54 +304,57 @@ def measure_time(setup: Setup) -> Iterator[Row]:
     """Measures steps on a wire that takes no time: the time of the library's own kernels and its host time."""
     for setting, stage in each_stage(setup):
         fill_cache(setup)
-        steps, timer = stage.build_all(), Timer(setup)
+        steps, timer = stage.build_variants(), Timer(setup)
         times = interleave(steps, rounds=setup.rounds, warmup=WARM_UP, measure=timer.time)
         plain = sorted(times.pop("plain"))[setup.rounds // 2]
-        host = {name: timer.host[steps[name]][-setup.rounds :] for name in setup.names}
+        host = {name: timer.host[steps[name]][-setup.rounds :] for name in setup.variants}
         yield timed_row("cuda", "step ms", setting, times, limit=plain)
         yield timed_row("cuda", "ms until all is issued", setting, host)
         del steps, timer
 
 
 def measure_exposed(setup: Setup) -> Iterator[Row]:
-    """Measures how much longer a step takes on a wire of some speed than on one that takes no time."""
+    """Measures how much longer a step takes on a wire of some speed and latency than on one that takes no time."""
     for setting, stage in each_stage(setup):
         fill_cache(setup)
-        models = stage.build_all()
+        models = stage.build_variants()
         plain = models.pop("plain")
-        for speed in (0, *setup.gb_per_second):
-            steps = {name: _OnWire(step, stage.wire, speed * 1e9) for name, step in models.items()}
-            measure = Timer(setup).time
-            if speed == 0:
-                free = interleave(steps, rounds=setup.rounds, warmup=WARM_UP, measure=measure)
-                compute = min(interleave({"plain": plain}, rounds=3, warmup=2, measure=measure)["plain"])
-                continue
-            times = interleave(steps, rounds=setup.rounds, warmup=1, measure=measure)
-            exposed = {name: subtract(times[name], free[name]) for name in setup.names}
-            busy = {name: step.seconds_on_wire() * 1e3 for name, step in steps.items()}
-            where, unhidden = f"{setting}, {speed} GB/s", unhidden_bytes(stage.shape) / speed / 1e6
-            limit = max(unhidden, busy[setup.names[0]] - compute)
-            yield Row("cuda", "wire busy ms", where, busy)
-            yield timed_row("cuda", "exposed ms", where, exposed, limit=limit)
+        measure = Timer(setup).time
+        free = interleave(models, rounds=setup.rounds, warmup=WARM_UP, measure=measure)
+        compute = min(interleave({"plain": plain}, rounds=3, warmup=2, measure=measure)["plain"])
+        for speed in setup.gb_per_second:
+            for latency in setup.latencies_us:
+                steps = {name: _OnWire(step, stage.wire, speed * 1e9, latency / 1e6) for name, step in models.items()}
+                times = interleave(steps, rounds=setup.rounds, warmup=1, measure=Timer(setup).time)
+                exposed = {name: subtract(times[name], free[name]) for name in models}
+                sent = {name: step.count() for name, step in steps.items()}
+                busy = {
+                    name: (calls * latency / 1e6 + nbytes / speed / 1e9) * 1e3 for name, (calls, nbytes) in sent.items()
+                }
+                where, unhidden = f"{setting}, {speed} GB/s, {latency} us", unhidden_bytes(stage.shape) / speed / 1e6
+                limit = max(unhidden, busy[setup.variants[0]] - compute)
+                yield Row("cuda", "collectives", where, {name: calls for name, (calls, _) in sent.items()})
+                yield Row("cuda", "wire busy ms", where, busy)
+                yield timed_row("cuda", "exposed ms", where, exposed, limit=limit)
         del models, plain, steps
 
 
 class _OnWire:
-    """Is a step on a wire of some bandwidth in bytes a second (0: it takes no time)."""
+    """Is a step on a wire of some bandwidth in bytes a second, and latency in seconds."""
 
-    def __init__(self, step: Call, wire: Wire, bandwidth: float) -> None:
-        self._step, self._wire, self._bandwidth = step, wire, bandwidth or None
+    def __init__(self, step: Call, wire: Wire, bandwidth: float, latency: float) -> None:
+        self._step, self._wire, self._speed = step, wire, (bandwidth, latency)
 
     def __call__(self) -> None:
-        self._wire.bandwidth = self._bandwidth
+        self._wire.bandwidth, self._wire.latency = self._speed
         self._step()
         self._wire.bandwidth = None
 
-    def seconds_on_wire(self) -> float:
-        before = self._wire.sent_bytes
+    def count(self) -> tuple[int, float]:
+        """Runs it, and returns the calls of collectives and the bytes that it sends."""
+        calls, nbytes = self._wire.calls, self._wire.sent_bytes
         self()
-        assert self._bandwidth is not None
-        return (self._wire.sent_bytes - before) / self._bandwidth
+        return self._wire.calls - calls, self._wire.sent_bytes - nbytes
 
 
 def unhidden_bytes(shape: LlamaShape) -> float:
@@ -289,6 +365,81 @@ def unhidden_bytes(shape: LlamaShape) -> float:
     return embedding * 2 + shape.block_numel * 2 + embedding * 4
 
 
+# ---- kernels
+
+
+def measure_kernels(setup: Setup) -> Iterator[Row]:
+    """Measures ways to pack one gradient for a reduce-scatter, and AdamW on the shards of a model: flat with fsdp2."""
+    yield timed_row("cuda", "us to pack", f"bf16 to fp32, {setup.packed}, N={setup.world_size}", _pack_times(setup))
+    for setting, stage in each_stage(setup):
+        for option in ("fused", "foreach"):
+            steps: dict[str, Call] = {}
+            for name in setup.names:
+                model = stage.build_model(name)
+                run_lm_step(model, stage.ids, keeps_gradients=True)
+                optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, **{option: True})
+                if name == "fsdp2":
+                    try:
+                        fsdp2.flatten_optimizer(optimizer)
+                    except TypeError as error:  # its trial failed here: worth knowing, and no reason to end
+                        print(f"AdamW is timed as it is: {error}", flush=True)
+                steps[name] = optimizer.step
+                del model, optimizer
+            timer = Timer(setup)
+            times = interleave(steps, rounds=setup.rounds, warmup=3, measure=timer.time)
+            host = {name: timer.host[steps[name]][-setup.rounds :] for name in setup.names}
+            yield timed_row("cuda", f"AdamW {option} ms", setting, times)
+            yield timed_row("cuda", f"AdamW {option} ms until all is issued", setting, host)
+            del steps, timer
+
+
+def _pack_times(setup: Setup) -> dict[str, list[float]]:
+    ranks, (rows, cols) = setup.world_size, setup.packed
+    gradient = torch.ones(rows, cols, dtype=torch.bfloat16, device=setup.device)
+    packed = torch.empty(ranks, rows // ranks * cols, device=setup.device)
+    middle = packed.shape[1] // 2
+
+    def in_halves() -> None:
+        source: Tensor = gradient.view(ranks, -1)
+        packed[:, :middle] = source[:, :middle]
+        packed[:, middle:] = source[:, middle:]
+
+    ways: dict[str, Call] = {
+        "halves": in_halves,
+        "one copy": lambda: packed.copy_(gradient.view(ranks, -1)),
+        "chunk_cat": lambda: torch._chunk_cat([gradient], 0, ranks, out=packed),
+    }
+    if not setup.is_cuda:  # where it does not cast
+        del ways["chunk_cat"]
+    times = interleave(ways, rounds=max(setup.rounds, 9), warmup=3, measure=Timer(setup).time)
+    return {name: [1e3 * milliseconds for milliseconds in found] for name, found in times.items()}
+
+
+def measure_compiled(setup: Setup) -> Iterator[Row]:
+    """Measures steps with compiled blocks, of four blocks of a model."""
+
+    def compile_blocks(model: Any) -> None:
+        for block in model.blocks:
+            block.compile(backend=setup.compile_backend)
+
+    shapes = {
+        f"{label}, 4 blocks": replace(shape, blocks=min(shape.blocks, 4)) for label, shape in setup.llamas.items()
+    }
+    for setting, stage in each_stage(replace(setup, llamas=shapes)):
+        steps: dict[str, Call] = {}
+        for name in ("plain", *setup.names):
+            steps[name] = partial(run_lm_step, stage.build_model(name, compile_blocks), stage.ids)
+            start = time.perf_counter()
+            steps[name]()
+            setup.synchronise()
+            print(f"{name}: the first compiled step took {time.perf_counter() - start:.1f} s", flush=True)
+        times = interleave(steps, rounds=setup.rounds, warmup=WARM_UP, measure=Timer(setup).time)
+        plain = sorted(times.pop("plain"))[setup.rounds // 2]
+        blocks = f"{stage.shape.blocks} blocks compiled by {setup.compile_backend}"
+        yield timed_row("cuda", f"step ms, {blocks}", setting, times, limit=plain)
+        del steps
+
+
 # ---- all
 
 
@@ -297,8 +448,12 @@ PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "memory": measure_memory,
     "time": measure_time,
     "exposed": measure_exposed,
+    "kernels": measure_kernels,
+    "compiled": measure_compiled,
     "batches": lambda setup: batch_rows(setup.gpts, setup.device),
 }
+# In a short session these parts take the first model only.
+OF_ONE_MODEL = {"calls", "time", "exposed", "kernels", "compiled"}
 
 
 def measure_cuda(job: Job, libraries: Sequence[Library]) -> list[Row]:
@@ -308,13 +463,27 @@ def measure_cuda(job: Job, libraries: Sequence[Library]) -> list[Row]:
     return [row for measure in PARTS.values() for row in measure(setup)]
 
 
-def main(part: str, path: Path) -> None:
+def _be_quiet() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch warns about deprecated collectives of its own
-    with path.open("a") as rows:
-        for row in PARTS[part](Setup()):
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.cuda")
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("rows", type=Path, help="rows are appended to this file")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dry", action="store_true", help="tiny models")
+    parsed = parser.parse_args(arguments)
+    _be_quiet()
+    device = torch.device("cuda", 0) if parsed.device == "cuda" else torch.device("cpu")
+    setup = tiny_setup(device) if parsed.dry else Setup(device=device)
+    if parsed.part in OF_ONE_MODEL:
+        setup = replace(setup, llamas=dict([*setup.llamas.items()][:1]))
+    with parsed.rows.open("a") as rows:
+        for row in PARTS[parsed.part](setup):
             print(json.dumps(asdict(row)), file=rows, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main()

@@ -1,9 +1,10 @@
 """Simulates a process group of any size on one GPU, whose collectives take their time on a stream, as NCCL's do.
 
-Collectives spin on the wire for `bytes / bandwidth` seconds, one by one. Asynchronous ones run on a stream of the wire,
-after all work that the caller's stream has so far; others on the caller's, as NCCL does since torch 2.7. `wait` makes
-the caller's stream wait. A spin takes one thread of one multiprocessor, and no memory bandwidth: other kernels are as
-fast as without it. Nothing is moved, unless that is requested. On CPU collectives take no time.
+Collectives spin on the wire for `latency + bytes / bandwidth` seconds, one by one; a grouped call is one. Asynchronous
+ones run on a stream of the wire, after all work that the caller's stream has so far; others on the caller's, as NCCL
+does since torch 2.7. `wait` makes the caller's stream wait. A spin takes one thread of one multiprocessor, and no
+memory bandwidth: other kernels are as fast as without it. Nothing is moved, unless that is requested. On CPU
+collectives take no time.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +21,15 @@ from torch._C._distributed_c10d import FakeProcessGroup
 class Wire:
     """Holds the facts that all groups share.
 
-    `bandwidth`: bytes a second each way; None: collectives take no time.
+    `bandwidth`: bytes a second each way; None: collectives take no time. `latency`: seconds that each call takes
+    besides, where there is a bandwidth.
     `moves`: if True, outputs are filled as if all ranks held this one's values, and gradients' sum were this rank's.
     `sent_bytes`: the bytes that each rank has sent in all. `calls`: the number of collective calls.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.bandwidth: float | None = None
+        self.latency = 0.0
         self.moves = False
         self.sent_bytes = 0.0
         self.calls = 0
@@ -50,7 +53,7 @@ class Wire:
             stream.wait_event(self._last)
         with torch.cuda.stream(stream):
             if self.bandwidth is not None:
-                torch.cuda._sleep(int(nbytes / self.bandwidth * self._cycles_per_second))
+                torch.cuda._sleep(int((self.latency + nbytes / self.bandwidth) * self._cycles_per_second))
             if self.moves:
                 move()
             self._last = torch.cuda.Event()

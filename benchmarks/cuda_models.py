@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,11 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
+    """`recomputes`: blocks are computed again in backward."""
+
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
+        self.recomputes = False
         self.embedding = nn.Embedding(shape.vocab, shape.dim)
         self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.blocks))
         self.norm = nn.RMSNorm(shape.dim)
@@ -75,7 +79,7 @@ class Llama(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return self.head(self.norm(x))
 
 
@@ -153,8 +157,9 @@ def make_ids(vocab: int, rows: int, tokens: int, device: torch.device) -> Tensor
     return torch.randint(vocab, (rows, tokens), generator=generator).to(device)
 
 
-def run_lm_step(model: nn.Module, ids: Tensor) -> None:
-    """Runs forward, cross entropy in fp32, and backward; it drops the gradients."""
+def run_lm_step(model: nn.Module, ids: Tensor, keeps_gradients: bool = False) -> None:
+    """Runs forward, cross entropy in fp32, and backward; it drops the gradients, unless they are to be kept."""
     logits = model(ids)
     F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
-    model.zero_grad(set_to_none=True)
+    if not keeps_gradients:
+        model.zero_grad(set_to_none=True)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -90,10 +91,12 @@ def format_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def describe_machine() -> Iterator[str]:
+def describe_machine(gpu: str | None = None) -> Iterator[str]:
+    """Yields facts of the machine. `gpu`: the name of its GPU, if that is not to be asked of CUDA in this process."""
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     memory = next((int(line.split()[1]) / 2**20 for line in _lines("/proc/meminfo") if "MemTotal" in line), 0.0)
-    gpu = f"GPU {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no GPU"
+    if gpu is None:
+        gpu = f"GPU {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no GPU"
     yield f"CPU {cpu or platform.processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB; {gpu}"
     yield f"load average at the start {os.getloadavg()[0]:.1f} (the machine is shared; other jobs may have run)"
     yield f"Python {platform.python_version()}, torch {torch.__version__}, OMP_NUM_THREADS=1"
@@ -106,6 +109,8 @@ def _lines(path: str) -> list[str]:
 
 def _commit() -> str:
     here = Path(__file__).parent
+    if shutil.which("git") is None:
+        return "unknown: there is no git"
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
     dirty = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True).stdout
     return (head.stdout.strip() if head.returncode == 0 else "none yet") + (" with local changes" if dirty else "")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
 
@@ -36,12 +37,12 @@ def _no_leaked_process_group() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
     """Imports 300 modules by the first DeviceMesh, and as many by the first optimizer: once here, not in every forked
-    rank.
+    rank. On the CPU, also where there is a GPU: a process forked from one that has used CUDA can't use it.
     """
     from helpers import fake_world
 
     with fake_world(1):
-        model = fully_shard(torch.nn.Linear(1, 1))
+        model = fully_shard(torch.nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1,)))
         with torch.no_grad():
             model(torch.ones(1))
         if (

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import DataParallelMeshDims
+from fsdp2 import DataParallelMeshDims, hf
 from models import TanhBlock
 from outcomes import EXACT, LOUD, Program, Side, Situation
 
@@ -1796,6 +1796,29 @@ def step_after_an_error(side: Side) -> None:
         model(side.batch(0, width=4))
     except RuntimeError:
         train(side, model)
+
+
+class Float8Layer(nn.Module):
+    """A layer whose weight is float8, with a scale beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.ones(3, 5, dtype=torch.float8_e4m3fn)
+        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(torch.ones(3))
+        self.weight_scale_inv = nn.Parameter(torch.full((1, 1), 0.5))
+
+
+@ends(LOUD, "and fsdp2.hf moves values only", only_ours=True)
+def quantised_files(side: Side) -> None:
+    """Files of float8 weights with scales, loaded into plain weights by `fsdp2.hf`, whatever else is in the files"""
+    model = side.fully_shard(nn.Linear(5, 3))
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        if side.is_sharded:
+            dist.broadcast_object_list(folders)
+            hf.save_model(Float8Layer(), f"{folders[0]}/files")
+            hf.load_model(model, f"{folders[0]}/files", strict=False)
+    side.rows("output", model(side.batch(0)))
 
 
 # ---- ranks that are not in the same place

@@ -59,10 +59,14 @@ def _holds_mark(part: Tensor) -> bool:
 
 
 class _Empty:
-    """Parameters and buffers of one group that were given memory without values, and their versions then."""
+    """Parameters and buffers of one group that were given memory without values, and their versions then.
+
+    It holds them by weak references: a parameter holds its modules, and these hold the group, which would never be
+    freed.
+    """
 
     def __init__(self) -> None:
-        self.params: list[tuple[FSDPParam, weakref.ref[Tensor], int]] = []
+        self.params: list[tuple[weakref.ref[FSDPParam], weakref.ref[Tensor], int]] = []
         self.buffers: list[tuple[weakref.ref[Tensor], int]] = []
 
 
@@ -72,7 +76,7 @@ _empty: weakref.WeakKeyDictionary[FSDPParamGroup, _Empty] = weakref.WeakKeyDicti
 def note_emptied_parameters(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
     """Notes that these parameters of the group, which were on the meta device, have just been given memory."""
     with no_torch_function():
-        found = [(param, weakref.ref(param.local), version_if_counted(param.sharded)) for param in params]
+        found = [(weakref.ref(param), weakref.ref(param.local), version_if_counted(param.sharded)) for param in params]
     if found:
         _empty.setdefault(group, _Empty()).params.extend(found)
 
@@ -96,13 +100,14 @@ def unwritten_params(group: FSDPParamGroup) -> list[FSDPParam]:
     found = _empty.get(group)
     if found is None:
         return []
+    left = []
     with no_torch_function():
-        found.params = [
-            each
-            for each in found.params
-            if each[1]() is each[0].local and version_if_counted(each[0].sharded) == each[2]
-        ]
-    return [param for param, *_ in found.params]
+        for each in found.params:
+            param, local, version = each[0](), each[1](), each[2]
+            if param is not None and local is param.local and version_if_counted(param.sharded) == version:
+                left.append((param, each))
+    found.params = [each for _, each in left]
+    return [param for param, _ in left]
 
 
 def unwritten_buffers(group: FSDPParamGroup) -> list[Tensor]:

@@ -13,15 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from . import compat
-from .compat import PLAIN, graph_task, has_storage, num_dispatch_modes, num_function_modes, storage_address, storage_id
+from .compat import (
+    PLAIN,
+    graph_task,
+    has_storage,
+    local_of,
+    new_dtensor,
+    num_dispatch_modes,
+    num_function_modes,
+    spec_of,
+    storage_address,
+    storage_id,
+)
 from .user_code import are_in_force, run_hidden, run_shown
 
-# What stands for a saved tensor: (the tensor, its version, None); of a weight (the index of the parameter, its group's
-# versions, the group), and of a view of one, in place of the index, (dtype, shape, stride, offset in elements): the
-# graph keeps neither the parameter nor its memory; of what other hooks take (what they have made of it, their unpack
-# hook, _OTHERS).
+# What stands for a saved tensor: (the tensor, its version, None). Of a weight: (the index of the parameter, its group's
+# versions, the group). Of a view of a weight, in place of the index: (dtype, shape, stride, offset in elements), and
+# class and spec if it is a DTensor. So a graph keeps neither the parameter nor its memory. Of what other hooks take:
+# (what they have made of it, their unpack hook, _OTHERS).
 _Saved = tuple[Any, Any, Any]
 _OTHERS = object()
 
@@ -86,8 +98,10 @@ class SavedTensors:
             index = owner.parameters.indices.get(id(tensor))
             if index is not None:
                 return (index, owner.versions, owner)
-            if kind is Tensor and storage == owner.parameters.described_storage:
-                view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            if storage == owner.parameters.described_storage and (kind is Tensor or isinstance(tensor, DTensor)):
+                local = tensor if kind is Tensor else local_of(tensor)
+                place = local.dtype, local.shape, local.stride(), local.storage_offset()
+                view = place if kind is Tensor else (*place, kind, spec_of(tensor))
                 return (view, owner.versions, owner)
         elif self._others is not None:
             pack, unpack = self._others
@@ -123,12 +137,13 @@ class SavedTensors:
             if type(kept) is int:
                 return owner.parameters.unsharded[kept]
             if type(kept) is tuple:
-                dtype, shape, stride, offset = kept
+                dtype, shape, stride, offset, *wrapper = kept
                 parameters = owner.parameters
                 base = parameters.bases[bisect_right(parameters.offsets, offset * dtype.itemsize) - 1]
                 if base.dtype is not dtype:
                     base = base.view(dtype)
-                return base.as_strided(shape, stride, offset)
+                view = base.as_strided(shape, stride, offset)
+                return new_dtensor(wrapper[0], view, wrapper[1]) if wrapper else view
         return kept
 
 

@@ -255,6 +255,8 @@ def mesh_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
 
 # The local tensor itself: `to_local()` returns a new view on each call, which has no identity.
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+# How a DTensor is distributed, with its shape and strides.
+spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 # Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 # (class, local tensor, spec) -> DTensor, without a copy, a check or an autograd node. The constructor is wrapped to be

@@ -141,7 +141,8 @@ class FSDPParamGroup(ParamGroup):
             self.hold = Hold.BACKWARD
             self.shrink()
         else:
-            self.reshard_anyway()
+            self.hold = Hold.NOTHING
+            self.reshard(free=self.root.frees_memory)
 
     def reshard_if_idle(self) -> None:
         """Reshards and clears `hold`, unless a forward or a full_params block uses the group."""
@@ -149,7 +150,8 @@ class FSDPParamGroup(ParamGroup):
         if self.state.running:
             self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
         else:
-            self.reshard_anyway()
+            self.hold = Hold.NOTHING
+            self.reshard(free=self.root.frees_memory)
 
     def finish_backward(self) -> None:
         """Reshards, or keeps the data for the next pass if the setting `reshard_after_backward` is False."""
@@ -169,11 +171,6 @@ class FSDPParamGroup(ParamGroup):
         if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
             self.reshard_if_idle()
             self.hold = hold if hold is Hold.USER else self.hold
-
-    def reshard_anyway(self) -> None:
-        """Clears `hold` and reshards, also in a forward. Frees the memory if `root.frees_memory`."""
-        self.hold = Hold.NOTHING
-        self.reshard(free=self.root.frees_memory)
 
     def post_backward(self) -> None:
         """Reduces what buckets have left, and reshards. It is called only if forward has hooked the inputs."""

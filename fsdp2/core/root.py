@@ -163,7 +163,7 @@ class Root:
         self.running.pop().running -= 1
         if not self.running:
             for state, backward_follows in self.forward.unfinished.items():
-                state.post_forward(backward_follows, module=state.modules[0])
+                state.post_forward(backward_follows, has_run=True)
             self.forward.unfinished.clear()
             if self.backward is None:
                 self.prefetcher.drop()

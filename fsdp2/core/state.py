@@ -55,15 +55,22 @@ class FSDPState:
     def __repr__(self) -> str:
         return str(self.groups[0])
 
-    def post_forward(self, backward_follows: bool, failed: bool = False, module: nn.Module | None = None) -> None:
+    def post_forward(
+        self,
+        backward_follows: bool,
+        failed: bool = False,
+        module: nn.Module | None = None,
+        has_run: bool = False,
+    ) -> None:
         """Reshards the groups, or keeps them for backward, when a forward has ended.
 
-        `module`: whose forward it was, of a list that shares the groups, which may need them for the others.
+        `module`: whose forward it was, of a list that shares the groups, which may need them for the others. `has_run`:
+        the code of modules has run, see FSDPParamGroup.post_forward.
         """
         if self.running > 1 or (len(self.modules) > 1 and module is not None and self._waits(module, backward_follows)):
             return
         for group in self.groups:
-            group.post_forward(backward_follows, failed, has_run=module is not None)
+            group.post_forward(backward_follows, failed, has_run=has_run)
         for notify in self.root.events.forward_finished:
             notify(self, backward_follows, failed)
 
@@ -266,7 +273,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     if differentiable or (root.forward.has_grad and not is_grad_enabled):
         for group in state.groups:
             root.prefetcher.ran.append(group)
-    state.post_forward(differentiable, module=module)
+    state.post_forward(differentiable, module=module, has_run=True)
     return output
 
 

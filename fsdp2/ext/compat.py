@@ -103,7 +103,14 @@ def saved_by(node: Any) -> list[Any]:
 def find_accumulators_of(substitute: Callable[[Tensor], Tensor]) -> None:
     """Has `register_multi_grad_hook` wait for the gradient of `substitute(tensor)` in place of that of a tensor."""
     find = graph._get_grad_fn_or_grad_acc
-    graph._get_grad_fn_or_grad_acc = lambda t: find(substitute(t) if isinstance(t, Tensor) else t)
+
+    def find_of(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return find(t)
+        with compat.no_torch_function():  # an unsharded parameter may be freed
+            return find(substitute(t))
+
+    graph._get_grad_fn_or_grad_acc = find_of
 
 
 # (tensor that a transform of torch.func has wrapped) -> the tensor inside.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.compat import backend_name
 from ..core.events import Observer
-from ..core.group import SHARDED, FSDPParamGroup
+from ..core.group import SHARDED, FSDPParamGroup, Hold
 from ..core.policy import ReduceWhen
 from ..core.schedule import Cursor, Prefetcher
 from .compat import alias, has_backend
@@ -179,7 +179,8 @@ class Consensus(Observer):
                 group.unshard_again()
             else:
                 group.unshard(registers=False)
-                group.reshard_anyway()
+                group.hold = Hold.NOTHING
+                group.reshard(free=group.root.frees_memory)
         finally:
             self._is_joining = False
 

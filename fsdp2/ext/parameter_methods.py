@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -59,8 +59,9 @@ def _refuse_shared_memory(self: nn.Module) -> nn.Module:
 
 # ---- state dicts
 
-# Sharded module -> groups whose unsharded parameters a state dict that is being made has unregistered.
-_unregistered: WeakKeyDictionary[nn.Module, list[FSDPParamGroup]] = WeakKeyDictionary()
+# Sharded module -> groups whose unsharded parameters a state dict that is being made has unregistered. Where that state
+# dict fails they stay here, and a group holds its modules.
+_unregistered: WeakKeyDictionary[nn.Module, list[ref[FSDPParamGroup]]] = WeakKeyDictionary()
 
 
 class StateDictHooks(Observer):
@@ -80,11 +81,13 @@ class StateDictHooks(Observer):
 @hides_modes
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
     """Registers the sharded parameters. It does no more: this rank may be alone in asking."""
-    _unregistered[module] = _unregister([group for group in groups_of(module) if not group.state.running])
+    hidden = _unregister([group for group in groups_of(module) if not group.state.running])
+    _unregistered[module] = [*map(ref, hidden)]
 
 
 def _after_state_dict(module: nn.Module, *_: Any) -> None:
-    _register_again(_unregistered.pop(module, []))
+    hidden = [each() for each in _unregistered.pop(module, [])]
+    _register_again([group for group in hidden if group is not None])
 
 
 def _unregister(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Collection
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ from ..core.parameter import FSDPParam
 from .compat import is_wrapped
 from .tensor_parallel import TensorParallel
 
-# Group -> tied parameters of which several objects were registered at the last call of `find_replacements`.
-_untied: WeakKeyDictionary[FSDPParamGroup, Sequence[FSDPParam]] = WeakKeyDictionary()
+# Group -> tied parameters of which several objects were registered at the last call of `find_replacements`. A parameter
+# holds its modules, which hold the group.
+_untied: WeakKeyDictionary[FSDPParamGroup, WeakSet[FSDPParam]] = WeakKeyDictionary()
 
 
 def find_replacements(
@@ -32,7 +33,7 @@ def find_replacements(
         ValueError: one can't take its parameter's place, or that of several; nothing is changed then.
         NotImplementedError: one is computed from others, and gradients are to flow to these.
     """
-    before = _untied.get(group, ())
+    before: Collection[FSDPParam] = _untied.get(group, ())
     untied = [param for param in group.params if may_be_untied and _is_untied(param, accept_whole or param in before)]
     found = [
         (param, param.sharded if param in untied else _find_replacement(param, accept_whole, may_be_untied))
@@ -46,7 +47,7 @@ def find_replacements(
                 f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
                 "Tie parameters before fully_shard."
             )
-    _untied[group] = untied
+    _untied[group] = WeakSet(untied)
     if accept_whole:
         with torch.no_grad():
             for param in untied:

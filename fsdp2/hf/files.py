@@ -14,7 +14,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,22 +190,44 @@ class NewFiles(NamedTuple):
     index_text: bytes | None
 
 
-def plan_files(tensors: Sequence[FileTensor], stem: str, most_nbytes: int | None) -> NewFiles:
+class Layout(NamedTuple):
+    """Describes what decides in which files tensors are, besides their sizes.
+
+    `blocks`: name -> the number of the block that the tensor is part of, and the elements of that block. All tensors of
+    a block are in one file. `num_parameters`: the number of elements that the index says.
+    """
+
+    blocks: Mapping[str, tuple[int, int]]
+    num_parameters: int
+
+
+def plan_files(
+    tensors: Sequence[FileTensor], stem: str, most_nbytes: int | None, layout: Layout | None = None
+) -> NewFiles:
     """Returns the files for these tensors, of which `file` and `start` are to be found.
 
     The tensors are distributed as the libraries of Hugging Face do it: in their order, each file up to `most_nbytes` of
     tensors, and a larger tensor in a file of its own. Inside a file they lie as safetensors lays them out.
     """
+    found: dict[Any, list[FileTensor]] = {}
+    for each in tensors:
+        key: Any = each.name if layout is None else layout.blocks[each.name][0]
+        found.setdefault(key, []).append(each)
     parts: list[list[FileTensor]] = []
     current: list[FileTensor] = []
-    for each in tensors:
-        if most_nbytes is not None and each.nbytes > most_nbytes:
-            parts.append([each])
+    used = total_nbytes = 0
+    for block in found.values():
+        first = block[0]
+        nbytes = first.nbytes if layout is None else layout.blocks[first.name][1] * first.dtype.itemsize
+        total_nbytes += nbytes
+        if most_nbytes is not None and nbytes > most_nbytes:
+            parts.append(block)
             continue
-        if most_nbytes is not None and sum(other.nbytes for other in current) + each.nbytes > most_nbytes:
+        if most_nbytes is not None and used + nbytes > most_nbytes:
             parts.append(current)
-            current = []
-        current.append(each)
+            current, used = [], 0
+        current = [*current, *block]
+        used += nbytes
     if current or not parts:
         parts.append(current)
     names = [f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
@@ -214,8 +236,8 @@ def plan_files(tensors: Sequence[FileTensor], stem: str, most_nbytes: int | None
         _plan_file(name, part, made)
     if len(parts) == 1:
         return made
-    numels, nbytes = [math.prod(each.shape) for each in tensors], [each.nbytes for each in tensors]
-    total = {"total_parameters": sum(numels), "total_size": sum(nbytes)}
+    numel = sum(math.prod(each.shape) for each in tensors) if layout is None else layout.num_parameters
+    total = {"total_parameters": numel, "total_size": total_nbytes}
     weights = {name: each.file for name, each in made.checkpoint.tensors.items()}
     text = json.dumps({"metadata": total, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
     return made._replace(index_text=text.encode())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,13 @@ from ..core.parameter import fqn
 from ..core.state import modules_below, state_of
 from ..dtensor.write_notices import notices
 from ..ext.owners import owners_by_id
+from .adapters import add_copies, initialise
+from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
 from .progress import Progress
 from .ranks import Ranks, Replicas
 from .tensors import ModelTensor, find_tensors, groups_in, meshes_of, registered, settle, some
-from .views import Leaf, Names, NameTable, as_view
+from .views import Leaf, Names, NameTable, as_view, pattern_of
 
 # Bytes of the bucket through which all values go: the memory that a call needs besides the shards.
 BUCKET_NBYTES = 32 * 1024 * 1024
@@ -39,6 +44,7 @@ class LoadReport:
         missing: names of parameters and buffers that no file has, with the name that was looked for if that is another;
             they were left as they were.
         unexpected: names of tensors in the files that nothing was loaded from.
+        ignored: names of such tensors that `unexpected=`, or the class of a model of Transformers, has announced.
         converted: name -> (dtype in the file, dtype in the model), where these differ.
         tied: name -> further names of the same parameter.
         initialised: names of buffers, and of missing parameters, that got values from the model's own code.
@@ -49,6 +55,7 @@ class LoadReport:
     num_loaded: int = 0
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     converted: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
     initialised: list[str] = field(default_factory=list)
@@ -57,7 +64,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         lines = [f"loaded {self.num_loaded} tensors, {self.bytes_read} bytes read on this rank"]
-        for kind in ("missing", "unexpected", "converted", "tied", "initialised", "uninitialised"):
+        for kind in ("missing", "unexpected", "ignored", "converted", "tied", "initialised", "uninitialised"):
             names = getattr(self, kind)
             if names:
                 lines.append(f"{len(names)} {kind}: {some(names)}")
@@ -70,6 +77,8 @@ def load_model(
     *,
     names: Names | None = None,
     strict: bool = True,
+    unexpected: Sequence[str] = (),
+    convert: bool = True,
     init: Callable[[nn.Module], object] | None = None,
     progress: bool | None = None,
 ) -> LoadReport:
@@ -104,10 +113,16 @@ def load_model(
             to names, or a function from FQNs to names. In a pattern, `{x}` is one part between dots, and `{x*}` any
             number of them: `{"model.{rest*}": "{rest}"}`. Instead of a name, a view that says of which parts of which
             tensors the parameter consists: `cat`, `stack`, `part`, `select`, `transpose`. In a dict, also a function
-            that is called with the fields of the pattern, and returns a name or a view. None: it is in no file, and
-            left as it is.
+            that is called with the fields of the pattern, and returns a name or a view. None: it is in no file; it is
+            left as it is, and initialised if it is on meta.
         strict: refuse files that lack a parameter or buffer of the model, or have others, and buffers without values.
             False: the report names them.
+        unexpected: names, or patterns of names, of tensors in the files that the model lacks on purpose.
+        convert: convert names and shapes of a model of Transformers as its `from_pretrained` does, by the mapping that
+            Transformers (5 or newer) has for its class: experts that the files have apart, fused projections, prefixes.
+            `names` goes before; a function as `names` says everything. False: only `names` counts. Adapters that peft
+            has added before are left out: the files are those of the model around which they are. LoRA on meta is
+            initialised by peft.
         init: is called with each module that has non-persistent buffers on meta, or missing parameters on meta, before
             anything is loaded, and must give these values. None: `_init_weights(module)` of the model, as those
             of Transformers have it, or else `reset_parameters()` of the module. Seed all ranks alike if it draws random
@@ -122,31 +137,34 @@ def load_model(
         FileNotFoundError: the folder, or a file of the index, is not there.
         ValueError: a damaged file, a tensor in two files, a wrong index; another shape than the model's; `strict`; tied
             parameters that differ in the files; a row of `names` that matches nothing.
-        NotImplementedError: quantised parameters and other tensor subclasses.
+        NotImplementedError: quantised parameters or files, and other tensor subclasses; a parameter that Transformers
+            computes from tensors in the files.
         RuntimeError: a forward or backward runs.
             All errors are raised on all ranks. Values are written only after all names, shapes and dtypes were checked.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    path, table = Path(folder), NameTable(names)
+    path, table, may_be = Path(folder), NameTable(names), _patterns(unexpected)
     groups = groups_in(model)
     ranks = Ranks(meshes_of(model, groups))
     doing, bar = "fsdp2.hf.load_model", Progress("loading", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "load_model"), doing)
     checkpoint = ranks.from_first(lambda: read_checkpoint(path))
     tensors, report = find_tensors(model), LoadReport()
-    sources = ranks.run(lambda: _find_sources(tensors, checkpoint.tensors, table, report), doing)
+    convert = convert and not table.is_function
+    find_converter = partial(converter_of, model, tensors, without_adapters=True)
+    converter = ranks.run(lambda: find_converter() if convert else None, doing)
+    sources = ranks.run(
+        lambda: _find_sources(model, tensors, checkpoint.tensors, table, converter, may_be, report), doing
+    )
     if strict and (report.missing or report.unexpected):
-        lacks = [f"lacks {some(report.missing)}, which the model has"] if report.missing else []
-        has = [f"has {some(report.unexpected)}, which the model lacks"] if report.unexpected else []
-        raise ValueError(
-            f"load_model: {folder} {'; and '.join(lacks + has)}. If the files call them otherwise, pass names=; with "
-            "strict=False they are left out, and the report names them."
-        )
+        raise ValueError(f"load_model: {folder} {_contradictions(report)}")
     ranks.run(lambda: _materialise(model, tensors, sources, ranks.device, init, strict, report), doing)
     reader = _Reader(checkpoint, ranks, bar)
     ranks.run(lambda: reader.load(sources), doing)
     report.bytes_read = reader.bytes_read
+    if converter is not None:
+        converter.note(model)
     for group in groups:
         for notify in group.events.loaded:
             notify(group)
@@ -159,19 +177,55 @@ def load_model(
 _Sources = dict[ModelTensor, list[list[Leaf]]]
 
 
+def _patterns(unexpected: Sequence[str]) -> list[re.Pattern[str]]:
+    if isinstance(unexpected, str) or not all(isinstance(each, str) for each in unexpected):
+        raise TypeError(f"unexpected: expected a list of names or patterns, got {unexpected!r}")
+    return [re.compile(pattern_of(each)) for each in unexpected]
+
+
+def _contradictions(report: LoadReport) -> str:
+    """Says what files lack and what they have besides the model, and what a user can write then."""
+    lacks, has, advice = report.missing, report.unexpected, ["If the files call them otherwise, pass names=."]
+    found = [f"lacks {some(lacks)}, which the model has"] if lacks else []
+    found += [f"has {some(has)}, which the model lacks"] if has else []
+    if lacks:
+        first = lacks[0].partition(" ")[0]
+        advice.append(f'What is new in the model, a head for example, is named in names: {{"{first}": None}}.')
+    if has:
+        advice.append(f'What the model lacks on purpose is named in unexpected: ["{has[0]}"].')
+    return f"{'; and '.join(found)}. {' '.join(advice)} With strict=False they are left out, and the report names them."
+
+
 def _find_sources(
-    tensors: list[ModelTensor], files: Mapping[str, FileTensor], table: NameTable, report: LoadReport
+    model: nn.Module,
+    tensors: list[ModelTensor],
+    files: Mapping[str, FileTensor],
+    table: NameTable,
+    converter: Converter | None,
+    may_be: Sequence[re.Pattern[str]],
+    report: LoadReport,
 ) -> _Sources:
-    """Returns what is loaded from where, and adds to the report what is missing, unexpected, converted and tied."""
+    """Returns what is loaded from where, and adds to the report what is missing, unexpected, converted and tied.
+
+    `may_be`: patterns of tensors in the files that the model lacks on purpose.
+    """
+    reading = None if converter is None else converter.read(files)
+    adapters: set[ModelTensor] = set()
+    if reading is not None:
+        table.converted, adapters = reading.sources, reading.adapters
+        add_copies(model, tensors, reading.sources)
+    scaled = {name.rpartition("_scale")[0]: name for name in files if "_scale" in name}
+    wrong: dict[str, str] = {}
+    in_files: dict[str, list[str]] = {}
     sources: _Sources = {}
     used = set[str]()
     for tensor in tensors:
         lacks: list[str] = []
         for name in tensor.names:
-            source = table.find(name)
-            if source is None:
-                continue
             try:
+                source = table.find(name)
+                if source is None:
+                    continue
                 shape, leaves = as_view(source).resolve(lambda key: files[key].shape)
             except KeyError as error:
                 lacks.append(name if error.args[0] == name else f"{name} ({error.args[0]} in the files)")
@@ -179,22 +233,47 @@ def _find_sources(
             except ValueError as error:
                 raise ValueError(f"{name}: names: {error}") from error
             if shape != tensor.shape:
-                where = f"{files[leaves[0].name].file}. Build the model from the configuration of the files."
-                raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}")
+                where = f"{leaves[0].name} of {files[leaves[0].name].file}"
+                wrong[name] = f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}"
+                in_files[name] = [*dict.fromkeys(leaf.name for leaf in leaves)]
+                continue
             sources.setdefault(tensor, []).append(leaves)
             for leaf in leaves:
                 used.add(leaf.name)
                 if files[leaf.name].dtype != tensor.dtype:
                     _refuse_conversion(tensor, files[leaf.name])
+                    if leaf.name in scaled and files[leaf.name].dtype.itemsize == 1:
+                        raise NotImplementedError(
+                            f"{tensor.name}: {files[leaf.name].file} has it quantised ({files[leaf.name].dtype}, with "
+                            f"{scaled[leaf.name]}), and fsdp2.hf moves values only. Dequantise the files before: load "
+                            "them by from_pretrained with dequantize=True in the quantization_config, and save that."
+                        )
                     report.converted[tensor.name] = (files[leaf.name].dtype, tensor.dtype)
         if tensor in sources:
             tensor.locate()
-        elif lacks:
+        elif lacks and tensor not in adapters:
             report.missing.append(lacks[0])
         if len(tensor.names) > 1:
             report.tied[tensor.name] = tensor.names[1:]
     table.refuse_unused()
-    report.num_loaded, report.unexpected = len(sources), [name for name in files if name not in used]
+    if wrong:
+        more = f", and {len(wrong) - 1} more have other shapes: {some([*wrong][1:])}" if len(wrong) > 1 else ""
+        name, found = next(iter(in_files.items()))
+        rest = f"unexpected={json.dumps(found)}" if len(found) < 4 else "strict=False"
+        raise ValueError(
+            f"{wrong[name]}{more}. Build the model from the configuration of the files; or leave each out: "
+            f'names={{"{name}": None}}, {rest}.'
+        )
+    report.num_loaded = len(sources)
+    ignored = [*may_be]
+    if reading is not None:
+        ignored += [re.compile(f".*?(?:{pattern}).*") for pattern in reading.unexpected]
+        missing = re.compile("|".join(reading.missing) or "(?!)")
+        report.missing = [name for name in report.missing if not missing.search(name)]
+    for name in files:
+        if name not in used:
+            expected = any(pattern.fullmatch(name) for pattern in ignored)
+            (report.ignored if expected else report.unexpected).append(name)
     return sources
 
 
@@ -244,8 +323,10 @@ def _materialise(
     rest = {place: tensor for place, tensor in rest.items() if tensor.numel()}
     versions = {place: tensor._version for place, tensor in rest.items()}
     with torch.no_grad():
+        of_adapters = initialise(model, rest) if init is None else set()
         for module in dict.fromkeys(module for module, _ in rest):
-            _initialise(module, below, init)
+            if module not in of_adapters:
+                _initialise(module, below, init)
     for (module, name), tensor in rest.items():
         now, is_buffer = registered(module, name), name in module._buffers
         is_written = now is not tensor or now._version != versions[module, name]
@@ -372,6 +453,8 @@ class _Reader:
             if not target.numel:
                 continue
             file, wanted = self._files[leaf.name], leaf.in_tensor(target)
+            if leaf.seen is not None:
+                file = file._replace(shape=leaf.seen)
             itemsize = file.dtype.itemsize
             around = wanted.widened(file.shape, LEAST_RUN_NBYTES // itemsize)
             for piece in around.pieces(max(1, most_nbytes // itemsize)):

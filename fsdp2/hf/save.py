@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from torch import nn
 
 from ..checks.checksum import bits_of, checksum
 from ..core.compat import no_torch_function
-from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
+from .adapters import find_adapter, gather
+from .conversion import Converter, converter_of
+from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
 from .folders import NewFolder
 from .load import BUCKET_NBYTES
 from .progress import Progress
@@ -32,6 +35,7 @@ def save_model(
     max_shard_size: int | str = "5GB",
     *,
     names: Mapping[str, str | View] | None = None,
+    convert: bool = True,
     progress: bool | None = None,
 ) -> int:
     """Saves a model as safetensors files in a folder, which `from_pretrained` of Transformers loads.
@@ -39,8 +43,9 @@ def save_model(
     Each rank writes its own rows to their place in the final files. Nothing is gathered, and nothing is written twice;
     replicas take turns. The files are those that `safetensors.torch.save_file` writes for the plain model, to the byte:
     `model.safetensors`, or, from `max_shard_size` on, several and `model.safetensors.index.json`. A tied parameter is
-    saved once, under its first name. A model of Transformers also gets its `config.json`. Of buffers that differ
-    between ranks, those of the first rank are saved. Every rank must call it, between steps.
+    saved once, under its first name. A model of Transformers is saved in the layout of its `save_pretrained`, and gets
+    its `config.json`. Of buffers that differ between ranks, those of the first rank are saved. Every rank must call it,
+    between steps.
 
     The files are written in a new folder beside `folder`, which then takes its place in one step: whenever the program
     is killed, the folder is either the previous one or the new one. (Where the filesystem can't exchange folders, the
@@ -61,6 +66,9 @@ def save_model(
         max_shard_size: bytes of tensors in a file, as a number or a text such as "5GB". A larger tensor has its own.
         names: names in the files -> the parameter, or the view of parameters, that is saved under this name, as in
             `load_model`. Parameters that are named there are saved under these names only.
+        convert: convert names and shapes of a model of Transformers as its `save_pretrained` does: experts that the
+            model has in one parameter are apart in the files. False: other parameters than those in `names` keep their
+            names and shapes, which `from_pretrained` reads as well.
         progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Returns:
@@ -85,7 +93,16 @@ def save_model(
     def add_files(target: Path) -> None:
         _save_config(model, target, dtype)
 
-    return _save(model, folder, dtype, most, names or {}, "model", add_files, progress)
+    def make_plan(ranks: Ranks) -> _Plan:
+        tensors = find_tensors(model)
+
+        def plan() -> _Plan:
+            converter = converter_of(model, tensors) if convert else None
+            return _plan(tensors, names or {}, dtype, most, "model", converter)
+
+        return ranks.run(plan, "fsdp2.hf.save_model")
+
+    return _save(model, folder, dtype, make_plan, "model", add_files, progress)
 
 
 def save_adapter(
@@ -96,11 +113,14 @@ def save_adapter(
     adapter_name: str = "default",
     progress: bool | None = None,
 ) -> int:
-    """Saves the LoRA adapters of a model alone, in peft's layout, as `save_model` saves a whole model.
+    """Saves an adapter of a model alone, in peft's layout, as `save_model` saves a whole model.
 
     A model of peft, or one of Transformers with an adapter, gives `adapter_model.safetensors` and
-    `adapter_config.json`, which `PeftModel.from_pretrained` loads: what peft would save, under peft's names. Of any
-    other model, all parameters with `lora_` in their names are saved, under their FQNs.
+    `adapter_config.json`, which `PeftModel.from_pretrained` loads: what peft's `save_pretrained` writes, to the byte,
+    for each kind of adapter. What peft computes (the embeddings of prompt tuning, prefix tuning and P-tuning, the
+    largest weights of VBLoRA) is computed on every rank, for which it gathers the few parameters that take part. Of any
+    model without peft, all parameters with `lora_` in their names are saved, under their FQNs. Every rank must call it,
+    between steps.
 
     Args:
         model: a module, of which all, some or no submodules are sharded.
@@ -114,45 +134,44 @@ def save_adapter(
 
     Raises:
         ValueError: there is no such adapter.
-        NotImplementedError: peft would save a tensor that is no parameter of the model.
+        NotImplementedError: peft computes a tensor from values that are not found.
             Besides, what `save_model` raises.
     """
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
     if configs and adapter_name not in configs:
         raise ValueError(f"adapter_name: expected one of {', '.join(configs)}, got {adapter_name!r}")
-    named = {name for tensor in find_tensors(model) for name in tensor.names}
-    names = _names_of_peft(model, adapter_name, named) if configs else {n: n for n in named if "lora_" in n}
-    if not names:
-        raise ValueError("save_adapter: expected parameters with lora_ in their names, found none. Use save_model.")
 
     def add_files(target: Path) -> None:
         if configs:
             config = copy.copy(configs[adapter_name])
             base: Any = getattr(model, "get_base_model", lambda: model)()
-            config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None)
+            config.base_model_name_or_path = (
+                config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+            )
             config.inference_mode = True
             if config.task_type is None:  # as peft writes it
                 name = type(base).__name__.removeprefix("FSDP")
                 config.auto_mapping = {"base_model_class": name, "parent_library": type(base).__module__}
             config.save_pretrained(str(target))
 
-    given: Any = dict(sorted(names.items()))
-    return _save(model, folder, dtype, None, given, "adapter_model", add_files, progress, only=True)
+    def make_plan(ranks: Ranks) -> _Plan:
+        tensors, doing = find_tensors(model), "fsdp2.hf.save_adapter"
+        if not configs:
+            lora = {name: name for tensor in tensors for name in tensor.names if "lora_" in name}
+            if not lora:
+                raise ValueError(
+                    "save_adapter: expected parameters with lora_ in their names, found none. Use save_model."
+                )
+            return ranks.run(lambda: _plan(tensors, lora, dtype, None, "adapter_model", only=True), doing)
+        values: dict[str, torch.Tensor] = {}
+        find = partial(find_adapter, model, tensors, adapter_name, values)
+        while (found := ranks.run(find, doing)).missing:
+            values.update(gather(found.missing))  # on all ranks: what peft computes is computed on each
+        names = {**found.names, **{each.name: as_view(each.name) for each in found.computed}}
+        every = [*tensors, *found.computed]
+        return ranks.run(lambda: _plan(every, names, dtype, None, "adapter_model", only=True), doing)
 
-
-def _names_of_peft(model: nn.Module, adapter_name: str, named: set[str]) -> dict[str, str]:
-    """Returns name in peft's file -> FQN. Markers go through peft's own function, which selects and renames them."""
-    from peft import get_peft_model_state_dict
-
-    markers = {name: torch.empty(0, device="meta") for name in named}
-    names = {id(marker): name for name, marker in markers.items()}
-    found = {}
-    for name, marker in get_peft_model_state_dict(model, state_dict=markers, adapter_name=adapter_name).items():
-        if id(marker) not in names:
-            raise NotImplementedError(f"save_adapter: {name}: peft computes it. Use full_params and peft's function.")
-        prefix = "" if name.startswith("base_model.") else "base_model.model."  # of transformers' add_adapter
-        found[prefix + name] = names[id(marker)]
-    return found
+    return _save(model, folder, dtype, make_plan, "adapter_model", add_files, progress)
 
 
 def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
@@ -186,7 +205,8 @@ def _plan(
     dtype: torch.dtype | None,
     most_nbytes: int | None,
     stem: str,
-    only: bool,
+    converter: Converter | None = None,
+    only: bool = False,
 ) -> _Plan:
     """Plans the files. `only`: of the parameters that `names` has, and no others."""
     by_name = {name: tensor for tensor in tensors for name in tensor.names}
@@ -197,16 +217,26 @@ def _plan(
         return by_name[name].shape
 
     resolved = {name: as_view(source).resolve(shape_of) for name, source in names.items()}
+    named = {by_name[leaf.name] for _, leaves in resolved.values() for leaf in leaves}
+    rest: Mapping[str, str | View] = {}
+    layout: Layout | None = None
+    if converter is not None:
+        rest, layout = converter.write(named)
+    elif not only:
+        rest = {tensor.name: tensor.name for tensor in tensors if tensor not in named}
+    if twice := next((name for name in rest if name in resolved), None):
+        raise ValueError(f"names: expected names that no other parameter has, got {twice!r}")
+    resolved |= {name: as_view(source).resolve(shape_of) for name, source in rest.items()}
     used_in: dict[ModelTensor, list[str]] = {}
     for name, (_, leaves) in resolved.items():
-        for leaf in leaves:
-            used_in.setdefault(by_name[leaf.name], []).append(name)
+        for tensor in dict.fromkeys(by_name[leaf.name] for leaf in leaves):
+            used_in.setdefault(tensor, []).append(name)
+    order = [name for tensor in tensors if tensor in used_in for name in used_in[tensor]]
     new: dict[str, FileTensor] = {}
     leaves_of: dict[str, list[Leaf]] = {}
-    for tensor in tensors:
-        for name in used_in.get(tensor, [] if only else [tensor.name]):
-            shape, leaves_of[name] = resolved[name] if tensor in used_in else as_view(name).resolve(shape_of)
-            new[name] = FileTensor(name, _saved_dtype(name, leaves_of[name], by_name, dtype), shape, "", 0)
+    for name in dict.fromkeys(order if converter is None else [*rest, *order]):
+        shape, leaves_of[name] = resolved[name]
+        new[name] = FileTensor(name, _saved_dtype(name, leaves_of[name], by_name, dtype), shape, "", 0)
     numels: dict[ModelTensor, int] = {}
     for leaf in (leaf for leaves in leaves_of.values() for leaf in leaves):
         numels[by_name[leaf.name]] = numels.get(by_name[leaf.name], 0) + leaf.box.numel
@@ -214,10 +244,13 @@ def _plan(
         tensor.locate()
         if tensor.tensor.is_meta:
             raise RuntimeError(f"{tensor.name} is on meta: it has no values. Load or initialise the model first.")
-        if numel != math.prod(tensor.shape):
+        if not only and numel != math.prod(tensor.shape):
             what = f"each of its {math.prod(tensor.shape)} elements to be saved once, got {numel}"
             raise ValueError(f"names: {tensor.name}: expected {what} in {some(used_in[tensor])}")
-    return _Plan(plan_files([*new.values()], stem, most_nbytes), leaves_of, by_name)
+    if layout is not None:  # what `names` has is in blocks of its own
+        own = {name: (-i, math.prod(new[name].shape)) for i, name in enumerate(new) if name not in layout.blocks}
+        layout = layout._replace(blocks={**own, **layout.blocks})
+    return _Plan(plan_files([*new.values()], stem, most_nbytes, layout), leaves_of, by_name)
 
 
 def _saved_dtype(
@@ -236,21 +269,19 @@ def _save(
     model: nn.Module,
     folder: str | os.PathLike[str],
     dtype: torch.dtype | None,
-    most_nbytes: int | None,
-    names: Mapping[str, str | View],
+    make_plan: Callable[[Ranks], _Plan],
     stem: str,
     add_files: Callable[[Path], None],
     progress: bool | None,
-    only: bool = False,
 ) -> int:
-    """Saves a model, or with `only` what `names` has. `add_files` is called with the new folder on the first rank."""
+    """Saves what is planned of a model. `add_files` is called with the new folder on the first rank."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
     groups = groups_in(model)
     ranks = Ranks(meshes_of(model, groups))
     doing, bar = "fsdp2.hf.save_model", Progress("saving", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), doing)
-    plan = ranks.run(lambda: _plan(find_tensors(model), names, dtype, most_nbytes, stem, only), doing)
+    plan = make_plan(ranks)
     turns = _find_turns(plan, ranks)
     made: list[NewFolder] = []
 

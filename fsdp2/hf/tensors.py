@@ -21,7 +21,7 @@ from ..ext.tensor_parallel import TensorParallel
 from .files import Box, whole_box
 
 # What wrappers of torch put into the names of what they wrap, and state dicts of these modules leave out.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 # Names of tensors in errors and reports of files.
 some = partial(some_of, most=5)
@@ -129,7 +129,7 @@ def registered(module: nn.Module, name: str) -> Tensor:
 def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
     """Yields (module, its FQN, name, tensor) for each entry that a state dict has."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for wrapper in _WRAPPERS:
+        for wrapper in WRAPPERS:
             prefix = f"{prefix}.".replace(wrapper, "")[:-1]
         kept = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
         for name, tensor in (*module._parameters.items(), *kept.items()):

@@ -75,14 +75,10 @@ def probe(optimizer: Optimizer, cls: type[Optimizer], options: dict[str, Any], l
         NotElementwiseError: the results differ, or it can't step on one of them.
     """
     example = next((_example(optimizer.state[p], p) for p in options["params"] if optimizer.state.get(p)), {})
-    # What the optimizer warns of, it warns of in a step.
     devices = [like.device] if like.device.type == "cuda" else []
-    with (
-        warnings.catch_warnings(),
-        torch.random.fork_rng(devices),
-        torch.inference_mode(False),
-        torch.device(like.device),
-    ):
+    # What the optimizer warns of, it warns of in a step. The default device is that of training, where Adam's `step` is
+    # on the CPU: on another device, another path would be probed, in which the host waits.
+    with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.inference_mode(False):
         warnings.simplefilter("ignore")
         odd = _compare(optimizer, cls, options, like, example, _ODD)
         if odd.differing is None:

@@ -105,18 +105,18 @@ class Member(NamedTuple):
         return self.of(flat).view(self.place.local.shape)
 
 
-class Run:
-    """Parameters side by side in one shard buffer.
+class Extent:
+    """Says how parameters lie beside each other in one shard buffer. It holds numbers, and keeps no memory alive.
 
     `begin`, `numel`: the first byte there, and the elements from the first to the last of those that are not empty.
-    `starts`: of each parameter, its first element. `gaps`: (first element, number of elements) of padding between them.
+    `num_filled`: how many are not empty. `starts`: of each parameter, its first element. `gaps`: (first element, number
+    of elements) of padding between them.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
-        first, filled = places[0], [place for place in places if place.local.numel()]
-        itemsize = first.local.dtype.itemsize
-        self.places, self.shards = places, first.shards
-        self.begin = filled[0].offset if filled else 0
+        filled = [place for place in places if place.local.numel()]
+        itemsize = places[0].local.dtype.itemsize
+        self.begin, self.num_filled = filled[0].offset if filled else 0, len(filled)
         end = filled[-1].offset + filled[-1].local.nbytes if filled else 0
         self.numel = (end - self.begin) // itemsize
         self.nbytes = end - self.begin
@@ -130,10 +130,6 @@ class Run:
                 if start > reached:
                     self.gaps.append((reached, start - reached))
                 reached = start + place.local.numel()
-
-    def view(self) -> Tensor:
-        """Returns the memory of all of it, as one tensor."""
-        return view_bytes(self.shards, self.begin, self.numel, self.places[0].local.dtype)
 
     def find_flat(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> Tensor | None:
         """Returns the gradients of the parameters that are not empty as one tensor over their memory, if they lie in
@@ -151,32 +147,41 @@ class Run:
         return first.as_strided((self.numel,), (1,), first.storage_offset())
 
 
+class Run(Extent):
+    """Parameters side by side in one shard buffer, and their memory."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        super().__init__(places)
+        self.places, self.shards = places, places[0].shards
+
+    def view(self) -> Tensor:
+        """Returns the memory of all of it, as one tensor."""
+        return view_bytes(self.shards, self.begin, self.numel, self.places[0].local.dtype)
+
+
 class Runs:
     """Several runs, whose gradients are looked up together: nothing in Python for each parameter.
 
-    `order`: the parameters that are not empty, run by run.
+    `num_filled`: how many of their parameters are not empty.
     """
 
-    def __init__(self, found: Sequence[Run]) -> None:
-        self._runs = [(run, [place for place in run.places if place.local.numel()]) for run in found]
-        self.order = [place.parameter for _, filled in self._runs for place in filled]
-        self._slices: list[slice] = []
-        begin = 0
-        for _, filled in self._runs:
-            self._slices.append(slice(begin, begin + len(filled)))
-            begin += len(filled)
+    def __init__(self, extents: Sequence[Extent]) -> None:
+        self._extents, self._slices, self.num_filled = extents, list[slice](), 0
+        for extent in extents:
+            self._slices.append(slice(self.num_filled, self.num_filled + extent.num_filled))
+            self.num_filled += extent.num_filled
 
     def join(self, gradients: Sequence[Tensor], addresses: Sequence[int]) -> list[Tensor]:
         """Returns the gradients: of each run one tensor, if they lie in one storage as the parameters do, else each.
 
         Args:
-            gradients: plain tensors, in `order`.
+            gradients: plain tensors, of the parameters that are not empty, run by run.
             addresses: where their memory begins.
         """
         parts: list[Tensor] = []
-        for (run, filled), some in zip(self._runs, self._slices, strict=True):
+        for extent, some in zip(self._extents, self._slices, strict=True):
             own = gradients[some]
-            flat = run.find_flat(own, addresses[some]) if len(filled) > 1 else None
+            flat = extent.find_flat(own, addresses[some]) if extent.num_filled > 1 else None
             parts += own if flat is None else [flat]
         return parts
 

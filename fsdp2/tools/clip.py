@@ -23,7 +23,7 @@ from ..ext.compat import norm_each, scale_each
 from ..ext.meshes import Axis, sharding_axes
 from ..ext.rank_facts import all_reduce_over
 from ..optim.compat import SMALL_NUMEL, flatten, grad_of
-from ..optim.spans import Places, Run, Runs, picker, runs
+from ..optim.spans import Extent, Place, Places, Runs, picker, runs
 
 
 @torch.no_grad()
@@ -196,7 +196,7 @@ def _axes_of(parameter: DTensor, known: dict[Any, tuple[Axis, ...]]) -> tuple[Ax
 class _Prepared:
     """Holds what does not change between calls for the same sharded parameters: no step in Python for each of them.
 
-    `absent`: which of the parameters have no gradient.
+    It keeps none of them alive. `absent`: which of the parameters have no gradient.
     """
 
     def __init__(self, parameters: list[DTensor], absent: Sequence[bool]) -> None:
@@ -220,14 +220,15 @@ class _Prepared:
                     others.append(parameter)
                 else:
                     placed.append((place, axes))
-        found: dict[tuple[Axis, ...], list[Run]] = {axes: [] for axes in single}
+        found: dict[tuple[Axis, ...], list[list[Place]]] = {axes: [] for axes in single}
         for run, axes in runs(placed):
-            found[axes].append(Run(run))
+            found[axes].append(run)
         # For each axes, how many lie in no buffer, and the runs. `_pick` picks them in this order, and then the rest
         # that has a gradient: all are checked, for ranks that hold nothing of them must find what the others do.
-        self._parts = [(axes, len(single[axes]), Runs(found[axes])) for axes in single]
+        self._parts = [(axes, len(others), Runs([*map(Extent, found[axes])])) for axes, others in single.items()]
         index = {id(parameter): i for i, parameter in enumerate(parameters)}
-        order = [index[id(each)] for axes, _, own in self._parts for each in (*single[axes], *own.order)]
+        placed_in = {axes: [place.parameter for run in found[axes] for place in run] for axes in single}
+        order = [index[id(each)] for axes, others in single.items() for each in (*others, *placed_in[axes])]
         rest = {*compress(range(len(parameters)), map(not_, absent))}.difference(order)
         self._pick = picker([*order, *rest])
         self._class = {strategies().tensor_class}
@@ -251,7 +252,7 @@ class _Prepared:
         begin = 0
         for axes, num_single, some in self._parts:
             middle = begin + num_single
-            end = middle + len(some.order)
+            end = middle + some.num_filled
             counted[axes] = plain[begin:middle] + some.join(plain[middle:end], addresses[middle:end])
             begin = end
         return _Found([*chain.from_iterable(counted.values())], counted, self.is_double, self.is_alike)

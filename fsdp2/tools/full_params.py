@@ -170,12 +170,16 @@ def _in_use(given: GivenParams) -> Iterator[Any]:
                     for ahead in group.root.prefetcher.in_forward(group):
                         ahead.start_unshard()
             write_checks = [_WriteCheck(group) for group in groups if not in_backward]
+        for group in groups:
+            group.parameters.references = None  # the user gets some
         yield given.yielded(lambda param: param.unsharded)
         failed = False
     finally:
         with hidden():
             for handle in handles:
                 handle.remove()
+            for group in groups:
+                group.parameters.references = None
             written = _written(write_checks)
             for state in reversed(used):
                 if not in_backward:

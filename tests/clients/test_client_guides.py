@@ -139,20 +139,27 @@ def loaded_trained_and_saved(names: Names) -> None:
 def loaded_experts(names: Names) -> None:
     plain = tiny_llama.load(Path("moe"))
     assert_holds(names, plain)
-    assert_like(values(tiny_llama.load(Path("fused"))), values(plain), 0)
+    for folder in ("apart", "fused"):
+        assert_like(values(tiny_llama.load(Path(folder))), values(plain), 0)
+    weights = "model.safetensors"
+    assert Path("apart", weights).read_bytes() == Path("moe", weights).read_bytes()
+    assert Path("fused", weights).read_bytes() != Path("moe", weights).read_bytes()
 
 
-@guide("Adapters")
-def adapters(names: Names) -> None:
-    torch.manual_seed(0)
-    plain = peft.get_peft_model(tiny_llama.load(Path("llama")), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    expected = values(trained_plainly(plain))
-    assert_like(values(names["model"]), expected)
-    frozen = [name for name, param in names["model"].named_parameters() if not param.requires_grad]
-    assert frozen
-    assert all(isinstance(param, DTensor) for param in names["model"].parameters())
-    again = peft.PeftModel.from_pretrained(tiny_llama.load(Path("llama")), "adapter", is_trainable=True)
-    assert_like(values(again), expected)
+@guide("Other names")
+def loaded_by_names(names: Names) -> None:
+    assert_holds(names, tiny_llama.load(Path("moe")))
+
+
+@guide("Other models of the same files")
+def a_reward_model(names: Names) -> None:
+    plain = transformers.AutoModelForSequenceClassification.from_pretrained("reward")
+    assert plain.score.out_features == 1
+    assert_like(values(names["model"]), values(plain), 0)
+    base = tiny_llama.load(Path("llama"))
+    assert_like(values(plain.model), values(base.model), 0)
+    again = names["fsdp2"].hf.load_model(names["model"], "reward")
+    assert (again.missing, again.unexpected) == ([], [])
 
 
 @guide("A Transformers model by hand")
@@ -187,7 +194,42 @@ def trained_by_accelerate(names: Names) -> None:
     assert abs(loss - expected) < 0.1 * abs(start - expected)  # clipping hardly matters to Adam
 
 
-guide("LoRA with peft")(adapters)
+@guide("LoRA with peft")
+def adapters(names: Names) -> None:
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(tiny_llama.load(Path("llama")), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    expected = values(trained_plainly(plain))
+    assert_like(values(names["model"]), expected)
+    frozen = [name for name, param in names["model"].named_parameters() if not param.requires_grad]
+    assert frozen
+    assert all(isinstance(param, DTensor) for param in names["model"].parameters())
+    again = peft.PeftModel.from_pretrained(tiny_llama.load(Path("llama")), "adapter", is_trainable=True)
+    assert_like(values(again), expected)
+
+
+@guide("LoRA with peft")
+def adapters_on_meta(names: Names) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    plain = peft.get_peft_model(tiny_llama.load(Path("llama")), config)
+    found, expected = values(names["model"]), values(plain)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if "lora_A" in name:
+            assert float(found[name].std()) > 0
+        else:
+            assert_same(found[name], value, 0, 0, name)
+    tokens = names["batch"](0)
+    assert_same(names["model"](input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-5, 1e-6, "logits")
+
+
+@guide("LoRA with peft")
+def adapter_trained_on(names: Names) -> None:
+    plain = tiny_llama.load(Path("llama"))
+    plain = peft.PeftModel.from_pretrained(plain, "trained_adapter", is_trainable=True)
+    expected = values(trained_plainly(plain))
+    assert_like(values(names["model"]), expected)
+    again = peft.PeftModel.from_pretrained(tiny_llama.load(Path("llama")), "adapter", is_trainable=True)
+    assert_like(values(again), expected)
 
 
 @guide("Resuming, and the best model", in_one_process)
@@ -433,6 +475,8 @@ def make_folder(folder: Path) -> Path:
     experts = transformers.Qwen3MoeConfig(**tiny_llama.SIZES | sizes, decoder_sparse_step=1)
     tiny_llama.save(experts, folder / "moe")
     tiny_llama.save_tokenizer(folder / "llama", vocab=32)
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(tiny_llama.load(folder / "llama"), adapter).save_pretrained(folder / "trained_adapter")
     return folder
 
 

@@ -1,5 +1,7 @@
 """Tests what only a GPU can show: allocation on its caching allocator, asynchronous kernels, and graphs of them.
 
+First comes what decides most, because a session on a GPU may have no time for all.
+
 The tests are skipped where there is no GPU. One is enough: NCCL over one rank, and a fake process group for the memory
 of many.
 """
@@ -32,61 +34,6 @@ def nccl() -> Iterator[None]:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
-def test_training_matches_the_plain_model(nccl: None, policy: MixedPrecisionPolicy | None) -> None:
-    """Storage that is freed while a kernel still reads it would show as wrong gradients."""
-    torch.manual_seed(0)
-    plain = TinyGPT().cuda()
-    torch.manual_seed(0)
-    sharded = TinyGPT()
-    for block in sharded.blocks:
-        fully_shard(block, mp_policy=policy or MixedPrecisionPolicy())
-    fully_shard(sharded, mp_policy=policy or MixedPrecisionPolicy())
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if policy is None else {"rtol": 5e-2, "atol": 5e-3}
-    for seed in range(3):
-        batch = plain.example(rows=4, seed=seed)
-        mean_loss(plain(batch.cuda())).backward()
-        mean_loss(sharded(batch)).backward()  # the root moves its inputs
-        for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-            assert_same(full(q.grad), p.grad, **tolerance, name=f"{name}.grad")
-        plain.zero_grad()
-        sharded.zero_grad()
-
-
-def test_gradients_sent_in_bf16_are_summed_in_fp32(nccl: None) -> None:
-    """The exchange as NCCL has it, then a sum whose parts are not all cast first: that would be twice their memory."""
-    sent, output = torch.randn(1024, device="cuda").bfloat16(), torch.empty(1024, device="cuda")
-    CoalescedComm(dist.group.WORLD, Purpose()).reduce_scatter([output], [sent], 2.0).wait()
-    assert_same(output, sent.float() / 2, 0, 0, name="of one rank")
-    parts, total = torch.randn(16, 1 << 20, device="cuda").bfloat16(), torch.empty(1 << 20, device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    streams._sum(parts, total, 16)
-    assert torch.cuda.max_memory_allocated() - before < parts.nbytes
-    assert_same(total, parts.float().mean(0), rtol=1e-5, atol=1e-6, name="of many")
-
-
-def test_forward_holds_two_groups() -> None:
-    """As on the CPU, on the allocator that matters: 64 ranks, one of them real, its collectives fake."""
-    dim, blocks = 1024, 6
-    with fake_world(64):
-        mesh = init_device_mesh("cuda", (64,))
-        model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(blocks)])
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        batch = torch.ones(1, dim, device="cuda", requires_grad=True)
-        for _ in range(2):
-            torch.cuda.reset_peak_memory_stats()
-            resting = torch.cuda.memory_allocated()
-            loss = model(batch).sum()
-            peak = torch.cuda.max_memory_allocated() - resting
-            loss.backward()
-            model.zero_grad()
-        group = dim * dim * 4
-        assert 2 * group <= peak <= 2.05 * group
 
 
 def test_the_host_waits_for_the_device_only_at_steps_of_checks_and_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,27 +92,7 @@ def build_square(mesh: DeviceMesh, **options: Any) -> Any:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def milliseconds(step: Callable[[], object]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def test_gathers_run_beside_the_block_before(wire: Wire) -> None:
-    """Each block's gather takes 5 ms of the wire, each block computes for 10: all but the first gather is hidden."""
-    model = build_square(init_device_mesh("cuda", (8,)))
-    wire.bandwidth = 1024**2 * 4 * 7 / 8 / 5e-3
-    x, cycles = torch.ones(1, 1024, device="cuda"), int(measure_clock() * 10e-3)
-    compute = min(milliseconds(lambda: [torch.cuda._sleep(cycles) for _ in model.blocks]) for _ in range(3))
-    with torch.no_grad():
-        times = [milliseconds(lambda: model(x, cycles)) for _ in range(4)]
-    assert compute < min(times) < compute + 2 * 5, "one after the other, they would take 30 ms longer"
-
-
+@pytest.mark.computes
 @pytest.mark.parametrize("keep", [False, True], ids=["freed", "kept"])
 def test_a_captured_step_trains_as_eager_ones_do(wire: Wire, keep: bool) -> None:
     """Forward, backward and collectives in one graph, between which an optimizer writes to the shards it reads."""
@@ -281,6 +208,84 @@ def test_offloaded_memory_is_page_locked(nccl: None) -> None:
     assert all(param.grad.to_local().is_pinned() for param in model.parameters())
 
 
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+def test_training_matches_the_plain_model(nccl: None, policy: MixedPrecisionPolicy | None) -> None:
+    """Storage that is freed while a kernel still reads it would show as wrong gradients."""
+    torch.manual_seed(0)
+    plain = TinyGPT().cuda()
+    torch.manual_seed(0)
+    sharded = TinyGPT()
+    for block in sharded.blocks:
+        fully_shard(block, mp_policy=policy or MixedPrecisionPolicy())
+    fully_shard(sharded, mp_policy=policy or MixedPrecisionPolicy())
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if policy is None else {"rtol": 5e-2, "atol": 5e-3}
+    for seed in range(3):
+        batch = plain.example(rows=4, seed=seed)
+        mean_loss(plain(batch.cuda())).backward()
+        mean_loss(sharded(batch)).backward()  # the root moves its inputs
+        for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+            assert_same(full(q.grad), p.grad, **tolerance, name=f"{name}.grad")
+        plain.zero_grad()
+        sharded.zero_grad()
+
+
+def test_gradients_sent_in_bf16_are_summed_in_fp32(nccl: None) -> None:
+    """The exchange as NCCL has it, then a sum whose parts are not all cast first: that would be twice their memory."""
+    sent, output = torch.randn(1024, device="cuda").bfloat16(), torch.empty(1024, device="cuda")
+    CoalescedComm(dist.group.WORLD, Purpose()).reduce_scatter([output], [sent], 2.0).wait()
+    assert_same(output, sent.float() / 2, 0, 0, name="of one rank")
+    parts, total = torch.randn(16, 1 << 20, device="cuda").bfloat16(), torch.empty(1 << 20, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    streams._sum(parts, total, 16)
+    assert torch.cuda.max_memory_allocated() - before < parts.nbytes
+    assert_same(total, parts.float().mean(0), rtol=1e-5, atol=1e-6, name="of many")
+
+
+def test_forward_holds_two_groups() -> None:
+    """As on the CPU, on the allocator that matters: 64 ranks, one of them real, its collectives fake."""
+    dim, blocks = 1024, 6
+    with fake_world(64):
+        mesh = init_device_mesh("cuda", (64,))
+        model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(blocks)])
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        batch = torch.ones(1, dim, device="cuda", requires_grad=True)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            resting = torch.cuda.memory_allocated()
+            loss = model(batch).sum()
+            peak = torch.cuda.max_memory_allocated() - resting
+            loss.backward()
+            model.zero_grad()
+        group = dim * dim * 4
+        assert 2 * group <= peak <= 2.05 * group
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+@pytest.mark.computes
+def test_gathers_run_beside_the_block_before(wire: Wire) -> None:
+    """Each block's gather takes 5 ms of the wire, each block computes for 10: all but the first gather is hidden."""
+    model = build_square(init_device_mesh("cuda", (8,)))
+    wire.bandwidth = 1024**2 * 4 * 7 / 8 / 5e-3
+    x, cycles = torch.ones(1, 1024, device="cuda"), int(measure_clock() * 10e-3)
+    compute = min(milliseconds(lambda: [torch.cuda._sleep(cycles) for _ in model.blocks]) for _ in range(3))
+    with torch.no_grad():
+        times = [milliseconds(lambda: model(x, cycles)) for _ in range(4)]
+    assert compute < min(times) < compute + 2 * 5, "one after the other, they would take 30 ms longer"
+
+
+@pytest.mark.computes
 def test_copies_run_beside_compute(nccl: None) -> None:
     """Kernels and copies overlap in time on the device: read off the profiler's trace."""
     model = big_layers(dim=4096)

@@ -475,6 +475,14 @@ def strictness(folder: Path) -> None:
     assert "1 unexpected: other" in str(report)
     assert_like(model, {"wide.weight": state["wide.weight"]})
     model(plain.example(rows=2, seed=0))
+    some = on_meta(OddMLP, whole)
+    names = {name: None for name in state if name != "wide.weight"}
+    report = hf.load_model(
+        some, source, names=names, unexpected=["o{x}"], init=lambda module: module.reset_parameters()
+    )
+    assert (report.missing, report.unexpected, report.ignored) == ([], [], ["other"])
+    assert sorted(report.initialised) == sorted(names)
+    assert "1 ignored: other" in str(report)
     only = on_meta(OddMLP, whole)
     names = {"wide.weight": "wide.weight", "{rest*}": None}
     report = hf.load_model(only, source, names=names, strict=False, init=lambda module: None)
@@ -540,6 +548,11 @@ def wrong_contents(folder: Path) -> None:
             r"wide\.weight: expected a dtype that .*int32",
         ),
         ({"wide.bias": torch.ones(7, dtype=torch.complex64)}, TypeError, r"wide\.bias: expected a dtype that converts"),
+        (
+            {"wide.weight": torch.ones(7, 5, dtype=torch.float8_e4m3fn), "wide.weight_scale_inv": torch.ones(1, 1)},
+            NotImplementedError,
+            r"wide\.weight: .* quantised \(torch\.float8_e4m3fn, with wide\.weight_scale_inv\).* dequantize=True",
+        ),
     ]
     for i, (changes, kind, expected) in enumerate(cases):
         with pytest.raises(kind, match=expected):
@@ -605,6 +618,8 @@ def arguments(folder: Path) -> None:
         hf.load_model("model", folder)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="names: expected a dict"):
         hf.load_model(model, folder, names=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected: expected a list of names or patterns, got 'other'"):
+        hf.load_model(model, folder, unexpected="other")
     with pytest.raises(TypeError, match=r"dtype: expected a floating-point .* got torch\.int8"):
         hf.save_model(model, folder / "x", torch.int8)
     with pytest.raises(ValueError, match="max_shard_size: expected a number of bytes"):

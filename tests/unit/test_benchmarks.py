@@ -1,12 +1,10 @@
 """Tests the benchmarks: their arithmetic, their table, and that they run."""
 
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,12 +17,22 @@ import torch
 import torch.distributed as dist
 
 import one_of_many
-from benchmarks import adapters, batches, gpu_session, instructions, units
+from benchmarks import adapters, batches, instructions, units
 from benchmarks.__main__ import main, measure, parse_arguments, plan_jobs
-from benchmarks.cuda import Setup, kind_of_call, measure_calls, measure_exposed, measure_memory, measure_time
+from benchmarks.cuda import (
+    Stage,
+    kind_of_call,
+    measure_calls,
+    measure_compiled,
+    measure_exposed,
+    measure_kernels,
+    measure_memory,
+    measure_time,
+    tiny_setup,
+)
 from benchmarks.cuda_batches import batch_rows, find_largest
 from benchmarks.cuda_group import start_wire_group
-from benchmarks.cuda_models import GPT, GPTShape, LlamaShape, make_ids
+from benchmarks.cuda_models import GPT, GPTShape, make_ids
 from benchmarks.cuda_wrapping import Recipe, wrap
 from benchmarks.gloo_group import largest_difference
 from benchmarks.host import build_step
@@ -40,6 +48,8 @@ from benchmarks.suites import SUITES
 from benchmarks.timed_group import Clock, Link, SimulatedClock, start_timed_group
 from benchmarks.timing import repeat
 from benchmarks.traffic import count_step
+from fsdp2.core import buckets
+from fsdp2.ext import large_gradients
 from helpers import NIGHTLY, fake_world
 
 SHAPE = Shape(blocks=2, dim=8, hidden=16, tokens=3)
@@ -267,25 +277,47 @@ def test_it_runs_and_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(rows) == 3, "two worlds, and the growth between them"
 
 
-ON_CPU = Setup(
-    device=torch.device("cpu"),
-    world_size=4,
-    llamas={"tiny": LlamaShape(blocks=2, dim=16, heads=4, kv_heads=2, hidden=32, vocab=32, tokens=4)},
-    rounds=1,
-    gb_per_second=(50,),
-)
+ON_CPU = dataclasses.replace(tiny_setup(torch.device("cpu")), alone=False)
 
 
 def test_programs_for_a_gpu_run_on_a_cpu() -> None:
     """Where there is nothing to count, but each library is wrapped, and the wire counts bytes: two gathers, one sum."""
-    rows = [row for part in (measure_calls, measure_memory, measure_time, measure_exposed) for row in part(ON_CPU)]
-    assert {name for row in rows for name in row.values} == {"fsdp2", "torch"}
-    (busy, *_) = (row for row in rows if row.quantity == "wire busy ms")
+    parts, setup = (measure_calls, measure_memory, measure_time, measure_exposed), ON_CPU
+    if not NIGHTLY:
+        setup = dataclasses.replace(setup, variants=setup.names)
+    rows = [row for part in parts for row in part(setup)]
+    assert {name for row in rows for name in row.values} == {*setup.variants}
+    found = {(row.quantity, row.setting[-5:]): row.values for row in rows}
     (shape,) = ON_CPU.llamas.values()
     numel = shape.blocks * shape.block_numel + (2 * shape.vocab + 1) * shape.dim
-    for milliseconds in busy.values.values():
+    for name, milliseconds in found["wire busy ms", " 0 us"].items():
         sent = milliseconds * 50e6 / (3 / 4)
         assert 6 * numel < sent < 1.3 * 8 * numel, "bf16 gathers, one of them spared for some; fp32 sums"
+        latency = found["wire busy ms", "20 us"][name] - milliseconds
+        assert latency == pytest.approx(20e-3 * found["collectives", "20 us"][name])
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="it takes 4 s: run with FSDP2_NIGHTLY=1")
+@pytest.mark.filterwarnings("ignore")
+def test_the_last_parts_for_a_gpu_run_on_a_cpu() -> None:
+    rows = [*measure_kernels(ON_CPU), *measure_compiled(ON_CPU)]
+    assert [(*row.values,) for row in rows] == [("halves", "one copy"), *[("fsdp2", "torch")] * 5]
+
+
+def test_variants_cut_gradients_into_fewer_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step in which they are built and in all later ones."""
+    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
+    (shape,) = ON_CPU.llamas.values()
+    stage = Stage(ON_CPU, shape)
+    counts = {}
+    for name, step in stage.build_variants().items():
+        before = stage.wire.calls
+        step()
+        counts[name] = stage.wire.calls - before
+    stage.close()
+    assert counts.pop("plain") == 0
+    assert counts["fsdp2"] > counts["no halves"] > counts["2 buckets"] > counts["1 bucket"]
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="it takes 4 s: run with FSDP2_NIGHTLY=1")
@@ -323,18 +355,6 @@ def test_the_wire_moves_what_one_rank_has() -> None:
     dist.destroy_process_group()
 
 
-def test_a_session_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if not torch.cuda.is_available():
-        assert gpu_session.main(["--out", str(tmp_path)]) == 0
-        assert "no CUDA device" in capsys.readouterr().out
-
-
-def test_a_session_begins_with_correctness() -> None:
-    """What is wrong makes the rest needless."""
-    assert gpu_session.ORDER[:2] == ("correctness", "tests")
-    assert (gpu_session.ROOT / gpu_session.CORRECTNESS[0]).is_file()
-
-
 @pytest.mark.parametrize("world", one_of_many.WORLDS)
 def test_the_first_program_of_a_session_runs_on_a_cpu(world: str) -> None:
     """Every way of training ends as the plain model, which one GPU is to show of kernels and streams."""
@@ -351,16 +371,6 @@ def test_a_way_that_fails_costs_no_others(monkeypatch: pytest.MonkeyPatch, capsy
     told, _ = capsys.readouterr()
     assert told.count("as the plain model") == 2 * (len(ways) - 1)
     assert "one of 8 simulated ranks, divided by 3: FAILED: step 0: " in told
-
-
-def test_a_session_reports_its_results_so_far(tmp_path: Path) -> None:
-    """Rows of parts that have ended, and the end of the log of one that had no time."""
-    row = Row("cuda", "step ms", "N=64", {"fsdp2": 1.0, "torch": 2.0})
-    (tmp_path / "rows.jsonl").write_text(json.dumps(dataclasses.asdict(row)) + "\n")
-    outcome = gpu_session.run_part("time", tmp_path, deadline=time.monotonic())
-    report = gpu_session.format_session({"time": outcome}, gpu_session.read_rows(tmp_path))
-    assert "0.50x" in report
-    assert "no time left" in report
 
 
 TINY_GPT = GPTShape(blocks=2, dim=32, heads=4, vocab=128, tokens=8, positions=8)

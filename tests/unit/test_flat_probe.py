@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -144,6 +144,25 @@ def test_what_else_is_found() -> None:
     assert verdict(Writes(params())).writes_gradients
     assert not verdict(Shifts(params())).keeps_zeros
     assert not verdict(optim.AdamW(params(), eps=0.0)).keeps_zeros
+
+
+class Counts(Own):
+    """Keeps the number of steps in a tensor on the default device, as Adam does."""
+
+    devices: ClassVar[set[str]] = set()
+
+    @staticmethod
+    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
+        Counts.devices.add(torch.zeros(()).device.type)
+        return g
+
+
+def test_the_default_device_is_that_of_training() -> None:
+    """Not that of the parameters: on a GPU, another path would be probed, in which the host waits."""
+    optimizer = Counts(params())
+    with torch.device("meta"):
+        probe(optimizer, Counts, optimizer.param_groups[0], torch.zeros(1, device="cpu"))
+    assert Counts.devices == {"meta"}
 
 
 def test_kernels_that_compute_the_ends_of_tensors_otherwise() -> None:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "": ("core", "ext", "checks", "dtensor", "optim", "tools", "planning", "bridge"),
 }
 # Packages that a folder may import besides torch, inside functions that need them: users may not have them.
-OPTIONAL = {"hf": {"peft", "tqdm"}, "planning": {"transformers"}}
+OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}}
 # Modules that others may import besides: the first knows the standard library alone.
 ALSO = {
     ("*", "bridge.when_imported"),
@@ -43,7 +43,15 @@ REFUSED = f"only {', '.join(COMMS)} may use it"
 # It may choose between two names of one collective, not call it.
 CHOOSES = ("core.compat",)
 # Where private names of torch stand.
-COMPAT = ("core.compat", "ext.compat", "dtensor.compat", "optim.compat", "planning.compat", "core.user_code")
+COMPAT = (
+    "core.compat",
+    "ext.compat",
+    "dtensor.compat",
+    "optim.compat",
+    "planning.compat",
+    "hf.compat",
+    "core.user_code",
+)
 WHERE = f"it belongs in one of {', '.join(COMPAT)}"
 # The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
 BRIDGE = ("bridge.patch",)

@@ -1,0 +1,102 @@
+"""Trains in many ways as rank 0 of eight over torch's ProcessGroupNCCL, whose checks of dtypes, of contiguity, of
+grouped calls and of communicators are real:
+
+    python -m phantom.run -m phantom.over_nccl
+"""
+
+import os
+import traceback
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import one_of_many
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.core import buckets
+from fsdp2.ext import large_gradients
+from models import TinyGPT, mean_loss
+from one_of_many import WAYS, Way
+
+RANKS = 8
+FP16 = MixedPrecisionPolicy(torch.float16, torch.float32)
+MORE: dict[str, Way] = {
+    "sent in bf16": Way({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16)}),
+    "reduced in bf16": Way({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}),
+    "fp16": Way({"mp_policy": FP16}),
+    "fp16, reduced in fp16": Way({"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}),
+    "resharded to four": Way({"reshard_after_forward": 4}),
+    "divided by 3": Way(after=lambda model: model.set_gradient_divide_factor(3.0)),
+    "only sums": Way(after=lambda model: model.set_force_sum_reduction_for_comms(True)),
+    "a group for reductions": Way(after=lambda model: model.set_separate_reduce_scatter_group()),
+    "no saved-tensor hooks": Way(after=lambda model: model.set_saved_tensor_hooks(False)),
+    "offloaded, fp16": Way({"offload_policy": CPUOffloadPolicy(), "mp_policy": FP16}),
+}
+# Ranks would reach consensus by an all-reduce, of which the host reads numbers that no other rank has sent.
+IMPOSSIBLE = {"conditional"}
+
+
+def train(way: Way) -> None:
+    """Takes three steps with AdamW. Nothing is compared: no other rank sends anything."""
+    model = TinyGPT(dim=96, depth=3)
+    way.prepare(model)
+    axes = ("replicate", "shard") if way.mesh else ("shard",)
+    mesh = init_device_mesh("cuda", way.mesh or (RANKS,), mesh_dim_names=axes)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **way.options)
+    sharded = fully_shard(model, mesh=mesh, **way.options)
+    way.after(sharded)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, foreach=True)
+    if way.in_backward:
+        sharded.set_optimizer_in_backward(optimizer)
+    for step in range(one_of_many.STEPS):
+        for i in range(way.micro_batches):
+            sharded.set_requires_gradient_sync(i == way.micro_batches - 1)
+            mean_loss(sharded(sharded.example(rows=2, seed=step).cuda())).backward()
+        if way.evaluates:
+            with torch.no_grad():
+                sharded(sharded.example(rows=2, seed=step).cuda())
+        _check_gradients(sharded, way)
+        if not way.in_backward:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def _check_gradients(model: nn.Module, way: Way) -> None:
+    for name, param in model.named_parameters():
+        if not way.in_backward and param.grad is None:
+            raise AssertionError(f"{name} has no gradient")
+        local: Tensor = param.to_local()  # type: ignore[attr-defined]
+        wanted = "cpu" if "offload_policy" in way.options else "cuda"
+        if local.device.type != wanted:
+            raise AssertionError(f"{name}: expected a shard on {wanted}, got {local.device}")
+
+
+def main() -> int:
+    failed = []
+    for name, way in {**WAYS, **MORE}.items():
+        if name in IMPOSSIBLE:
+            continue
+        # Sizes of the communicators that a mesh, or a setting, splits off the world's: only other ranks know them.
+        os.environ["PHANTOM_SPLITS"] = ",".join(map(str, way.mesh or ()))
+        buckets.MIN_BUCKET_BYTES = 1 if way.in_pieces else 1 << 20
+        large_gradients.MIN_PIECE_BYTES = 1024 if way.in_pieces else 1 << 20
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=RANKS)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()) if way.beside else nullcontext():
+                train(way)
+            outcome = "ran"
+        except Exception as error:  # the next way may run
+            traceback.print_exc()
+            failed.append(name)
+            outcome = f"FAILED: {type(error).__name__}: {error}"
+        dist.destroy_process_group()
+        print(f"{name}: {outcome}", flush=True)
+    print(f"{len(failed)} failed{': ' * bool(failed)}{'; '.join(failed)}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    os._exit(main())
