@@ -1365,7 +1365,7 @@ class Quantised(nn.Parameter):
     scale = 1.0
 
 
-@ends(LOUD, "fsdp_pre_all_gather")
+@ends(EXACT)
 def subclasses_of_parameters(side: Side) -> None:
     """A subclass of Parameter, whose class matters in the forward"""
 

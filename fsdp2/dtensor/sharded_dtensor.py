@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from ..core.compat import local_of, new_dtensor, no_torch_function
+from ..core.parameter import USER_CLASS
 from ..ext.once import once
 from .compat import (
     DISPATCHES_TO_SUBCLASSES,
@@ -54,6 +56,16 @@ class _Sharded(DTensor):
             notices.notify()
             return _handlers.get(op, call_unhandled)(op, args, kwargs or {})
         return as_sharded(_handlers.get(op, call_unhandled)(op, args, kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        """Finds what the user's class of the parameter defines besides what tensors have (see FSDPParam)."""
+        for cls in vars(self).get(USER_CLASS, object).__mro__:
+            if cls is Tensor or cls is Parameter:
+                break
+            if name in vars(cls):
+                found = vars(cls)[name]
+                return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def to_local(self, **options: Any) -> Tensor:
         """Returns what DTensor.to_local returns."""
