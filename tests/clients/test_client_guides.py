@@ -25,6 +25,7 @@ from helpers import assert_same, full, run_checks
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
 GROUND, *SNIPPETS = code_blocks(ROOT / "examples" / "README.md")
@@ -41,7 +42,11 @@ def guide(heading: str) -> Callable[[Callable[[Names], None]], Callable[[Names],
     return add
 
 
-BLOCKS = [block for block in SNIPPETS if re.search(r"^from (transformers|accelerate|peft)\b", block.source, re.M)]
+BLOCKS = [
+    block
+    for block in SNIPPETS
+    if re.search(r"^(from|import) (transformers|accelerate|peft|bitsandbytes)\b", block.source, re.M)
+]
 
 
 def trained_plainly(model: Any = None, steps: int = 3) -> Any:
@@ -178,6 +183,40 @@ def adapter_trained_on(names: Names) -> None:
     assert_like(values(again), expected)
 
 
+@guide("QLoRA and 8-bit optimizers")
+def quantised(names: Names) -> None:
+    torch.manual_seed(0)
+    config = {"quantization_config": names["quantization"], "dtype": torch.float32}
+    base = tiny_llama.load(Path("llama"), **config)
+    plain = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).train()
+    expected = values(trained_plainly(plain))
+    assert_like(values(names["model"]), expected)
+    packed = [param for param in names["model"].parameters() if hasattr(param, "quant_state")]
+    assert len(packed) == 14
+    assert all(isinstance(param, DTensor) for param in packed)
+    again = peft.PeftModel.from_pretrained(tiny_llama.load(Path("llama"), **config), "adapter", is_trainable=True)
+    assert_like(values(again), expected)
+
+
+def stepped_by_bitsandbytes(names: Names, cls: str, clip: float | None = None) -> None:
+    torch.manual_seed(0)
+    model = names["Model"]()
+    optimizer = getattr(bitsandbytes.optim, cls)(model.parameters(), lr=1e-2)
+    for step in range(3):
+        generators = [torch.Generator().manual_seed(1000 * step + rank) for rank in range(dist.get_world_size())]
+        tokens = torch.cat([torch.randint(32, (4, 8), generator=generator) for generator in generators])
+        names["loss_of"](model, tokens).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_like(values(names["model"]), values(model), 2e-3)
+
+
+guide("QLoRA and 8-bit optimizers")(partial(stepped_by_bitsandbytes, cls="PagedAdamW32bit"))
+guide("QLoRA and 8-bit optimizers")(partial(stepped_by_bitsandbytes, cls="PagedAdamW8bit", clip=1.0))
+
+
 def run(block: Code, judge: Callable[[Names], None], folder: Path) -> None:
     os.chdir(folder)
     with using("fsdp2"):
@@ -203,4 +242,6 @@ def test_snippets_train_like_a_plain_model(tmp_path: Path) -> None:
         adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
         peft.get_peft_model(tiny_llama.load(folder / "llama"), adapter).save_pretrained(folder / "trained_adapter")
         checks.append((f"{heading}: {judge.__name__}", partial(run, block, judge, folder)))
+
+        checks.append((f"{heading}: {i}", partial(run, block, judge, folder)))
     run_checks(2, checks, timeout=120)

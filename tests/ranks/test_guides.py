@@ -29,7 +29,9 @@ GROUND, *SNIPPETS = code_blocks(ROOT / "examples" / "README.md")
 Names = dict[str, Any]
 CHECKS: dict[str, tuple[int, Callable[[Names], None]]] = {}
 BY_CLIENTS = {
-    block.heading for block in SNIPPETS if re.search(r"^from (transformers|accelerate|peft)\b", block.source, re.M)
+    block.heading
+    for block in SNIPPETS
+    if re.search(r"^(from|import) (transformers|accelerate|peft|bitsandbytes)\b", block.source, re.M)
 }
 
 

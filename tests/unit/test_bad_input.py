@@ -188,7 +188,9 @@ CASES = {
         ValueError,
         "expected Replicate on the data-parallel axes",
     ),
-    "an attribute over a parameter's memory": weight(aliased, ValueError, r"\.alias, an attribute of a Scale, .* Copy it"),
+    "an attribute over a parameter's memory": weight(
+        aliased, ValueError, r"\.alias, an attribute of a Scale, .* Copy it"
+    ),
     "half an extension": weight(
         lambda: nn.Parameter(HalfExtended(torch.ones(4, 4), torch.ones(4, 4))),
         NotImplementedError,
