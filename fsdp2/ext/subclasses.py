@@ -115,9 +115,9 @@ def _refuse_cast(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolic
     cls = type(parameter).__name__
     raise ValueError(
         f"{name}: expected a frozen {cls} to be in {dtype}, the param_dtype of mp_policy, got {parameter.dtype}. A "
-        f"cast destroys values that are packed in {parameter.dtype}. Say in MixedPrecisionPolicy whether they are: "
-        f"param_dtype_override_fn=lambda p: p.dtype if isinstance(p, {cls}) else None leaves them as they are, and "
-        f"{dtype} in place of p.dtype casts them."
+        f"cast destroys values that are packed in {parameter.dtype}. Pass to MixedPrecisionPolicy "
+        f"param_dtype_override_fn=lambda p: p.dtype if isinstance(p, {cls}) else None, which leaves them as they are; "
+        f"with {dtype} in place of p.dtype it casts them."
     )
 
 

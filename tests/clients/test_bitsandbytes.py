@@ -183,7 +183,9 @@ def refuses_to_save_whole_models(folder: Path, target: Path) -> None:
     model = quantised(folder).unload()
     for layer in model.model.layers:
         fully_shard(layer)
-    with pytest.raises(NotImplementedError, match=r"weight: its values are packed in torch\.float32.*fsdp2\.hf\.save_adapter"):
+    with pytest.raises(
+        NotImplementedError, match=r"weight: its values are packed in torch\.float32.*fsdp2\.hf\.save_adapter"
+    ):
         fsdp2.hf.save_model(fully_shard(model), target)
 
 
