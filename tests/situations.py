@@ -1450,7 +1450,7 @@ class WithWrapper(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight
-        return x @ (weight.inner if isinstance(weight, Wrapper) else weight).T + self.bias
+        return x @ weight.inner.T + self.bias
 
 
 @ends(EXACT)
@@ -1466,7 +1466,7 @@ def gather_set_after_sharding(side: Side) -> None:
     Late.fsdp_pre_all_gather = lambda self, mesh: ((self.inner,), None)  # type: ignore[attr-defined]
 
     def post(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-        return None if out is not None else (outputs[0], outputs)
+        return None if out is not None else (Late(outputs[0]), outputs)
 
     Late.fsdp_post_all_gather = post  # type: ignore[attr-defined]
     for seed in range(2):

@@ -147,9 +147,8 @@ def _check_subclass(name: str, parameter: nn.Parameter) -> None:
 
 def _check_attributes(name: str, parameter: nn.Parameter) -> None:
     """Refuses attributes that are tensors over the memory of a parameter, which it leaves when it is sharded."""
-    own = memory_of(parameter)
     for attribute, value in vars(parameter).items():
-        if own is not None and isinstance(value, Tensor) and memory_of(value) == own:
+        if isinstance(value, Tensor) and _overlap(parameter, value):
             advice = "Copy it, or leave it out"
             if not parameter.requires_grad:
                 advice = "Put the parameter into ignored_params of fully_shard: each rank keeps all of it, as the "
@@ -158,6 +157,15 @@ def _check_attributes(name: str, parameter: nn.Parameter) -> None:
                 f"{name}.{attribute}, an attribute of a {type(parameter).__name__}, and {name} share memory, and would "
                 f"not after sharding. {advice}."
             )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Returns True if both tensors, which are contiguous, have some memory in common."""
+    mine, theirs = memory_of(one), memory_of(other)
+    if mine is None or theirs is None or mine[0] != theirs[0]:
+        return False
+    ends = mine[1] + one.numel() * one.element_size(), theirs[1] + other.numel() * other.element_size()
+    return mine[1] < ends[1] and theirs[1] < ends[0]
 
 
 def _check_frequencies(each: ParameterPlan) -> None:

@@ -21,7 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, replicate
+from fsdp2 import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    compare,
+    flatten_optimizer,
+    full_params,
+    fully_shard,
+    replicate,
+)
 from helpers import assert_same, full, run_checks
 from models import mean_loss
 from scenarios import train_beside
@@ -329,6 +337,49 @@ def on_one_of_two_ranks() -> None:
     train_beside(model, plain, batch)
 
 
+class Kinds(nn.Module):
+    """Parameters of modules that keep them elsewhere, too, and tied ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, dtype=DTYPE)
+        for name, param in [*self.rnn.named_parameters()]:
+            setattr(self.rnn, name, Tagged(param.data))
+        weights = torch.randn(3, WIDTH, WIDTH, dtype=DTYPE).unbind()
+        self.several = nn.ParameterList([Tagged(weights[0].clone()), Scaled(weights[1].clone(), 2.0)])
+        self.named = nn.ParameterDict({"watched": Watched(weights[2].clone())})
+        self.named["watched"].factor = 0.3
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=DTYPE) for _ in range(2))
+        self.first.weight = self.last.weight = Tagged(self.first.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.rnn.weight_ih_l0) is type(self.last.weight) is Tagged
+        y, _ = self.rnn(x[None])
+        first, second = self.several
+        y = torch.tanh(self.first(y[0])) @ first @ second * second.scale
+        return self.last(torch.tanh(y)) + nn.functional.linear(x, self.named["watched"])
+
+
+def in_kinds_of_modules() -> None:
+    """With clipping and flat steps, too."""
+    model, plain = Kinds(), Kinds()
+    fully_shard(model)
+    train_beside(model, plain, batch)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
+    flatten_optimizer(optimizers[0])
+    mean_loss(model(batch(9).chunk(dist.get_world_size())[dist.get_rank()])).backward()
+    mean_loss(plain(batch(9))).backward()
+    clip_grad_norm_(model.parameters(), 0.1)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    for optimizer in optimizers:
+        optimizer.step()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(param, expected, 1e-6, 1e-7, name)
+    report = compare(Kinds(), fully_shard(Kinds()), batch(0))
+    assert report, report
+
+
 def shares_memory_with_an_attribute() -> None:
     """The advice, followed: copied where it is trained, ignored where it is frozen."""
     model, plain = two_models()
@@ -397,6 +448,7 @@ def test_on_two_ranks(tmp_path: Any) -> None:
         ("saved and loaded", partial(is_saved_and_loaded, tmp_path)),
         ("meta", is_built_on_meta),
         ("replaced", is_replaced),
+        ("kinds of modules", in_kinds_of_modules),
         ("conditional", on_one_of_two_ranks),
         ("shared memory", shares_memory_with_an_attribute),
         ("replicates", replicates),

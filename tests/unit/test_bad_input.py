@@ -82,7 +82,7 @@ class Scale(nn.Parameter):
 
 def aliased() -> nn.Parameter:
     weight: Any = Scale(torch.ones(4, 4))
-    weight.alias = weight.data
+    weight.beside, weight.alias = torch.ones(4), weight.data[2:]
     return weight  # type: ignore[no-any-return]
 
 
