@@ -110,7 +110,7 @@ def is_packed(parameter: Tensor) -> bool:
 
 def _refuse_cast(name: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> None:
     dtype = policy.compute_dtype(parameter.dtype)
-    if dtype == parameter.dtype or not holds_values(parameter) or _is_tag(parameter):
+    if dtype == parameter.dtype or gathers_itself(parameter) or _is_tag(parameter):
         return
     cls = type(parameter).__name__
     raise ValueError(

@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from fsdp2 import (
     full_params,
     fully_shard,
     replicate,
+    sync_module_states,
 )
 from helpers import assert_same, full, run_checks
 from models import mean_loss
@@ -279,6 +281,29 @@ def copy_of(plain: nn.Sequential) -> nn.Sequential:
     return twin
 
 
+def is_sent_to_other_ranks() -> None:
+    """Values that differ between ranks, with the scales that they are read by; before `fully_shard`, and afterwards."""
+    plain = Model()
+    model = Model()
+    torch.manual_seed(100 + dist.get_rank())
+    other = packed(torch.randn(8, WIDTH))
+    if dist.get_rank():
+        model.packed = other
+        model.packed.state = SimpleNamespace(inner=SimpleNamespace(scale=torch.ones(2)))  # type: ignore[attr-defined]
+        model.tail.weight.data.mul_(2)
+    else:
+        model.packed.state = SimpleNamespace(inner=SimpleNamespace(scale=torch.zeros(2)))  # type: ignore[attr-defined]
+    sync_module_states(model)
+    assert not model.packed.state.inner.scale.any()  # type: ignore[attr-defined]
+    assert_same(model.packed.values(), plain.packed.values(), 0, 0, "values")
+    fully_shard(model)
+    train_beside(model, plain, batch)
+    if dist.get_rank():
+        model.packed.largest.zero_()
+    sync_module_states(model)
+    assert_same(model.packed.largest, plain.packed.largest, 0, 0, "scales")
+
+
 def is_built_on_meta() -> None:
     with torch.device("meta"):
         model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=DTYPE), nn.Linear(WIDTH, WIDTH, dtype=DTYPE))
@@ -446,6 +471,7 @@ def test_on_two_ranks(tmp_path: Any) -> None:
         ("may be packed", says_that_a_cast_may_destroy_bits),
         ("copies", is_copied),
         ("saved and loaded", partial(is_saved_and_loaded, tmp_path)),
+        ("sent", is_sent_to_other_ranks),
         ("meta", is_built_on_meta),
         ("replaced", is_replaced),
         ("kinds of modules", in_kinds_of_modules),
