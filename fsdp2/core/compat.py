@@ -47,6 +47,11 @@ has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
 
+def has_no_dispatch(cls: type[Tensor]) -> bool:
+    """Returns True if a class has no `__torch_dispatch__` of its own: its tensors hold their values themselves."""
+    return cls.__torch_dispatch__ == _NO_DISPATCH
+
+
 def holds_values(tensor: Tensor) -> bool:
     """Returns True if the values of `tensor` lie in memory of its own, whatever its class: it is no wrapper of others.
 
@@ -54,7 +59,7 @@ def holds_values(tensor: Tensor) -> bool:
     storage has one, these count as wrappers.
     """
     cls = type(tensor)
-    if cls in PLAIN or cls.__torch_dispatch__ == _NO_DISPATCH:
+    if cls in PLAIN or has_no_dispatch(cls):
         return True
     if isinstance(tensor, DTensor):
         return False
@@ -74,10 +79,15 @@ def plain_values(tensor: Tensor) -> Tensor:
     The class of `tensor`, which may override any operation, does not see it.
     """
     with no_torch_function():
-        if type(tensor).__torch_dispatch__ == _NO_DISPATCH:
+        if has_no_dispatch(type(tensor)):
             return tensor.detach().as_subclass(Tensor)
         where = tensor.storage_offset(), tensor.shape, tensor.stride()
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), *where)
+
+
+def is_only_of_class(tensor: Tensor) -> bool:
+    """Returns True if a tensor of a user's class differs from a plain one in its class only: it has no attributes."""
+    return has_no_dispatch(type(tensor)) and not vars(tensor)
 
 
 def of_class(values: Tensor, cls: type[Tensor], requires_grad: bool = False) -> Any:

@@ -73,12 +73,13 @@ class FSDPParam:
         # Where the sharded parameter lives.
         self.storage_device = storage_device
         # It computes in its own dtype, whatever the policy says of the others.
-        self._keeps_dtype = bool(keeps_dtype)
+        self._keeps_dtype = keeps_dtype is True
         self.names = [name] * len(slots)
         original = slots[0].get()
+        self._user_class: type[Any] = nn.Parameter
         if type(original) is not nn.Parameter:
             original = _on_device(original, mesh.device)
-        self._user_class = _user_class(original)
+            self._user_class = _user_class(original)
         self.leaf_class: type[Tensor] = self._user_class
         self.shape = self.gathered_shape = tuple(original.shape)
         if isinstance(original, DTensor):  # of tensor parallelism

@@ -16,6 +16,7 @@ from ..core.group import UNSHARDED, FSDPParamGroup
 from ..core.parameter import USER_CLASS
 from ..core.state import STATE, groups_below, groups_of, modules_below
 from ..core.user_code import hides_modes
+from ..dtensor.sharded_dtensor import look_up_in_user_classes
 
 
 def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
@@ -86,6 +87,7 @@ class StateDictHooks(Observer):
             if param.leaf_class is not nn.Parameter
             for slot in param.slots
         ]:
+            look_up_in_user_classes()
             hooks = [getattr(each, "hook", each) for each in slot.module._load_state_dict_pre_hooks.values()]
             if _drop_attributes not in hooks:
                 slot.module.register_load_state_dict_pre_hook(_drop_attributes)

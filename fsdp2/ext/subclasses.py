@@ -90,7 +90,8 @@ def plan_packed_values(plan: Plan) -> None:
             holds.
     """
     for name, each in plan.parameters.items():
-        parameter = each.slots[0].get()
+        slot = each.slots[0]
+        parameter: Any = slot.module._parameters[slot.name]
         if type(parameter) is nn.Parameter:
             continue
         if is_packed(parameter):
