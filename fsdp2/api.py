@@ -105,9 +105,11 @@ def fully_shard(
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
         ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is
-            uninitialised, tied to one of another group, or in the same memory as another.
-        NotImplementedError: a parameter that is complex, or a tensor subclass that does not say how it is gathered;
-            embeddings with sparse gradients or `max_norm`.
+            uninitialised, tied to one of another group, or in the same memory as another or as an attribute; a frozen
+            one of a class of your own that `mp_policy` would cast, if its values may be packed.
+        NotImplementedError: a parameter that is complex, or a tensor subclass that says only in part how it is
+            gathered; embeddings with sparse gradients or `max_norm`. The first forward raises it for a subclass around
+            other tensors that does not say how they are gathered.
 
     After any of these errors nothing has been changed.
 

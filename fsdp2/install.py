@@ -51,7 +51,7 @@ def install() -> None:
         deliver=optimizer_in_backward.deliver,
         tensors_in=nested.tensors_in,
         map_tensors=nested.map_tensors,
-        plan=(check_plan, large_submodules.plan_large_submodules),
+        plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
         class_attributes=(
             entry_points.class_attributes,
             module_class.class_attributes,

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
 from fsdp2 import DataParallelMeshDims, hf
 from models import TanhBlock
 from outcomes import EXACT, LOUD, Program, Side, Situation
@@ -1375,7 +1377,7 @@ class Quantised(nn.Parameter):
     scale = 1.0
 
 
-@ends(LOUD, "fsdp_pre_all_gather")
+@ends(EXACT)
 def subclasses_of_parameters(side: Side) -> None:
     """A subclass of Parameter, whose class matters in the forward"""
 
@@ -1391,6 +1393,136 @@ def subclasses_of_parameters(side: Side) -> None:
 
     model = side.fully_shard(Dequantises())
     train(side, model)
+
+
+class Packed(nn.Parameter):
+    """Holds int8 values in the bytes of a float64 number, which mean nothing as such."""
+
+    @classmethod
+    def of(cls, values: Tensor) -> Any:
+        packed: Any = cls((values * 10).round().to(torch.int8).view(torch.float64), requires_grad=False)
+        packed.scale = 0.1
+        return packed
+
+    def values(self) -> Tensor:
+        return self.data.view(torch.int8).double() * self.scale  # type: ignore[attr-defined]
+
+
+class PackedLinear(nn.Linear):
+    """A frozen packed weight, and a bias that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 5)
+        self.weight = Packed.of(self.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.values().T.to(x) + self.bias
+
+
+@ends(EXACT)
+def packed_parameters(side: Side) -> None:
+    """A frozen subclass of Parameter whose bytes hold packed values (4-bit weights, QLoRA)"""
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 8), PackedLinear()))
+    train(side, model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5))
+
+
+@ends(LOUD, "param_dtype_override_fn=lambda p: p.dtype if isinstance(p, Packed) else None")
+def packed_parameters_under_a_policy(side: Side) -> None:
+    """The same, with a `param_dtype` that would cast the packed bytes"""
+    policy = side.policy(param_dtype=torch.float32)
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 8), PackedLinear()), mp_policy=policy)
+    train(side, model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5))
+
+
+class Wrapper(Tensor):
+    """Holds its values in another tensor, `inner`."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+class WithWrapper(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 4)
+        self.weight = nn.Parameter(Wrapper(self.weight.data), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return x @ weight.inner.T + self.bias
+
+
+@ends(EXACT)
+def gather_set_after_sharding(side: Side) -> None:
+    """A tensor subclass that learns how it is gathered (fsdp_pre_all_gather) after `fully_shard`"""
+
+    class Late(Wrapper):
+        pass
+
+    model: Any = WithWrapper()
+    model.weight = nn.Parameter(Late(model.weight.inner), requires_grad=False)
+    side.fully_shard(model)
+    Late.fsdp_pre_all_gather = lambda self, mesh: ((self.inner,), None)  # type: ignore[attr-defined]
+
+    def post(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (Late(outputs[0]), outputs)
+
+    Late.fsdp_post_all_gather = post  # type: ignore[attr-defined]
+    for seed in range(2):
+        side.rows(f"output {seed}", model(side.batch(seed)))
+
+
+@ends(LOUD, "Give the class fsdp_pre_all_gather and fsdp_post_all_gather")
+def wrappers_that_no_gather_knows(side: Side) -> None:
+    """A tensor subclass around other tensors that does not say how it is gathered"""
+    model = side.fully_shard(WithWrapper())
+    for seed in range(2):
+        side.rows(f"output {seed}", model(side.batch(seed)))
+
+
+@torch.library.custom_op("situations::step", mutates_args=("param", "moment"))
+def _step(param: Tensor, gradient: Tensor, moment: Tensor) -> None:
+    moment.mul_(0.5).add_(gradient)
+    param.sub_(moment, alpha=0.5)
+
+
+class KernelSGD(torch.optim.Optimizer):
+    """Steps by an operation of its own, as optimizers of libraries do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            moment = self.state[param].setdefault("moment", torch.zeros_like(param))
+            _step(param, param.grad, moment)
+
+
+@ends(LOUD, "call fsdp2.flatten_optimizer(optimizer)")
+def optimizer_with_a_kernel_of_its_own(side: Side) -> None:
+    """An optimizer whose step calls a kernel that knows plain tensors only (bitsandbytes)"""
+    model = shard(side, Net())
+    train(side, model, KernelSGD(model.parameters()))
+
+
+@ends(EXACT, only_ours=True)
+def flat_optimizer_with_a_kernel_of_its_own(side: Side) -> None:
+    """The same, by `fsdp2.flatten_optimizer`, as the error says"""
+    model = shard(side, Net())
+    optimizer = KernelSGD(model.parameters())
+    train(side, model, fsdp2.flatten_optimizer(optimizer) if side.is_sharded else optimizer)
 
 
 class Tied(nn.Module):

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..core.api import ParameterPlan, Plan
-from ..core.compat import local_if_any, size_may_change
+from ..core.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..core.events import strategies
 from ..core.mesh import DataMesh
 from ..core.module import FSDPModule
@@ -20,7 +19,13 @@ from ..core.policy import MixedPrecisionPolicy, ReduceWhen
 from ..core.state import names_below
 from ..ext.compat import Memory, memory_of, size_at_first
 from ..ext.owners import SHARDED_AS
-from ..ext.subclasses import count_pre_arguments, missing_methods, refuse_secondary_shards
+from ..ext.subclasses import (
+    count_pre_arguments,
+    missing_methods,
+    no_methods,
+    refuse_secondary_shards,
+    rows_of_subclass,
+)
 from .arguments import Placements
 from .before_sharding import begin, facts_of
 
@@ -83,9 +88,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"{_describe(name, parameter)} has the sparse layout {parameter.layout}; expected a dense tensor."
         )
     if type(parameter) is not nn.Parameter:
-        data = _data_of(parameter)
-        if type(data) is not Tensor or type(parameter) is not DTensor:
-            _check_subclass(name, parameter, data)
+        _check_subclass(name, parameter)
     if parameter.is_complex():
         raise NotImplementedError(
             f"{_describe(name, parameter)} complex parameters are not supported yet. Store torch.view_as_real of it."
@@ -117,10 +120,6 @@ def _check_options(name: str, module: nn.Module) -> None:
         )
 
 
-def _data_of(parameter: nn.Parameter) -> Tensor:
-    return local_if_any(parameter) if isinstance(parameter, DTensor) else parameter.data
-
-
 def _attribute(module: nn.Module, name: str) -> Any:
     """Returns `module.name`, or None: nn.Module takes 5 us to find that it has none, for each parameter of a model."""
     return getattr(module, name, None) if name in vars(module) or _may_have(type(module), name) else None  # type: ignore[arg-type]
@@ -136,14 +135,37 @@ def _describe(name: str, parameter: nn.Parameter) -> str:
     return f"{name}, of shape {tuple(parameter.shape)} and dtype {parameter.dtype}:"
 
 
-def _check_subclass(name: str, parameter: nn.Parameter, data: Tensor) -> None:
+def _check_subclass(name: str, parameter: nn.Parameter) -> None:
+    """Refuses a class of which one method is missing that says how it is gathered. Both may be set later."""
+    data = local_if_any(parameter)
     missing = missing_methods(data)
-    if missing:
-        kind = type(parameter if type(data) is Tensor else data).__name__
-        raise NotImplementedError(
-            f"{_describe(name, parameter)} is a {kind}, which does not say how it is gathered. Give the class "
-            f"{' and '.join(missing)}, or put the parameter into ignored_params."
-        )
+    if len(missing) == 1 or (missing and data is not parameter and type(data) not in PLAIN and holds_values(data)):
+        raise NotImplementedError(no_methods(name, data, missing))
+    if holds_values(data):
+        _check_attributes(name, parameter)
+
+
+def _check_attributes(name: str, parameter: nn.Parameter) -> None:
+    """Refuses attributes that are tensors over the memory of a parameter, which it leaves when it is sharded."""
+    for attribute, value in vars(parameter).items():
+        if isinstance(value, Tensor) and _overlap(parameter, value):
+            advice = "Copy it, or leave it out"
+            if not parameter.requires_grad:
+                advice = "Put the parameter into ignored_params of fully_shard: each rank keeps all of it, as the "
+                advice += "attribute would"
+            raise ValueError(
+                f"{name}.{attribute}, an attribute of a {type(parameter).__name__}, and {name} share memory, and would "
+                f"not after sharding. {advice}."
+            )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Returns True if both tensors, which are contiguous, have some memory in common."""
+    mine, theirs = memory_of(one), memory_of(other)
+    if mine is None or theirs is None or mine[0] != theirs[0]:
+        return False
+    ends = mine[1] + one.numel() * one.element_size(), theirs[1] + other.numel() * other.element_size()
+    return mine[1] < ends[1] and theirs[1] < ends[0]
 
 
 def _check_frequencies(each: ParameterPlan) -> None:
@@ -156,11 +178,23 @@ def _check_frequencies(each: ParameterPlan) -> None:
 
 def _check_extension(each: ParameterPlan, choice: bool | int | None) -> None:
     """Checks a parameter that says itself how it is gathered: it is resharded as a whole, and gathered among all."""
-    data = _data_of(each.slots[0].get())
+    data = local_if_any(each.slots[0].get())
     if strategies().gathers_itself(data):
-        count_pre_arguments(each.name, data)
+        if missing_methods(data):
+            _check_can_cut(each, data)
+        else:
+            count_pre_arguments(each.name, data)
         if choice is not None and not isinstance(choice, bool) and choice not in (1, each.mesh.size):
             refuse_secondary_shards(each.name)
+
+
+def _check_can_cut(each: ParameterPlan, data: Tensor) -> None:
+    """Refuses a wrapper without methods whose class can't cut it, either."""
+    try:
+        rows_of_subclass(data.detach(), each.distribution.dim, each.mesh, data.device)
+    except Exception as error:
+        missing = missing_methods(data)
+        raise NotImplementedError(f"{no_methods(each.name, data, missing)} Cutting it fails: {error}") from error
 
 
 def _check_wire(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh) -> None:

@@ -44,13 +44,16 @@ class Arguments(NamedTuple):
 
 
 class ParameterPlan(NamedTuple):
-    """Says how one parameter is to be sharded: its FQN, where it is registered, its mesh, and its placement."""
+    """Says how one parameter is to be sharded: its FQN, where it is registered, its mesh, and its placement.
+
+    `keeps_dtype`: it computes in its own dtype; None: the user has not said so, and the policy's dtype holds.
+    """
 
     name: str
     slots: list[Slot]
     mesh: DataMesh
     distribution: Distribution
-    keeps_dtype: bool
+    keeps_dtype: bool | None
 
 
 @dataclass

@@ -32,8 +32,8 @@ from .user_code import are_in_force, run_hidden, run_shown
 
 # What stands for a saved tensor: (the tensor, its version, None). Of a weight: (the index of the parameter, its group's
 # versions, the group). Of a view of a weight, in place of the index: (dtype, shape, stride, offset in elements), and
-# class and spec if it is a DTensor. So a graph keeps neither the parameter nor its memory. Of what other hooks take:
-# (what they have made of it, their unpack hook, _OTHERS).
+# its class and spec (None: no DTensor) if it is no plain tensor. So a graph keeps neither the parameter nor its memory.
+# Of what other hooks take: (what they have made of it, their unpack hook, _OTHERS).
 _Saved = tuple[Any, Any, Any]
 _OTHERS = object()
 
@@ -98,10 +98,13 @@ class SavedTensors:
             index = owner.parameters.indices.get(id(tensor))
             if index is not None:
                 return (index, owner.versions, owner)
-            if storage == owner.parameters.described_storage and (kind is Tensor or isinstance(tensor, DTensor)):
-                local = tensor if kind is Tensor else local_of(tensor)
+            if storage == owner.parameters.described_storage and (
+                kind is Tensor or isinstance(tensor, DTensor) or compat.is_only_of_class(tensor)
+            ):
+                spec = spec_of(tensor) if kind is not Tensor and isinstance(tensor, DTensor) else None
+                local = tensor if spec is None else local_of(tensor)
                 place = local.dtype, local.shape, local.stride(), local.storage_offset()
-                view = place if kind is Tensor else (*place, kind, spec_of(tensor))
+                view = place if kind is Tensor else (*place, kind, spec)
                 return (view, owner.versions, owner)
         elif self._others is not None:
             pack, unpack = self._others
@@ -143,7 +146,10 @@ class SavedTensors:
                 if base.dtype is not dtype:
                     base = base.view(dtype)
                 view = base.as_strided(shape, stride, offset)
-                return new_dtensor(wrapper[0], view, wrapper[1]) if wrapper else view
+                if not wrapper:
+                    return view
+                kind, spec = wrapper
+                return view.as_subclass(kind) if spec is None else new_dtensor(kind, view, spec)
         return kept
 
 

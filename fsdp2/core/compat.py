@@ -43,6 +43,58 @@ storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ig
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 
 
+# The `__torch_dispatch__` of classes that have none of their own.
+_NO_DISPATCH = Tensor.__torch_dispatch__
+
+
+def has_no_dispatch(cls: type[Tensor]) -> bool:
+    """Returns True if a class has no `__torch_dispatch__` of its own: its tensors hold their values themselves."""
+    return cls.__torch_dispatch__ == _NO_DISPATCH
+
+
+def holds_values(tensor: Tensor) -> bool:
+    """Returns True if the values of `tensor` lie in memory of its own, whatever its class: it is no wrapper of others.
+
+    Only classes with a `__torch_dispatch__` can be wrappers, whose storage has a size and no address. On meta, where no
+    storage has one, these count as wrappers.
+    """
+    cls = type(tensor)
+    if cls in PLAIN or has_no_dispatch(cls):
+        return True
+    if isinstance(tensor, DTensor):
+        return False
+    with no_torch_function():
+        if tensor.is_meta or not has_storage(tensor):
+            return False
+        try:
+            tensor.untyped_storage().data_ptr()
+        except RuntimeError:
+            return False
+    return True
+
+
+def plain_values(tensor: Tensor) -> Tensor:
+    """Returns the values of `tensor`, which holds some (see `holds_values`), as a plain tensor over the same memory.
+
+    The class of `tensor`, which may override any operation, does not see it.
+    """
+    with no_torch_function():
+        if has_no_dispatch(type(tensor)):
+            return tensor.detach().as_subclass(Tensor)
+        where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), *where)
+
+
+def is_only_of_class(tensor: Tensor) -> bool:
+    """Returns True if a tensor of a user's class differs from a plain one in its class only: it has no attributes."""
+    return has_no_dispatch(type(tensor)) and not vars(tensor)
+
+
+def of_class(values: Tensor, cls: type[Tensor], requires_grad: bool = False) -> Any:
+    """Returns a leaf of class `cls` over plain `values`. No method of `cls` runs."""
+    return Tensor._make_subclass(cls, values, requires_grad)
+
+
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """Returns the plain tensors that a DTensor or another wrapper consists of; of any other tensor, itself."""
     if type(tensor) in PLAIN:

@@ -43,13 +43,13 @@ class FreedDTensor(DTensor):
         return _call(function, args, kwargs or {})
 
 
-def freed_class(kind: type, owner: Any) -> type | None:
+def freed_class(kind: type[Any], owner: Any) -> type | None:
     """Returns the class of freed parameters of `owner`, a GroupParameters, whose class is `kind` otherwise; None if
     objects of `kind` can't change their class.
     """
     if issubclass(kind, DTensor):
         base: type = FreedDTensor
-    elif kind is nn.Parameter or (issubclass(kind, nn.Parameter) and not hasattr(kind, "__tensor_flatten__")):
+    elif compat.has_no_dispatch(kind) or (issubclass(kind, nn.Parameter) and not hasattr(kind, "__tensor_flatten__")):
         base = FreedParameter
     else:
         return None

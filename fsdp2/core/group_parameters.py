@@ -282,7 +282,10 @@ class GroupParameters:
         self.registration.prepare(self.params)
         self.references, self.kept = None, []
         self.indices = {id(unsharded): i for i, unsharded in enumerate(self.unsharded)}
-        self.bases = [compat.local_if_any(param.unsharded).detach() for param in self.plain]
+        self.bases = [
+            each.detach() if type(each) is nn.Parameter else _plain_base(each)
+            for each in [param.unsharded for param in self.plain]
+        ]
         self.offsets = self.buffers.layout.unsharded_offsets
         self._follow_settings()
         self.buffers.note_uses()
@@ -371,6 +374,13 @@ class GroupParameters:
         assert self.buffers is not None, "an unsharded parameter was saved"
         i = bisect_right(self.buffers.layout.unsharded_offsets, offset) - 1
         return range(i, i + 1)
+
+
+def _plain_base(unsharded: Tensor) -> Tensor:
+    """Returns a plain tensor over the memory of an unsharded parameter, which shares its version counter."""
+    if compat.has_no_dispatch(type(unsharded)):
+        return compat.plain_values(unsharded)
+    return compat.local_if_any(unsharded).detach()
 
 
 def find_replacements(group: Any, accept_whole: bool, may_be_untied: bool) -> list[Any]:

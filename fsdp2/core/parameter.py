@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,18 @@ def fqn(prefix: str, name: str) -> str:
 NOT_BUILT = nn.Parameter(torch.empty(0, device="cpu"))
 
 
+# The key of a user's class among the attributes of a sharded parameter.
+USER_CLASS = "_fsdp2_user_class"
+
+
 class FSDPParam:
     """One distinct parameter, however often registered.
 
     `sharded`: nn.Parameter, a DTensor of the true global shape, sharded along `dim`, whose local tensor holds this
         rank's rows without padding. It is the same object until a user replaces it.
     `unsharded`: nn.Parameter, a leaf over the group's storage, whose data is there from unshard to reshard; a plain
-        tensor, or the DTensor of tensor parallelism.
+        tensor, or the DTensor of tensor parallelism. `leaf_class`: its class, which is the user's own subclass of
+        nn.Parameter or Tensor if the parameter had one, with values in memory of its own.
     `shape`: of the whole parameter; `gathered_shape`: of what the ranks of `mesh` share of it, which is less under
         tensor parallelism. `bounds`: this rank's first row along `dim` of that, and the one after its last.
     `names`: FQNs of its slots; errors call it by the first.
@@ -62,15 +67,20 @@ class FSDPParam:
         mesh: DataMesh,
         distribution: Distribution,
         storage_device: torch.device,
-        keeps_dtype: bool,
+        keeps_dtype: bool | None,
     ) -> None:
         self.slots, self.mesh, self.distribution, self.dim = slots, mesh, distribution, distribution.dim
         # Where the sharded parameter lives.
         self.storage_device = storage_device
         # It computes in its own dtype, whatever the policy says of the others.
-        self._keeps_dtype = keeps_dtype
+        self._keeps_dtype = keeps_dtype is True
         self.names = [name] * len(slots)
         original = slots[0].get()
+        self._user_class: type[Any] = nn.Parameter
+        if type(original) is not nn.Parameter:
+            original = _on_device(original, mesh.device)
+            self._user_class = _user_class(original)
+        self.leaf_class: type[Tensor] = self._user_class
         self.shape = self.gathered_shape = tuple(original.shape)
         if isinstance(original, DTensor):  # of tensor parallelism
             self.gathered_shape = tuple(local_of(original).shape)
@@ -81,6 +91,8 @@ class FSDPParam:
         self.bounds = self._spec_of(original.dtype, original.dtype).rows(mesh.rank)
         self.unsharded = NOT_BUILT
         self.sharded = self.cut(original)
+        # The attributes of the sharded parameter, also when `.to` and `to_empty` have given it others.
+        self._attributes = vars(self.sharded)
         self.register(self.sharded)
 
     @property
@@ -113,9 +125,17 @@ class FSDPParam:
 
     def cut(self, whole: Tensor) -> nn.Parameter:
         """Returns this rank's rows of `whole` as a sharded parameter, which is registered nowhere. Grad must be off."""
-        gathered = self.gathered(whole if type(whole) is nn.Parameter else whole.detach())
-        device = gathered.device if gathered.is_meta else self.storage_device
-        return self._as_sharded(self.copy_rows(gathered, device), whole)
+        values, gathers_itself = whole, False
+        if type(whole) is not nn.Parameter:
+            is_of_users = _user_class(whole) is not nn.Parameter
+            gathers_itself = is_of_users and strategies().gathers_itself(whole)
+            values = compat.plain_values(whole) if is_of_users and not gathers_itself else whole.detach()
+        gathered = self.gathered(values)
+        local = self.copy_rows(gathered, gathered.device if gathered.is_meta else self.storage_device)
+        if gathers_itself and type(local) is Tensor:  # a subclass of nn.Parameter, which operations do not return
+            local = compat.of_class(local, type(whole))
+            vars(local).update(vars(whole))
+        return self._as_sharded(local, whole)
 
     def gathered(self, whole: Tensor) -> Tensor:
         """Returns what the ranks of the mesh share of it: less than all under tensor parallelism."""
@@ -141,6 +161,8 @@ class FSDPParam:
         tensor = compat.new_dtensor(self.tensor_class, local, self.dtensor_spec)
         sharded = compat.distributed_parameter(tensor, original.requires_grad)
         sharded.__dict__.update(_user_attributes(original))
+        if self._user_class is not nn.Parameter:
+            sharded.__dict__[USER_CLASS] = self._user_class
         compat.take_hooks(original, sharded)
         return sharded
 
@@ -153,6 +175,13 @@ class FSDPParam:
 
     def take(self, found: nn.Parameter) -> None:
         """Takes `found`, which a user has registered in its place, as the sharded parameter."""
+        user_class = _user_class(found)
+        if user_class is not nn.Parameter:
+            self._user_class = user_class
+            if self.unsharded is not NOT_BUILT and compat.holds_values(self.unsharded):
+                self.leaf_class = self.unsharded.__class__ = user_class
+        elif self._user_class is not nn.Parameter:  # the class stays, and so does what it relies on
+            vars(found).update(self._attributes | vars(found))
         if not isinstance(found, DTensor) or not self.distribution.is_of_sharded(found):
             self.sharded = self.cut(found)
         else:
@@ -163,7 +192,8 @@ class FSDPParam:
                 found.__class__ = strategies().tensor_class  # type: ignore[assignment]
             self.sharded = found
             self.prepare_gradients(self.local)
-        self._share_attributes()
+        self._attributes = vars(self.sharded)
+        self._share_attributes(self.unsharded)
         self.register(self.sharded)
 
     def register(self, parameter: nn.Parameter) -> None:
@@ -187,17 +217,29 @@ class FSDPParam:
             self.move_unsharded(memory)
             return
         self.unsharded = self.as_unsharded(memory, memory.is_floating_point())
-        self._share_attributes()
+        self.leaf_class = type(self.unsharded)
 
     def as_unsharded(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
-        """Returns a parameter, as modules compute with, whose data is `memory`, of the gathered shape."""
+        """Returns a parameter, as modules compute with, whose data is `memory`, of the gathered shape. It is of the
+        user's class, and shows the attributes of the sharded parameter.
+        """
         value = memory[0] if self.is_scalar else memory
-        return self.distribution.as_parameter(value, self.shape, requires_grad)
+        parameter: nn.Parameter
+        if self._user_class is not nn.Parameter and self._has_user_class():
+            parameter = compat.of_class(value, self._user_class, requires_grad)
+        else:
+            parameter = self.distribution.as_parameter(value, self.shape, requires_grad)
+        self._share_attributes(parameter)
+        return parameter
+
+    def _has_user_class(self) -> bool:
+        """Returns True if the unsharded parameter is of the user's class, which does not gather itself."""
+        return self._user_class is not nn.Parameter and not strategies().gathers_itself(self.local)
 
     def move_unsharded(self, memory: Tensor | None) -> None:
         """Puts the unsharded parameter over other memory. None: over none, until it is built again."""
         if memory is None:
-            value = compat.local_if_any(self.unsharded).detach().new_empty(0)
+            value = torch.empty(0, dtype=self.unsharded.dtype, device=self.unsharded.device)
         else:
             value = memory[0] if self.is_scalar else memory
         if isinstance(self.unsharded, DTensor):
@@ -205,12 +247,12 @@ class FSDPParam:
         else:
             self.unsharded.data = value
 
-    def _share_attributes(self) -> None:
-        """Shows attributes that users set on one of the two parameters, now or later, on the other, too."""
-        if type(self.unsharded) is nn.Parameter or isinstance(self.unsharded, DTensor):
-            self.unsharded.__dict__ = vars(self.sharded)
+    def _share_attributes(self, unsharded: nn.Parameter) -> None:
+        """Shows attributes that users set on `unsharded` or the sharded parameter, now or later, on the other, too."""
+        if type(unsharded) is nn.Parameter or isinstance(unsharded, DTensor) or self._has_user_class():
+            unsharded.__dict__ = vars(self.sharded)
         else:  # its class keeps its inner tensors there
-            vars(self.unsharded).update(_user_attributes(self.sharded))
+            vars(unsharded).update(_user_attributes(self.sharded))
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """Returns a gradient of the unsharded parameter as the ranks of the mesh share it."""
@@ -230,10 +272,31 @@ class FSDPParam:
         local_of(accumulated).add_(local_of(gradient))
 
 
+def _user_class(parameter: Tensor) -> type[Any]:
+    """Returns the class that a user has given to a parameter with values in memory of its own; else nn.Parameter."""
+    cls = type(parameter)
+    return nn.Parameter if cls in compat.PLAIN or not compat.holds_values(parameter) else cls
+
+
+def _on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Returns `parameter` on `device` if its class says itself how it is moved there: with the tensors that it needs
+    beside its values. Other parameters are moved when they have been cut.
+    """
+    cls: Any = type(parameter)
+    if cls is nn.Parameter or cls.to is Tensor.to or parameter.is_meta or parameter.device == device:
+        return parameter
+    moved: Any = parameter.to(device) if compat.holds_values(parameter) else None
+    if type(moved) is not cls:
+        return parameter
+    moved.__dict__.update(vars(parameter) | vars(moved))
+    compat.take_hooks(parameter, moved)
+    return cast(nn.Parameter, moved)
+
+
 def _user_attributes(parameter: Tensor) -> dict[str, Any]:
     """Returns what users have set on a parameter, without the inner tensors that a tensor subclass keeps there."""
     attributes = vars(parameter)
-    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
+    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor) or compat.holds_values(parameter):
         return attributes
     own = vars(parameter.detach())
     return {name: value for name, value in attributes.items() if name not in own}

@@ -76,21 +76,22 @@ class MixedPrecisionPolicy:
                 f"{where}.wire_dtype: expected a dtype narrower than reduce_dtype, or that, {summed}, got {wire}."
             )
 
-    def keeps_dtype(self, parameter: nn.Parameter) -> bool:
-        """Returns True if `parameter` computes in its own dtype, because the user's function says so.
+    def keeps_dtype(self, parameter: nn.Parameter) -> bool | None:
+        """Returns True if `parameter` computes in its own dtype, because the user's function says so; False if that
+        function says `param_dtype`; None if it says nothing.
 
         Raises:
             ValueError: the user's function returned a third dtype.
         """
         if self.param_dtype_override_fn is None:
-            return False
+            return None
         dtype = self.param_dtype_override_fn(parameter)
         if dtype not in (None, self.param_dtype, parameter.dtype):
             raise ValueError(
                 f"expected param_dtype_override_fn to return {parameter.dtype}, {self.param_dtype} or None, got "
                 f"{dtype!r}"
             )
-        return dtype is not None and dtype == parameter.dtype
+        return None if dtype is None else dtype == parameter.dtype
 
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Returns the dtype in which a parameter stored as `stored` is gathered and used."""

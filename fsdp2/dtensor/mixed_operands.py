@@ -8,12 +8,14 @@ each step, Python's operators do, because a handler would slow it down.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..core.compat import local_of
 from ..ext.nested import tensors_in
@@ -101,7 +103,10 @@ def _explained(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwar
 
 def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     text = str(error)
-    if "mixed torch.Tensor and DTensor" in text:
+    optimizer = _optimizer_that_steps()
+    if optimizer is not None and any(each in text for each in ("mixed torch.Tensor and DTensor", *_LACKS)):
+        _explain_step(error, name_of(op), type(optimizer).__name__, tensors_in(args, kwargs))
+    elif "mixed torch.Tensor and DTensor" in text:
         _explain_mixed(error, name_of(op), tensors_in(args, kwargs))
     elif "Torch says" not in text and any(each in text for each in _LACKS):
         _explain_lack(error, op, args, kwargs)
@@ -134,6 +139,28 @@ def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict
         "full_tensor() on it, or compute inside `with fsdp2.full_params(module):`. Torch says: "
         f"{error}",
     )
+
+
+def _optimizer_that_steps() -> Optimizer | None:
+    """Returns the optimizer, of no class of torch, whose `step` the present call is made by, or None."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        found = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(found, Optimizer):
+            return None if type(found).__module__.startswith("torch.optim.") else found
+    return None
+
+
+def _explain_step(error: Exception, name: str, cls: str, operands: Iterable[Any]) -> None:
+    if "Torch says" not in str(error):
+        error.args = (
+            f"{describe(operands)}: {cls}.step calls {name}, which takes plain tensors, and each rank holds a shard of "
+            f"it. If {cls} computes element by element, call fsdp2.flatten_optimizer(optimizer): it steps on plain "
+            "tensors then. One that flatten_optimizer refuses (8-bit states, norms of whole tensors) may step on this "
+            'rank\'s shards, nn.Parameter(p.detach().to_local()): "QLoRA and 8-bit optimizers" in examples/README.md '
+            f"shows how. Torch says: {error}",
+        )
 
 
 def describe(operands: Iterable[Any]) -> str:

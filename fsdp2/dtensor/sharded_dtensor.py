@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from ..core.compat import local_of, new_dtensor, no_torch_function
+from ..core.parameter import USER_CLASS
 from ..ext.once import once
 from .compat import (
     DISPATCHES_TO_SUBCLASSES,
@@ -78,6 +80,23 @@ class _Sharded(DTensor):
 
 class ShardedDTensor(_Sharded):
     """Is a DTensor with the fixes that are in force. Results of operations on it have this class, too."""
+
+
+@once
+def look_up_in_user_classes() -> None:
+    """Has sharded parameters find what their users' classes define. Attributes that are missing take longer then."""
+    ShardedDTensor.__getattr__ = _find_in_user_class  # type: ignore[attr-defined]
+
+
+def _find_in_user_class(self: DTensor, name: str) -> Any:
+    """Finds what the user's class of a parameter defines besides what tensors have (see FSDPParam)."""
+    for cls in vars(self).get(USER_CLASS, object).__mro__:
+        if cls is Tensor or cls is Parameter:
+            break
+        if name in vars(cls):
+            found = vars(cls)[name]
+            return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 @cache

@@ -26,7 +26,7 @@ from .collectives import follow
 from .post_forward import restore_among
 
 # The attributes that a copied parameter builds anew.
-_BUILT = ("unsharded", "sharded", "dtensor_spec", "local_shape", "local_stride", "tensor_class")
+_BUILT = ("unsharded", "sharded", "dtensor_spec", "local_shape", "local_stride", "tensor_class", "_attributes")
 # The entries of `extras` that concern the original alone.
 _NOT_COPIED = ("optimizer_in_backward",)
 
@@ -101,6 +101,7 @@ def _copied_param(described: dict[str, Any]) -> FSDPParam:
     sharded: Any = param.sharded
     if type(sharded) is DTensor:
         sharded.__class__ = strategies().tensor_class
+    param._attributes = vars(sharded)
     param.sharded.grad = None  # as copies of plain parameters have none
     param.prepare_gradients(param.local)
     return param

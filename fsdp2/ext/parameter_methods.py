@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..checks.empty_memory import buffers_on_meta, note_emptied_buffers, note_emptied_parameters
 from ..core.events import Observer
 from ..core.group import UNSHARDED, FSDPParamGroup
+from ..core.parameter import USER_CLASS
 from ..core.state import STATE, groups_below, groups_of, modules_below
 from ..core.user_code import hides_modes
+from ..dtensor.sharded_dtensor import look_up_in_user_classes
 
 
 def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
@@ -76,6 +80,17 @@ class StateDictHooks(Observer):
                 module.register_state_dict_post_hook(_after_state_dict)
                 module.register_load_state_dict_pre_hook(_before_load)
                 module.register_load_state_dict_post_hook(_after_load)
+        for slot in [
+            slot
+            for group in root.new_groups
+            for param in group.params
+            if param.leaf_class is not nn.Parameter
+            for slot in param.slots
+        ]:
+            look_up_in_user_classes()
+            hooks = [getattr(each, "hook", each) for each in slot.module._load_state_dict_pre_hooks.values()]
+            if _drop_attributes not in hooks:
+                slot.module.register_load_state_dict_pre_hook(_drop_attributes)
 
 
 @hides_modes
@@ -107,6 +122,24 @@ def _register_again(groups: list[FSDPParamGroup]) -> None:
 def _before_load(module: nn.Module, *_: Any) -> None:
     for group in groups_of(module):
         group.reshard_if_idle()
+
+
+@hides_modes
+def _drop_attributes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Removes entries below a parameter that its attributes hold already: "weight.absmax", for example.
+
+    Modules of bitsandbytes write such entries, which no module reads. What differs stays, and is an unexpected key.
+    """
+    for name, parameter in module._parameters.items():
+        start = f"{prefix}{name}."
+        has_class = parameter is not None and USER_CLASS in vars(parameter)
+        for key in [key for key in state_dict if has_class and key.startswith(start)]:
+            try:
+                found, value = attrgetter(key[len(start) :])(parameter), state_dict[key]
+            except AttributeError:
+                continue
+            if isinstance(found, Tensor) and found.shape == value.shape and torch.equal(found, value.to(found)):
+                del state_dict[key]
 
 
 @hides_modes

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from ..core.compat import PLAIN, local_of
+from ..core.compat import holds_values, local_of
 from ..core.group import COPIED, FSDPParamGroup
 from ..core.parameter import FSDPParam, Slot, fqn
 from ..core.state import modules_below, states_among
 from ..ext.owners import owners_by_id, sharded_owner, some_of
+from ..ext.subclasses import is_packed
 from ..ext.tensor_parallel import TensorParallel
 from .files import Box, whole_box
 
@@ -72,7 +73,12 @@ class ModelTensor:
         """
         tensor = self.tensor
         local: Any = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        if type(local) not in PLAIN or local.layout != torch.strided or local.is_quantized:
+        if is_packed(tensor):
+            raise NotImplementedError(
+                f"{self.name}: its values are packed in {tensor.dtype}, and these files can't hold what unpacks them. "
+                "Save the adapters alone (fsdp2.hf.save_adapter), or dequantise the model before fully_shard."
+            )
+        if not holds_values(local) or local.layout != torch.strided or local.is_quantized:
             what = f"expected a dense tensor, got a {type(local).__name__} of layout {local.layout}"
             raise NotImplementedError(f"{self.name}: {what}. Convert it afterwards, or take it out meanwhile.")
         if not isinstance(tensor, DTensor):

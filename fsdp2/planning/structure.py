@@ -16,6 +16,7 @@ from ..core.parameter import Slot, fqn
 from ..core.policy import MixedPrecisionPolicy
 from ..core.state import modules_below
 from ..ext.large_submodules import plan_large_submodules
+from ..ext.subclasses import is_packed
 from .policies import WrapGroup
 
 
@@ -117,7 +118,8 @@ def _groups_of_call(
 
 
 def _compute_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
-    return parameter.dtype if policy.keeps_dtype(parameter) else policy.compute_dtype(parameter.dtype)
+    keeps = is_packed(parameter) or policy.keeps_dtype(parameter)
+    return parameter.dtype if keeps else policy.compute_dtype(parameter.dtype)
 
 
 def _large_submodules(

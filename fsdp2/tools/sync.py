@@ -16,10 +16,10 @@ from torch.nn.parameter import UninitializedParameter
 from ..checks.compare_ranks import bounds_over, widest_mesh
 from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
-from ..core.compat import inner_tensors, no_torch_function
+from ..core.compat import PLAIN, holds_values, inner_tensors, no_torch_function
 from ..core.group import COPIED, FSDPParamGroup
 from ..core.mesh import DataMesh
-from ..core.parameter import FSDPParam, fqn
+from ..core.parameter import USER_CLASS, FSDPParam, fqn
 from ..core.state import modules_below, states_among
 from ..dtensor.write_notices import notices
 from ..ext.meshes import default_mesh
@@ -38,7 +38,8 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
     one of them has loaded a checkpoint: otherwise the sharded model would consist of shards of different models.
     Every rank of the mesh must call it, on models of the same structure. Values are sent in buckets of at most 16 MiB
     (`BUCKET_NBYTES`), which is all the memory that is needed besides the model. Parameters and buffers stay the same
-    objects, and are written to in place; a tied parameter is sent once.
+    objects, and are written to in place; a tied parameter is sent once. Tensors among the attributes of a parameter of
+    your own class, the scales of packed values for example, are copied with it.
 
     After `fully_shard` it copies the tensors that several ranks hold: buffers, parameters that no fully_shard call
     manages, replicas (HSDP, `replicate`) and scalars. Each shard exists once, so it is an error if the shards were cut
@@ -145,6 +146,23 @@ def _find_copies(below: dict[nn.Module, str], ranks: DataMesh) -> Iterator[_Copi
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield _copies_of(f"{kind} {fqn(prefix, name)}", tensor, ranks)
+                    if USER_CLASS in vars(tensor) or (type(tensor) not in PLAIN and holds_values(tensor)):
+                        for attribute, value in _tensors_of(tensor, seen):
+                            yield _copies_of(f"attribute {fqn(prefix, name)}.{attribute}", value, ranks)
+
+
+def _tensors_of(owner: object, seen: set[int], depth: int = 3) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors among the attributes of `owner`, and of objects among these: by them a user's class may read
+    the values of a parameter, as the scales of packed ones.
+    """
+    for name, value in sorted(getattr(owner, "__dict__", {}).items()):
+        if id(value) in seen or isinstance(value, nn.Module | type):
+            continue
+        if isinstance(value, Tensor):
+            seen.add(id(value))
+            yield name, value
+        elif depth > 1:
+            yield from ((f"{name}.{below}", each) for below, each in _tensors_of(value, seen, depth - 1))
 
 
 def _copies_of(name: str, tensor: Tensor, ranks: DataMesh) -> _Copies:

@@ -449,6 +449,40 @@ def without_biases_of_keys(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights | {name: torch.cat([weights[name].chunk(3)[0], weights[name].chunk(3)[2]]) for name in biases}
 
 
+@guide("QLoRA and 8-bit optimizers")
+def quantised(names: Names) -> None:
+    torch.manual_seed(0)
+    config = {"quantization_config": names["quantization"], "dtype": torch.float32}
+    base = tiny_llama.load(Path("llama"), **config)
+    plain = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).train()
+    expected = values(trained_plainly(plain))
+    assert_like(values(names["model"]), expected)
+    packed = [param for param in names["model"].parameters() if hasattr(param, "quant_state")]
+    assert len(packed) == 14
+    assert all(isinstance(param, DTensor) for param in packed)
+    again = peft.PeftModel.from_pretrained(tiny_llama.load(Path("llama"), **config), "adapter", is_trainable=True)
+    assert_like(values(again), expected)
+
+
+def stepped_by_bitsandbytes(names: Names, cls: str, clip: float | None = None) -> None:
+    torch.manual_seed(0)
+    model = names["Model"]()
+    optimizer = getattr(bitsandbytes.optim, cls)(model.parameters(), lr=1e-2)
+    for step in range(3):
+        generators = [torch.Generator().manual_seed(1000 * step + rank) for rank in range(dist.get_world_size())]
+        tokens = torch.cat([torch.randint(32, (4, 8), generator=generator) for generator in generators])
+        names["loss_of"](model, tokens).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_like(values(names["model"]), values(model), 2e-3)
+
+
+guide("QLoRA and 8-bit optimizers")(partial(stepped_by_bitsandbytes, cls="PagedAdamW32bit"))
+guide("QLoRA and 8-bit optimizers")(partial(stepped_by_bitsandbytes, cls="PagedAdamW8bit", clip=1.0))
+
+
 # ---- every snippet -------------------------------------------------------------------------------------------------
 
 

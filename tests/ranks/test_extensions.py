@@ -139,7 +139,8 @@ class Model(nn.Module):
         self.outs = nn.ModuleList(nn.Linear(rows, WIDTH) for _ in range(2))
         if wrap is not None:
             for mid in self.mids:
-                mid.weight = nn.Parameter(wrap(mid.weight.detach()))
+                wrapped = wrap(mid.weight.detach())
+                mid.weight = wrapped if isinstance(wrapped, nn.Parameter) else nn.Parameter(wrapped)
 
     def block(self, i: int, x: Tensor) -> Tensor:
         mid: Any = self.mids[i]
@@ -159,10 +160,9 @@ def batch(seed: int) -> Tensor:
 
 def value_of(param: Tensor) -> Tensor:
     """A parameter whose local tensor is a Wrapper, as a plain tensor, padded shards cut."""
-    local = param.to_local()  # type: ignore[attr-defined]
-    assert isinstance(local, Wrapper)
+    local: Any = param._local_tensor  # type: ignore[attr-defined]
     plain = DTensor.from_local(
-        local.data_,
+        local.data_ if isinstance(local, Wrapper) else local.as_subclass(Tensor),
         param.device_mesh,  # type: ignore[attr-defined]
         param.placements,  # type: ignore[attr-defined]
         shape=param.shape,
@@ -171,12 +171,20 @@ def value_of(param: Tensor) -> Tensor:
     return full(plain)
 
 
-def trains(rows: int, checkpointed: bool = False, mesh: Callable[[], Any] = lambda: None, **options: Any) -> None:
-    """SGD over shards of a subclass, three steps of two micro-batches each."""
+def trains(
+    rows: int,
+    checkpointed: bool = False,
+    mesh: Callable[[], Any] = lambda: None,
+    wrap: Callable[[Tensor], Tensor] = InBF16,
+    then: Callable[[Model], None] = lambda model: None,
+    **options: Any,
+) -> None:
+    """SGD over shards of a subclass, three steps of two micro-batches each. `then` is called after `fully_shard`."""
     plain = Model(rows, None)
-    model = Model(rows, InBF16, checkpointed)
+    model = Model(rows, wrap, checkpointed)
     fully_shard(model.mids[1], mesh=mesh(), **options)  # of extended and plain parameters, by itself
     fully_shard(model, mesh=mesh(), **options)
+    then(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
     size, rank = dist.get_world_size(), dist.get_rank()
     for step in range(3):
@@ -339,6 +347,129 @@ def other_shape() -> None:
         model(batch(0))
 
 
+# ---- methods that are set after fully_shard
+
+
+class Late(Wrapper):
+    """Says nothing of how it is gathered, until a test gives it the methods."""
+
+
+class LateOwn(Tensor):
+    """The same, with values in memory of its own."""
+
+
+class LateParameter(nn.Parameter):
+    """The same, a subclass of nn.Parameter."""
+
+
+def pre_of_plain(local: Any, mesh: Any, outer_size: Any, stride: Any, module: Any, mp_policy: Any) -> Any:
+    values = local.data_ if isinstance(local, Wrapper) else local.as_subclass(Tensor)
+    rows = -(-outer_size[0] // mesh.size())
+    padded = values.new_zeros(rows, *values.shape[1:], dtype=torch.bfloat16)
+    padded[: values.shape[0]].copy_(values)
+    return (padded,), outer_size[0]
+
+
+class OwnInBF16(nn.Parameter):
+    """Has values in memory of its own, and says from the beginning how it is gathered."""
+
+    fsdp_pre_all_gather, fsdp_post_all_gather = pre_of_plain, InBF16.fsdp_post_all_gather
+
+
+def on_class(cls: Any) -> Callable[[Model], None]:
+    def then(model: Model) -> None:
+        cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather = pre_of_plain, InBF16.fsdp_post_all_gather
+
+    return then
+
+
+def on_shards(model: Model) -> None:
+    for mid in model.mids:
+        local: Any = mid.weight._local_tensor
+        local.fsdp_pre_all_gather = MethodType(pre_of_plain, local)
+        local.fsdp_post_all_gather = MethodType(InBF16.fsdp_post_all_gather, local)
+
+
+def set_later(then: Callable[[Model], None], wrap: Any, **options: Any) -> None:
+    try:
+        trains(5, wrap=wrap, then=then, **options)
+    finally:
+        for cls in (Late, LateOwn, LateParameter):
+            for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+                if name in vars(cls):
+                    delattr(cls, name)
+
+
+def set_on_shards_after_to_empty() -> None:
+    """Of wrappers that were built on meta."""
+    plain = Model(WIDTH, None)
+    with torch.device("meta"):
+        model = Model(WIDTH, Late)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for param, source in zip(model.parameters(), plain.parameters(), strict=True):
+        whole = torch.distributed.tensor.distribute_tensor(source.detach(), param.device_mesh, param.placements)  # type: ignore[attr-defined]
+        local: Any = param._local_tensor  # type: ignore[attr-defined]
+        (local.data_ if isinstance(local, Late) else local).copy_(whole.to_local())
+    on_shards(model)
+    assert_same(model(batch(0)), plain(batch(0)), 1e-5, 1e-6, "output")
+
+
+def never_set() -> None:
+    """An error on every rank, in the first forward and wherever the group is gathered; then the advice, followed."""
+    model, plain = Model(WIDTH, Late), Model(WIDTH, None)
+    fully_shard(model)
+    for use in (lambda: model(batch(0)), model.unshard, lambda: model(batch(0))):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"^mids\.0\.weight, of shape .* its values lie in other tensors, and Late does not say how these are "
+            r"gathered\. Give the class fsdp_pre_all_gather and fsdp_post_all_gather, before the first forward at the "
+            r"latest\.",
+        ):
+            use()
+    on_class(Late)(model)
+    assert_same(model(batch(0)), plain(batch(0)), 1e-5, 1e-6, "output")
+    del Late.fsdp_pre_all_gather, Late.fsdp_post_all_gather  # type: ignore[attr-defined]
+    frozen = Model(WIDTH, Late)
+    for mid in frozen.mids:
+        mid.weight.requires_grad_(False)
+    fully_shard(frozen)
+    with pytest.raises(NotImplementedError, match=r"or put the parameter into ignored_params of fully_shard"):
+        frozen(batch(0))
+    frozen = Model(WIDTH, quantised)
+    for mid in frozen.mids:
+        mid.weight.requires_grad_(False)
+    expected = frozen(batch(0))
+    fully_shard(frozen, ignored_params={mid.weight for mid in frozen.mids})
+    assert_same(frozen(batch(0)), expected, 1e-6, 1e-6, "ignored")
+
+
+def can_not_be_cut() -> None:
+    class Rigid(Late):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is aten.new_zeros.default:
+                raise RuntimeError("has no zeros")
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    model = Model(WIDTH, Rigid)
+    with pytest.raises(
+        NotImplementedError, match=r"^mids\.0\.weight.* Give the class .* Cutting it fails: has no zeros"
+    ):
+        fully_shard(model)
+    assert not isinstance(model.ins[0].weight, DTensor), "nothing has changed"
+
+
+LATE = [
+    ("on the class", partial(set_later, on_class(Late), Late)),
+    ("on the class of values of its own", partial(set_later, on_class(LateOwn), lambda t: t.as_subclass(LateOwn))),
+    ("on a class of parameters", partial(set_later, on_class(LateParameter), LateParameter)),
+    ("on shards", partial(set_later, on_shards, Late)),
+    ("on shards of values of their own", partial(set_later, on_shards, lambda t: t.as_subclass(LateOwn))),
+    ("on shards, checkpointed", partial(set_later, on_shards, Late, checkpointed=True, reshard_after_forward=True)),
+    ("a class of parameters", partial(trains, 5, wrap=OwnInBF16)),
+]
+
 TRAINED = [
     ("even", partial(trains, WIDTH)),
     ("uneven", partial(trains, 5)),
@@ -355,6 +486,10 @@ def test_on_two_ranks() -> None:
         ("quantised, checkpointed", partial(quantised_and_frozen, checkpointed=True)),
         ("set by hand", set_by_hand_after_to_empty),
         ("set by hand while gradients wait", set_by_hand_while_gradients_wait),
+        *LATE,
+        ("on shards after to_empty", set_on_shards_after_to_empty),
+        ("never set", never_set),
+        ("can't be cut", can_not_be_cut),
         ("checks of ranks", ranks_must_agree),
         ("wrong signature", wrong_signature),
         ("other shape", other_shape),
@@ -364,8 +499,15 @@ def test_on_two_ranks() -> None:
 
 def test_on_one_and_on_three_ranks() -> None:
     for world_size in (1, 3):
-        run_checks(world_size, TRAINED)
+        run_checks(world_size, TRAINED + LATE)
 
 
 def test_on_four_ranks_that_replicate_and_shard() -> None:
-    run_checks(4, [("trains", partial(trains, 5, mesh=replicas)), ("what it is told", what_it_is_told)])
+    run_checks(
+        4,
+        [
+            ("trains", partial(trains, 5, mesh=replicas)),
+            ("later", partial(set_later, on_shards, Late, mesh=replicas)),
+            ("what it is told", what_it_is_told),
+        ],
+    )

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from documents import ROOT, table_rows
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from helpers import run_checks
+from situations import KernelSGD
 
 ROWS = [cells[0].strip("`") for cells in table_rows(ROOT / "examples" / "README.md")["By error message"]]
 FROM_TORCH = (
@@ -208,6 +210,44 @@ class Unpacks(Net):
 def object_of_inputs() -> None:
     torch.manual_seed(0)
     shard(Unpacks(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))(Holder(torch.ones(2, 5)))
+
+
+@says("does not say how these are gathered")
+def wrapper() -> None:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+    fully_shard(model)(torch.ones(2, 4))
+
+
+class Packed(nn.Parameter):
+    """A class whose attributes say how its values are to be read."""
+
+
+def packed() -> Any:
+    model: Any = nn.Linear(4, 4)
+    model.weight = Packed(torch.ones(4, 4), requires_grad=False)
+    model.weight.scale = 2.0
+    return model
+
+
+@says("A cast destroys values that are packed")
+def cast_of_packed_values() -> None:
+    fully_shard(packed(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+@says("share memory, and would not after sharding")
+def attribute_over_a_parameter() -> None:
+    model = packed()
+    model.weight.alias = model.weight.data
+    fully_shard(model)
+
+
+@says("which takes plain tensors, and each rank holds a shard")
+def kernel_of_an_optimizer() -> None:
+    model = shard(build())
+    optimizer = KernelSGD(model.parameters())
+    backward(model)
+    optimizer.step()
 
 
 @says("expected a divisor of")

@@ -77,6 +77,14 @@ class InitSubclass(Block):
 class Scale(nn.Parameter):
     """A user's subclass of Parameter."""
 
+    scale = 1.0
+
+
+def aliased() -> nn.Parameter:
+    weight: Any = Scale(torch.ones(4, 4))
+    weight.beside, weight.alias = torch.ones(4), weight.data[2:]
+    return weight  # type: ignore[no-any-return]
+
 
 class HalfExtended(TwoTensor):
     """Says what to gather, but not what to make of it."""
@@ -180,8 +188,8 @@ CASES = {
         ValueError,
         "expected Replicate on the data-parallel axes",
     ),
-    "tensor subclass": weight(
-        lambda: nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4))), NotImplementedError, "TwoTensor"
+    "an attribute over a parameter's memory": weight(
+        aliased, ValueError, r"\.alias, an attribute of a Scale, .* Copy it"
     ),
     "half an extension": weight(
         lambda: nn.Parameter(HalfExtended(torch.ones(4, 4), torch.ones(4, 4))),
@@ -197,7 +205,12 @@ CASES = {
         lambda: Block(nn.Parameter(Extended(torch.ones(4, 4), torch.ones(4, 4)))),
         {"reshard_after_forward": lambda: 2},
     ),
-    "parameter subclass": weight(lambda: Scale(torch.ones(4, 4)), NotImplementedError, "Scale"),
+    "a frozen class that a policy would cast": Case(
+        ValueError,
+        r"inner\.weight: expected a frozen Scale .* param_dtype_override_fn",
+        lambda: Block(Scale(torch.ones(4, 4), requires_grad=False)),
+        {"mp_policy": lambda: MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    ),
     "uninitialised": weight(nn.UninitializedParameter, ValueError, "uninitialised"),
     "lazy module": Case(ValueError, r"^0\.weight.*uninitialised", lambda: nn.Sequential(nn.LazyLinear(3))),
     "in a list": Case(ValueError, r"^\[1\]\.inner\.weight", lambda: [Block(), Block(nn.UninitializedParameter())]),
