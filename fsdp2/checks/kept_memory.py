@@ -19,15 +19,26 @@ _CONTAINERS = (list, tuple, dict)
 
 
 class KeptMemory(Check):
-    """Warns once for each root, and names parameters that something has kept since a forward, or a view of them."""
+    """Warns once for each root, and names parameters that something has kept since a forward, or a view of them.
+
+    It says nothing after a pass that has failed: the error's traceback keeps what it met.
+    """
 
     def __init__(self) -> None:
         self._is_said = False
 
+    def backward_failed(self, root: Any) -> None:
+        self._is_said = True
+
+    def pass_failed(self, root: Any) -> None:
+        self._is_said = True
+
     def memory_kept(self, group: FSDPParamGroup) -> None:
-        if not self._is_said and not num_dispatch_modes():  # such as CommDebugMode keep the data of all parameters
+        if self._is_said or num_dispatch_modes():  # such as CommDebugMode keep the data of all parameters
+            return
+        names = some_of(dict.fromkeys(_kept_names(group)))
+        if names:  # else a process group has not let go of it yet, for example
             self._is_said = True
-            names = some_of(dict.fromkeys(_kept_names(group))) or f"a parameter of {group}"
             warnings.warn(
                 f"{names}: something has kept the unsharded parameter, or a view of it, since a forward (an attribute, "
                 "a list, `ctx` of an autograd function, hooks for saved tensors). So the memory of its group, "
@@ -48,7 +59,8 @@ def _kept_names(group: FSDPParamGroup) -> Iterator[str]:
         for each in gc.get_objects():
             is_other = type(each) in PLAIN and id(each) not in own and has_storage(each)
             if is_other and storage_address(each) == buffers.storage_id:
-                yield from (group.params[i].name for i in parameters.indices_of(each))
+                indices = [i for i in parameters.indices_of(each) if parameters.bases[i].dtype is each.dtype]
+                yield from (group.params[i].name for i in indices)  # collectives see bytes
 
 
 def _tensors_of(roots: list[Any]) -> set[int]:

@@ -339,6 +339,7 @@ class GroupParameters:
 
     def follow_requires_grad(self) -> None:
         """Plans to reduce the gradients of the parameters that require one now."""
+        self.references = None  # which the buckets have, too
         self.trainable = self.registration.trainable()
         with compat.no_torch_function():
             for param, trainable in zip(self.params, self.trainable, strict=True):

@@ -215,7 +215,7 @@ class Root:
                 return  # a user reads saved tensors outside backward
             self._begin_backward()
         if torch.is_grad_enabled() and not recomputes and self.backward and not self.backward.builds_graph:
-            self.backward.builds_graph = True
+            self.backward.builds_graph = self.saves_unseen = True
             self.notify(self.events.graph_built)
 
     def _begin_backward(self) -> None:

@@ -485,6 +485,7 @@ def test_shared_modules_and_tensors_stored_on_self() -> None:
     check(scenario, wrap=WRAPS)
 
 
+@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
 def test_weights_that_a_function_stores() -> None:
     """A fused kernel may put a weight on its context without save_for_backward: it must be there when it is used."""
 
@@ -1298,6 +1299,7 @@ def test_a_change_of_weights_that_backward_does_not_need_is_allowed() -> None:
     check(scenario, wrap=WRAPS)
 
 
+@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
 def test_saved_tensor_hooks_of_users() -> None:
     """`save_on_cpu` and the like are on top of the stack: what they save of a weight is theirs to keep, or to lose."""
 
