@@ -8,16 +8,17 @@ each step, Python's operators do, because a handler would slow it down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..checks.entry_points import REPLACE_BEFORE
 from ..core.compat import local_of
 from ..ext.nested import tensors_in
-from ..ext.owners import all_groups, sharded_in
+from ..ext.owners import Owned, all_groups, has_left, sharded_in, sharded_owner
 from .compat import DISPATCHES_TO_SUBCLASSES, name_of
 from .foreach_operations import overloads
 from .full_tensor import owner_of
@@ -119,12 +120,27 @@ def _explain_mixed(error: Exception, name: str, operands: Iterable[Any]) -> None
             "distribute_tensor(plain, p.device_mesh, p.placements).",
         )
         return
+    operands = [*operands]
     error.args = (
-        f"{describe(operands)}: each rank holds a shard of it, and {name} can't combine that with a plain tensor. On "
-        "every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`; or make the plain "
-        "tensor a DTensor, too, by distribute_tensor(plain, p.device_mesh, p.placements). Torch says: "
-        f"{error}",
+        f"{describe(operands)}: each rank holds a shard of it, and {name} can't combine that with a plain tensor. "
+        f"{_advise(name, operands)} Torch says: {error}",
     )
+
+
+def _advise(name: str, operands: Sequence[Any]) -> str:
+    """Returns what to write in place of an operation with plain tensors."""
+    owned = _owner_of(_first_in(operands))
+    constant = (
+        "or make a constant of its shape, which is the same on every rank, a DTensor: distribute_tensor(constant, "
+        "p.device_mesh, p.placements)."
+    )
+    if owned is not None and has_left(owned.param, owned.group):
+        return f"The module that had it is not in the model any more. {REPLACE_BEFORE}"
+    if owned is None:  # a gradient
+        return f"On every rank, call full_tensor() on it; {constant}"
+    if name.endswith("_") and not name.endswith("__"):
+        return f"On every rank, write inside `with fsdp2.full_params(module, writeback=True):`; {constant}"
+    return "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
 
 
 def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,12 +156,24 @@ def describe(operands: Iterable[Any]) -> str:
     """Returns, for errors, the name of the parameter that the first DTensor is, is a view or gradient of, or is
     computed from; else its shape. It communicates nothing.
     """
-    first = next(each for each in operands if isinstance(each, DTensor))
-    while (base := vars(first).get("_base_tensor")) is not None:
-        first = base
-    param, owner = sharded_in(local_of(first)), owner_of(first)
-    if param is not None or owner is not None:
-        return (param or owner.param).name  # type: ignore[union-attr]
+    first = _first_in(operands)
+    owned = _owner_of(first)
+    if owned is not None:
+        return owned.param.name
     params = (param for group in all_groups() for param in group.params)
     names = (f"the gradient of {param.name}" for param in params if param.sharded.grad is first)
     return next(names, f"{_UNKNOWN} of global shape {tuple(first.shape)}")
+
+
+def _first_in(operands: Iterable[Any]) -> DTensor:
+    """Returns the first DTensor; for a view that can be written to, the DTensor that it is a view of."""
+    first = next(each for each in operands if isinstance(each, DTensor))
+    while (base := vars(first).get("_base_tensor")) is not None:
+        first = base
+    return first
+
+
+def _owner_of(tensor: DTensor) -> Owned | None:
+    """Returns the owner of the parameter that `tensor` is, is a view of, or is computed from."""
+    param = sharded_in(local_of(tensor))
+    return owner_of(tensor) if param is None else sharded_owner(param.sharded)

@@ -1,5 +1,6 @@
 """Tests ways into a sharded model other than its forward: they are exact, or refused with advice that is exact."""
 
+import asyncio
 import copy
 import pickle
 import re
@@ -40,6 +41,9 @@ class Encoder(nn.Module):
     def rows(self, x: Tensor) -> Iterator[Tensor]:
         for row in x:
             yield self.encode(row)
+
+    async def later(self, x: Tensor) -> Tensor:
+        return self.encode(x)
 
 
 class Captioner(nn.Module):
@@ -162,6 +166,11 @@ WAYS = {
     ),
     "generator": Way(
         lambda model, x: torch.stack(list(model.encoders[0].rows(x))),
+        f"fsdp2.register_fsdp_forward_method({ENCODER}, 'rows')",
+        lambda model: model.encoders[0],
+    ),
+    "asynchronous": Way(
+        lambda model, x: asyncio.run(model.encoders[0].later(x)),
         f"with fsdp2.full_params({ENCODER}):",
         lambda model: model.encoders[0],
     ),
@@ -262,6 +271,69 @@ def test_methods_about_the_sharded_parameters() -> None:
     check(scenario)
 
 
+class Steps(nn.Module):
+    """A forward that is a generator: it keeps weights between its steps, takes tensors and errors, and returns one.
+    `ways`: how else it makes a generator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(WIDTH, 3)
+        self.own, self.way = nn.Parameter(torch.randn(WIDTH)), "function"
+
+    def forward(self, x: Tensor) -> Any:
+        if self.way == "expression":
+            return (self.head(row * self.own)[None] for row in x.split(1))
+        return self.inside(x) if self.way == "method" else self.steps(x)
+
+    def inside(self, x: Tensor) -> Any:
+        yield from self.steps(x)
+
+    def steps(self, x: Tensor) -> Any:
+        own, factor = self.own, torch.tensor(0.5)
+        for row in x.split(1):
+            try:
+                factor = yield self.head(self.block(row) * own)[None] * factor
+            except ZeroDivisionError:
+                factor = self.own.square().sum() / own.square().sum() / 2
+        return self.own.square().sum()
+
+
+def drive(steps: Any) -> tuple[Tensor, Tensor]:
+    """Returns all that a generator yields, and what it returns. Tensors are sent into it, and errors thrown."""
+    outputs, call, value = [], steps.send, None
+    while True:
+        try:
+            outputs.append(call(value))
+        except StopIteration as end:
+            return torch.cat(outputs).flatten(1), torch.zeros(()) if end.value is None else end.value
+        call, value = (steps.send, torch.tensor(0.5)) if len(outputs) % 2 else (steps.throw, ZeroDivisionError())
+
+
+def test_forwards_that_are_generators() -> None:
+    """Each step gathers: what it yields and returns, for what is sent and thrown into it, is plain, with gradients."""
+
+    def scenario(run: Run, way: str, reshard: bool) -> None:
+        model = run.build(Steps)
+        model.way = way
+        run.shard(model.block, reshard_after_forward=reshard)
+        run.shard(model, reshard_after_forward=reshard)
+        optimizer = sgd(model)
+        for step in range(2):
+            made = (model if step else model.forward)(run.batch(seed=step))
+            output, total = (torch.cat([*made]).flatten(1), 0.0) if way == "expression" else drive(made)
+            run.rows(f"output {step}", output)
+            run.step(f"step {step}", model, optimizer, loss_of(output) + total)
+        left = model(run.batch(seed=5))
+        next(left)
+        left.close()
+        if way != "expression":
+            output, total = drive(model(run.batch(seed=6)))
+            run.step("after one that was closed", model, optimizer, loss_of(output) + total)
+
+    check(scenario, way=("function", "method", "expression"), reshard=(False, True))
+
+
 def _captioner(**options: Any) -> Captioner:
     torch.manual_seed(0)
     model = Captioner()
@@ -319,12 +391,13 @@ def other_errors_stay_what_they_are() -> None:
 
 
 def what_runs_later_cannot_be_registered() -> None:
+    """But that of a module which is not sharded stays as it is."""
     model = _captioner()
-    with pytest.raises(NotImplementedError, match=r"rows is a generator.*full_params\(module\)"):
-        register_fsdp_forward_method(model.encoders[0], "rows")
+    with pytest.raises(NotImplementedError, match=r"later is asynchronous.*full_params\(module\)"):
+        register_fsdp_forward_method(model.encoders[0], "later")
     plain = Encoder()
-    register_fsdp_forward_method(plain, "rows")
-    assert "rows" not in vars(plain)
+    register_fsdp_forward_method(plain, "later")
+    assert "later" not in vars(plain)
 
 
 def methods_are_compiled_with_their_callers() -> None:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import prune
@@ -254,6 +256,10 @@ def ddp_around() -> bool:
     return raises(lambda: nn.parallel.DistributedDataParallel(linear()), "Remove DistributedDataParallel")
 
 
+def fsdp1_state() -> bool:
+    return raises(lambda: FSDP1.set_state_dict_type(linear(), StateDictType.FULL_STATE_DICT), "get_model_state_dict")
+
+
 def parallelized() -> bool:
     mesh = init_device_mesh("cpu", (2,))
     return raises(lambda: parallelize_module(linear(), mesh, ColwiseParallel()), "Call these before fully_shard")
@@ -302,6 +308,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     "optimizer-steps": loss_of_a_closure,
     "optimizer-states": loaded_state,
     "ddp-around": ddp_around,
+    "fsdp1-methods": fsdp1_state,
     "parallelize-after": parallelized,
     "reparametrize-after": pruned,
     "mixed-norms": norm_over_meshes,
