@@ -236,7 +236,7 @@ def plan(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a wrong value; the policy matches nothing; the model is sharded already.
+        ValueError: a wrong value; the policy names classes that the model does not have; the model is sharded already.
         NotImplementedError: a parameter is a DTensor.
 
     Example:
@@ -293,7 +293,8 @@ def _wrap(
     calls = wrap_groups(model, policy)
     groups = find_groups(model, calls, precision)
     if not calls:
-        notes.append("Nothing but the model itself is wrapped: it repeats no block. Pass a policy.")
+        why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
+        notes.append(f"Nothing but the model itself is wrapped: {why}.")
     if batch is None:
         notes.append("No batch was given: peaks are those of parameters and gradients, without activations.")
         plain = again = None

@@ -247,11 +247,26 @@ def mixed_precision() -> None:
 
 @row("FSDP1", "`MixedPrecision(buffer_dtype)`")
 def buffers() -> None:
-    model = shard(build())
-    for b in model.buffers():
-        b.data = b.to(torch.bfloat16)
-    assert model.scale.dtype == torch.bfloat16
-    trains(model)  # 1.5 is exact
+    """The row's own code: it casts floating-point buffers, complex and whole numbers and flags stay what they are."""
+    cell = next(cells[1] for cells in ROWS["Coming from FSDP1"] if cells[0] == "`MixedPrecision(buffer_dtype)`")
+    (code,) = re.findall("`([^`]+)`", cell)
+    others = {
+        "index": torch.tensor([299, 257]),
+        "short": torch.tensor([301], dtype=torch.int16),
+        "mask": torch.tensor([True, False]),
+        "phases": torch.tensor([1 + 0.001j]),
+    }
+    for before in (True, False):
+        model: Any = build()
+        for name, value in others.items():
+            model.stem.register_buffer(name, value.clone())
+        model = model if before else shard(model)
+        exec(code, {"model": model, "dtype": torch.bfloat16, "torch": torch})
+        model = shard(model) if before else model
+        assert model.scale.dtype == torch.bfloat16
+        for name, value in others.items():
+            assert torch.equal(getattr(model.stem, name), value), name
+        trains(model)  # 1.5 is exact
 
 
 @row("FSDP1", "`CPUOffload(offload_params=True)`")
