@@ -120,8 +120,8 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
     by = inner if owner is owner.root.state else outer  # of the root's parameters, few may be meant
     raise _NotGatheredError(
         f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
-        f"forward of {outer}. Call it inside `with fsdp2.full_params({by}):`, or apply fully_shard to {inner}, too, "
-        f"before {outer}.",
+        f"forward of {outer}. On every rank, call it inside `with fsdp2.full_params({by}):`; or apply fully_shard to "
+        f"{inner}, too, before {outer}.",
         owner,
     )
 
@@ -255,10 +255,16 @@ def explain(error: RuntimeError, entry: nn.Module, name: str, is_asynchronous: b
             f"{what}. fully_shard manages parameters of the shapes that they had: call {name}() before it, or build "
             "the model anew with the other shape, apply fully_shard, and load the rest."
         )
+    elif "save" in name:  # which the first rank often does alone
+        text = f"{what}. On every rank, save inside `with fsdp2.full_params({where}, offload_to_cpu=True):`."
     elif is_own and not is_asynchronous:
-        text = f"{what}. After fully_shard, add `fsdp2.register_fsdp_forward_method({where}, {name!r})`."
+        text = (
+            f"{what}. After fully_shard, add `fsdp2.register_fsdp_forward_method({where}, {name!r})`, and call it on "
+            "every rank."
+        )
     else:
-        text = f"{what}. Run {'it' if is_own else 'that part'} inside `with fsdp2.full_params({by}):`."
+        part = "it" if is_own else "that part"
+        text = f"{what}. On every rank, run {part} inside `with fsdp2.full_params({by}):`."
     raise _NotGatheredError(text, owner) from error.__cause__ or error
 
 

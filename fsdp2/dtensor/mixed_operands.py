@@ -8,12 +8,15 @@ each step, Python's operators do, because a handler would slow it down.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..checks.entry_points import REPLACE_BEFORE
 from ..core.compat import local_of
@@ -41,6 +44,10 @@ _OPERATIONS = (
 )
 
 _UNKNOWN = "a DTensor"
+_NO_DTENSORS = (
+    "This operation of {} takes no DTensors. Call fsdp2.flatten_optimizer(optimizer) before the first step; if that "
+    "refuses it, use an optimizer that takes DTensors, as those of torch.optim and torchao do."
+)
 # Texts in torch's errors about an operation for which DTensor has no rule, or none that fits.
 _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
@@ -136,6 +143,9 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
     )
     if owned is not None and has_left(owned.param, owned.group):
         return f"The module that had it is not in the model any more. {REPLACE_BEFORE}"
+    optimizer = _optimizer_that_steps()
+    if optimizer is not None:
+        return _NO_DTENSORS.format(type(optimizer).__name__)
     if owned is None:  # a gradient
         return f"On every rank, call full_tensor() on it; {constant}"
     if name.endswith("_") and not name.endswith("__"):
@@ -144,12 +154,24 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
 
 
 def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name, operand = name_of(op), describe(tensors_in(args, kwargs))
+    name, operand, optimizer = name_of(op), describe(tensors_in(args, kwargs)), _optimizer_that_steps()
+    advice = "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
+    if optimizer is not None:
+        advice = _NO_DTENSORS.format(type(optimizer).__name__)
     error.args = (
-        f"{operand}: DTensor can't do {name} on it, of which each rank holds a shard. On every rank, call "
-        "full_tensor() on it, or compute inside `with fsdp2.full_params(module):`. Torch says: "
-        f"{error}",
+        f"{operand}: DTensor can't do {name} on it, of which each rank holds a shard. {advice} Torch says: {error}",
     )
+
+
+def _optimizer_that_steps() -> Optimizer | None:
+    """Returns the optimizer in whose code this is called, which is not the user's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Optimizer):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def describe(operands: Iterable[Any]) -> str:

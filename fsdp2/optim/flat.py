@@ -85,7 +85,8 @@ def _advice(cls: type[Optimizer], error: Exception) -> str:
     matrices = " For whole matrices fsdp2 has an optimizer of its own." if name == "Muon" else ""
     return (
         f"{name} can't step on many parameters as one flat tensor: {error.args[0]}. flatten_optimizer is for "
-        f"optimizers that compute each element by itself, as SGD and AdamW do. Use {name} as it is.{matrices}"
+        f"optimizers that compute each element by itself, as SGD and AdamW do. Use {name} as it is; or, if its own "
+        f"step takes no DTensors, another optimizer.{matrices}"
     )
 
 

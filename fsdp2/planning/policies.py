@@ -72,7 +72,7 @@ def wrap_groups(model: nn.Module, policy: Any = None) -> list[WrapGroup]:
 
     Raises:
         TypeError: `model` is no module, or the policy has another type or returns one.
-        ValueError: it names classes that the model does not have, or unknown arguments; or the model is sharded already.
+        ValueError: it names classes that the model does not have, or unknown arguments; the model is sharded already.
 
     Example:
         ```python

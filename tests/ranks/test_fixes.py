@@ -444,7 +444,7 @@ def test_all_off_means_plain_dtensors() -> None:
 
 @pytest.mark.parametrize(("value", "says"), [("-views", "| views | off |"), ("off", "| data | off |"), ("vies", "")])
 def test_the_environment_leaves_some_out(value: str, says: str) -> None:
-    command = [sys.executable, "-m", "fsdp2", "fixes"]
+    command = [sys.executable, "-m", "fsdp2", "fixes", "--markdown"]
     environment = {**os.environ, "FSDP2_DTENSOR_FIXES": value}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if says:
