@@ -1,5 +1,6 @@
 """Follows the advice of errors of `fully_shard` and of the engine."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -37,7 +38,6 @@ from fsdp2 import (
     fully_shard,
     sync_module_states,
 )
-from models import TanhBlock
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -178,6 +178,7 @@ def dtype_of_gradients() -> None:
     for param in model.parameters():
         param.grad_dtype = torch.float64
     refused(lambda: fully_shard(model))
+
     class Casts(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.to(self.stem.weight.dtype))
@@ -345,7 +346,9 @@ def parameters_on_meta() -> None:
         train(model, plain)
 
 
-@follows("then initialise or load; or assign what the state dict that was loaded lacks", "Initialise or load it before the")
+@follows(
+    "then initialise or load; or assign what the state dict that was loaded lacks", "Initialise or load it before the"
+)
 def buffers_on_meta() -> None:
     class Rotated(nn.Module):
         def __init__(self) -> None:
@@ -532,7 +535,9 @@ def data_assigned_while_unsharded() -> None:
     train(shard(copy.deepcopy(plain)), plain)
 
 
-@follows("modify the sharded parameter between steps, write inside `with fsdp2.full_params(module, writeback=True):`, or")
+@follows(
+    "modify the sharded parameter between steps, write inside `with fsdp2.full_params(module, writeback=True):`, or"
+)
 def written_in_forward() -> None:
     class Decays(Net):
         def __init__(self) -> None:
@@ -648,10 +653,8 @@ def lost_in_a_failed_backward() -> None:
 
     output.register_hook(fail)
     hidden = model.block.register_full_backward_hook(lambda *_: fail(torch.ones(())))
-    try:
+    with contextlib.suppress(ValueError, RuntimeError):
         loss_of(model(own(batch(1)))).backward()
-    except (ValueError, RuntimeError):
-        pass
     hidden.remove()
     refused(lambda: backward(model, 1))
     model.zero_grad()
@@ -662,7 +665,9 @@ def lost_in_a_failed_backward() -> None:
     same_gradients(model, plain)
 
 
-@follows("Call model.set_gradient_divide_factor(factor, recurse=True) on the root, or give each sharded module the same")
+@follows(
+    "Call model.set_gradient_divide_factor(factor, recurse=True) on the root, or give each sharded module the same"
+)
 def divided_in_part() -> None:
     for way in ("root", "each"):
         model, plain = pair()
@@ -780,7 +785,9 @@ def exported() -> None:
 # ---- checks at due steps
 
 
-@follows("Have it there before fully_shard, and out of ignored_params; or freeze it, or average its gradient before each")
+@follows(
+    "Have it there before fully_shard, and out of ignored_params; or freeze it, or average its gradient before each"
+)
 def parameters_that_nobody_manages() -> None:
     class Adapted(Net):
         def __init__(self) -> None:
@@ -818,7 +825,9 @@ def parameters_that_nobody_manages() -> None:
         same_parameters(model, plain)
 
 
-@follows("Replace or resize modules before fully_shard; or build the model anew with the new one, apply fully_shard, and")
+@follows(
+    "Replace or resize modules before fully_shard; or build the model anew with the new one, apply fully_shard, and"
+)
 def modules_replaced_afterwards() -> None:
     def replace(model: Any) -> Any:
         torch.manual_seed(1)
@@ -939,7 +948,6 @@ def positions_that_are_rounded() -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options)
         return fully_shard(build(lambda: Positions(casts)), mp_policy=policy)
 
-
     def provoke() -> None:
         model = sharded()
         for _ in range(2):
@@ -1019,7 +1027,9 @@ def second_gradients_after_a_step() -> None:
         same_parameters(model, plain)
 
 
-@follows("step other parameters by one of their own, after backward", "expected one whose step needs no closure, got {}")
+@follows(
+    "step other parameters by one of their own, after backward", "expected one whose step needs no closure, got {}"
+)
 def optimizers_in_backward() -> None:
     model, plain = pair()
     other = nn.Parameter(torch.ones(3))
@@ -1053,7 +1063,9 @@ def optimizers_in_backward() -> None:
     same_parameters(model, plain, 1e-4)
 
 
-@follows("call it between backward passes, not during one", "set_debug_level: call it between steps, not during a forward")
+@follows(
+    "call it between backward passes, not during one", "set_debug_level: call it between steps, not during a forward"
+)
 def settings_between_passes() -> None:
     model, plain = pair()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

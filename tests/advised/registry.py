@@ -33,7 +33,7 @@ ELSEWHERE: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Entry:
-    """Is one program. `claims`: parts of the sentences that it follows. `ranks`: how many run it; 0: no process group."""
+    """Is one program. `claims`: parts of the sentences that it follows. `ranks`: how many run it; 0: it needs none."""
 
     program: Program
     claims: tuple[str, ...]
@@ -75,7 +75,10 @@ def follows(*claims: str, ranks: int = 2) -> Callable[[Program], Program]:
 
 def is_part(claim: str, text: str) -> bool:
     """Returns True if `claim`, in which `{}` stands for anything, is a part of `text`."""
-    return re.search(".*?".join(map(re.escape, claim.split("{}"))), text, re.DOTALL) is not None
+    parts = claim.split("{}")
+    if not all(part in text for part in parts):
+        return False
+    return len(parts) == 1 or re.search(".*?".join(map(re.escape, parts)), text, re.DOTALL) is not None
 
 
 # ---- what programs provoke with

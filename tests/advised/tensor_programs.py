@@ -41,7 +41,7 @@ FULL = StateDictOptions(full_state_dict=True)
 # ---- plain tensors beside sharded parameters
 
 
-@follows("call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`. Torch says")
+@follows("call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`")
 def without_a_rule_or_with_a_plain_tensor() -> None:
     x = torch.ones(2, 5)
     plain = build()
@@ -97,7 +97,9 @@ def masks() -> None:
     same_parameters(model, plain)
 
 
-@follows("Call fsdp2.flatten_optimizer(optimizer) before the first step; if that refuses it, use an optimizer that takes")
+@follows(
+    "Call fsdp2.flatten_optimizer(optimizer) before the first step; if that refuses it, use an optimizer that takes"
+)
 def optimizers_of_other_libraries() -> None:
     """One whose kernel takes plain tensors, and one that also needs whole tensors."""
 
@@ -133,7 +135,9 @@ def optimizers_of_other_libraries() -> None:
     train(model, plain)
 
 
-@follows("To load a full state dict, call", "To write to one parameter, copy distribute_tensor(plain, p.device_mesh, p.pl")
+@follows(
+    "To load a full state dict, call", "To write to one parameter, copy distribute_tensor(plain, p.device_mesh, p.pl"
+)
 def full_state_dicts() -> None:
     model, plain = shard(build(seed=1)), build()
     refused(lambda: model.load_state_dict(plain.state_dict()))
@@ -323,7 +327,10 @@ def views_that_are_cut_along_another_dim() -> None:
     same(model[0].weight.detach().full_tensor(), expected, "written")
 
 
-@follows("Write to the whole DTensor, or, for a sharded parameter, inside `with fsdp2.full_params(module, writeback=True)", ranks=4)
+@follows(
+    "Write to the whole DTensor, or, for a sharded parameter, inside `with fsdp2.full_params(module, writeback=True)",
+    ranks=4,
+)
 def views_of_one_dim_that_two_axes_cut() -> None:
     model, plain = with_tensor_parallelism(ColwiseParallel())
     refused(lambda: model[0].weight.detach()[1:3].zero_())
@@ -376,9 +383,11 @@ def data_of_another_shape() -> None:
     train(model, plain)
 
 
-@follows("Call full_tensor() first, on every rank", "and save the result on the first (`model.save_pretrained(folder, s")
+@follows(
+    "Call full_tensor() first, on every rank", "and save the result on the first (`model.save_pretrained(folder, s"
+)
 def addresses() -> None:
-    """What it says about files is followed in tests/clients/test_peft.py and test_transformers.py, by save_pretrained."""
+    """What it says about files is followed in tests/clients/test_peft.py and test_transformers.py."""
     model, plain = pair()
     refused(model.head.weight.detach().numpy)
     same(torch.from_numpy(model.head.weight.detach().full_tensor().numpy()), plain.head.weight.detach(), "numpy")
@@ -528,7 +537,9 @@ def random_slopes() -> None:
     same(got, nn.functional.rrelu(plain.head.weight.detach(), training=True), "rrelu")
 
 
-@follows("Call it before fully_shard", "For a trained model, load its full state dict into one that is not sharded, and")
+@follows(
+    "Call it before fully_shard", "For a trained model, load its full state dict into one that is not sharded, and"
+)
 def reparametrized() -> None:
     model, plain = pair()
     refused(lambda: parametrizations.weight_norm(model.head))
@@ -573,7 +584,9 @@ def ddp_around() -> None:
 # ---- what is put in a parameter's place
 
 
-@follows("Detach it, or call a copy of the module that is not sharded; for torch.func.grad by parameters call backward()")
+@follows(
+    "Detach it, or call a copy of the module that is not sharded; for torch.func.grad by parameters call backward()"
+)
 def computed_weights() -> None:
     model, plain = pair()
 
@@ -684,7 +697,9 @@ def tied_parameters() -> None:
     train(model, build(Tied))
 
 
-@follows("Only one of the same shape can replace it: resize it before fully_shard, or build the model anew with the other")
+@follows(
+    "Only one of the same shape can replace it: resize it before fully_shard, or build the model anew with the other"
+)
 def parameters_of_another_shape() -> None:
     def resize(model: Any) -> Any:
         torch.manual_seed(2)

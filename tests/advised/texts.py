@@ -8,19 +8,21 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
 VERBS = frozenset(
-    "add apply ask assign average broadcast build call cast change checkpoint choose clear compute convert copy create "
-    "detach differentiate distribute divide end exchange finish fix flatten freeze gather give have initialise install keep "
-    "leave load look make materialise merge move pad pass plan prune put read register remove rename repeat replace reshard "
-    "resize run save say set shard slice start step store take tie transpose try unshard untie use wait wrap write".split()
+    """add apply ask assign average broadcast build call cast change checkpoint choose clear compute convert copy create
+    detach differentiate distribute divide end exchange finish fix flatten freeze gather give have initialise install
+    keep leave load look make materialise merge move pad pass plan prune put read register remove rename repeat replace
+    reshard resize run save say set shard slice start step store take tie transpose try unshard untie use wait wrap
+    write""".split()  # noqa: SIM905
 )
 # Sentences that begin like advice, and are none: reports of what happens.
 NOT_ADVICE = ("step peak",)
 # Modules whose strings are parts of tables and names.
 TABLES = ("checks/table.py", "checks/levels.py", "dtensor/table.py", "planning/table.py", "tools/timeline.py")
 _SENTENCES = re.compile(r"(?<=[.?!])\s+(?=[A-Z`{]|set_)")
-# A verb at the beginning of a sentence, perhaps behind "On every rank, "; and one behind a colon or semicolon.
+# A verb at the beginning of a sentence, perhaps behind "On every rank, "; and one behind a colon or semicolon, perhaps
+# with a condition between them.
 _FIRST = re.compile(r"\s*(?:(?:On|If|After|Where|To|With|For|Else)\b[^.;]*?, (?:or |then )?)?([A-Za-z]+(?:-[a-z]+)*)\b")
-_LATER = re.compile(r"[;:] (?:or |else |then )?([a-z]+)\b")
+_LATER = re.compile(r"[;:] (?:if [^.;:]*?, |or |else |then )?([a-z]+)\b")
 
 
 class Sentence(NamedTuple):
@@ -54,7 +56,7 @@ def sentences() -> Iterator[Sentence]:
 
 
 def strings_in(source: str) -> Iterator[tuple[int, str]]:
-    """Yields (line, text) of the strings in a module, without docstrings and those inside f-strings' braces' formats."""
+    """Yields (line, text) of the strings in a module, without docstrings and the formats of f-strings."""
     tree = ast.parse(source)
     left: set[int] = set()
     for node in ast.walk(tree):
