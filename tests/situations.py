@@ -1053,6 +1053,15 @@ def a_layer_that_takes_over_parameters(side: Side) -> None:
     train(side, model)
 
 
+@ends(EXACT, only_ours=True)
+def a_wrap_policy_that_matches_nothing(side: Side) -> None:
+    """A wrap policy by size that no submodule of a small model meets"""
+    model = Net()
+    for group in side.library.wrap_groups(model, 10**9) if side.library is not None else ():
+        side.fully_shard(group.module, **group.options)
+    train(side, side.fully_shard(model))
+
+
 @ends(LOUD, "scale_grad_by_freq")
 def rows_by_frequency(side: Side) -> None:
     """An embedding whose gradient depends on how often indices occur"""

@@ -8,18 +8,16 @@ each step, Python's operators do, because a handler would slow it down.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ..checks.entry_points import REPLACE_BEFORE
 from ..core.compat import local_of
+from ..ext.callers import optimizer_that_calls
 from ..ext.nested import tensors_in
 from ..ext.owners import Owned, all_groups, has_left, sharded_in, sharded_owner
 from .compat import DISPATCHES_TO_SUBCLASSES, name_of
@@ -44,7 +42,7 @@ _OPERATIONS = (
 )
 
 _UNKNOWN = "a DTensor"
-_NO_DTENSORS = (
+NO_DTENSORS = (
     "This operation of {} takes no DTensors. Call fsdp2.flatten_optimizer(optimizer) before the first step; if that "
     "refuses it, use an optimizer that takes DTensors, as those of torch.optim and torchao do."
 )
@@ -143,9 +141,9 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
     )
     if owned is not None and has_left(owned.param, owned.group):
         return f"The module that had it is not in the model any more. {REPLACE_BEFORE}"
-    optimizer = _optimizer_that_steps()
+    optimizer = optimizer_that_calls()
     if optimizer is not None:
-        return _NO_DTENSORS.format(type(optimizer).__name__)
+        return NO_DTENSORS.format(type(optimizer).__name__)
     if owned is None:  # a gradient
         return f"On every rank, call full_tensor() on it; {constant}"
     if name.endswith("_") and not name.endswith("__"):
@@ -154,24 +152,13 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
 
 
 def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name, operand, optimizer = name_of(op), describe(tensors_in(args, kwargs)), _optimizer_that_steps()
+    name, operand, optimizer = name_of(op), describe(tensors_in(args, kwargs)), optimizer_that_calls()
     advice = "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
     if optimizer is not None:
-        advice = _NO_DTENSORS.format(type(optimizer).__name__)
+        advice = NO_DTENSORS.format(type(optimizer).__name__)
     error.args = (
         f"{operand}: DTensor can't do {name} on it, of which each rank holds a shard. {advice} Torch says: {error}",
     )
-
-
-def _optimizer_that_steps() -> Optimizer | None:
-    """Returns the optimizer in whose code this is called, which is not the user's own."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Optimizer):
-            return found
-        frame = frame.f_back
-    return None
 
 
 def describe(operands: Iterable[Any]) -> str:

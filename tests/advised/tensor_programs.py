@@ -104,8 +104,8 @@ def optimizers_of_other_libraries() -> None:
     """One whose kernel takes plain tensors, and one that also needs whole tensors."""
 
     class Kernel(torch.optim.Optimizer):
-        def __init__(self, params: Any, whole: bool = False) -> None:
-            super().__init__(params, {"lr": 0.1, "whole": whole})
+        def __init__(self, params: Any, whole: bool = False, by_address: bool = False) -> None:
+            super().__init__(params, {"lr": 0.1, "whole": whole, "by_address": by_address})
 
         @torch.no_grad()
         def step(self) -> None:  # type: ignore[override]
@@ -114,6 +114,8 @@ def optimizers_of_other_libraries() -> None:
                     state = self.state[param]
                     if not state:
                         state["average"] = torch.zeros(param.shape)
+                    if group["by_address"]:
+                        assert param.data_ptr()
                     state["average"].mul_(0.5).add_(param.grad * torch.ones(param.shape))
                     norm = state["average"].norm() + 1 if group["whole"] else 1.0
                     param.add_(state["average"] / norm, alpha=-0.1)
@@ -124,12 +126,15 @@ def optimizers_of_other_libraries() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    model, plain = pair()
-    refused(lambda: training(model, Kernel(model.parameters())))
-    model, plain = pair()
-    training(model, fsdp2.flatten_optimizer(Kernel(model.parameters())))
-    training(plain, Kernel(plain.parameters()))
-    same_parameters(model, plain)
+    for by_address in (False, True):
+        model, plain = pair()
+        optimizer = Kernel(model.parameters(), by_address=by_address)
+        text = refused(partial(training, model, optimizer))
+        assert "flatten_optimizer" in text
+        model, plain = pair()
+        training(model, fsdp2.flatten_optimizer(Kernel(model.parameters(), by_address=by_address)))
+        training(plain, Kernel(plain.parameters()))
+        same_parameters(model, plain)
     model, plain = pair()
     refused(lambda: fsdp2.flatten_optimizer(Kernel(model.parameters(), whole=True)), TypeError)
     train(model, plain)

@@ -14,9 +14,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import fsdp2
 import tiny_llama
-from client_training import IMPLEMENTATIONS, Record, assert_sharded, mean_of_ranks, own_part, using
+from client_training import (
+    IMPLEMENTATIONS,
+    Record,
+    assert_sharded,
+    mean_of_ranks,
+    own_part,
+    pretend_accelerator,
+    using,
+)
 from fsdp2 import fully_shard
-from helpers import alone, run_checks
+from helpers import alone, assert_same, full, run_checks
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -134,6 +142,38 @@ def saves_prompts(folder: Path, target: Path, kind: str, expected: dict[str, Ten
         assert torch.equal(saved[name], value), name
 
 
+def trainer_saves_prompts(folder: Path, target: Path) -> None:
+    """`Trainer.save_model`, in the block that every rank enters; then what is trained next is exact, too."""
+    with using("fsdp2"):
+        pretend_accelerator()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(target / "out"),
+            fsdp=True,
+            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+            max_steps=2,
+            per_device_train_batch_size=2,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+        )
+        rows = torch.cat([tiny_llama.batch(step) for step in range(2)])
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        trainer = transformers.Trainer(prompted(folder, "prompt tuning"), arguments, train_dataset=data)
+        trainer.train()
+        with fsdp2.full_params(trainer.model, offload_to_cpu=True):
+            trainer.save_model(str(target / "saved"))
+        trained = full(trainer.model.prompt_encoder.default.embedding.weight.detach())
+        dist.barrier()
+        (saved,) = load_file(target / "saved" / "adapter_model.safetensors").values()
+        assert torch.equal(saved, trained.to(saved.dtype))
+        start = prompted(folder, "prompt tuning").prompt_encoder.default.embedding.weight
+        assert not torch.equal(trained.to(start.dtype), start)
+        loss = trainer.model(input_ids=rows[:2], labels=rows[:2]).loss
+        again = peft.PeftModel.from_pretrained(tiny_llama.load(folder), target / "saved")
+        expected = again(input_ids=rows[:2], labels=rows[:2]).loss
+        assert_same(loss.detach(), expected.detach().to(loss.dtype), 1e-5, 1e-5, "loss")
+
+
 def of_first_rank(value: Any) -> Any:
     shared = [value]
     dist.broadcast_object_list(shared)
@@ -146,4 +186,5 @@ def test_prompts_are_saved(tmp_path: Path) -> None:
     for kind in PROMPTS:
         expected = alone(partial(saved_plainly, folder, kind))
         checks.append((kind, partial(saves_prompts, folder, tmp_path / kind, kind, expected)))
-    run_checks(2, checks)
+    checks.append(("Trainer", partial(trainer_saves_prompts, folder, tmp_path / "trainer")))
+    run_checks(2, checks, timeout=120)

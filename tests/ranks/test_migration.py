@@ -351,6 +351,21 @@ def clipping() -> None:
         trains(shard(build()), clip=partial(clip, max_norm=0.05))
 
 
+@row("FSDP1", "`FullyShardedDataParallel.summon_full_params(m)` in code that you do not edit")
+def summoned_by_fsdp1() -> None:
+    model, plain = shard(build()), build()
+
+    def write() -> None:
+        with torchs.FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+            for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert_same(param, expected, 0, 0, name)
+            model.head.weight.zero_()
+
+    with pytest.raises(RuntimeError, match="modified inside full_params"):
+        write()
+    trains(model)
+
+
 @row("FSDP1", "`summon_full_params(m, recurse, writeback, rank0_only, offload_to_cpu)`")
 def summoned() -> None:
     model, expected = shard(build()), build()
