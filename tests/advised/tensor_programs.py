@@ -614,7 +614,7 @@ def computed_weights() -> None:
 @follows(
     "Distribute it like the parameter it replaces",
     "Make the DTensor by distribute_tensor(whole, p.device_mesh, p.placements), or give DTensor.from_local those rows",
-    "Load whole tensors with load_state_dict(..., assign=True) of the module that fully_shard was applied to, or",
+    "Replace parameters (by quantized ones, for example) before fully_shard; or load whole tensors with",
 )
 def parameters_assigned() -> None:
     whole = torch.arange(15.0).view(3, 5) / 15
@@ -639,6 +639,9 @@ def parameters_assigned() -> None:
         else:
             assign(value, model)
         train(model, copy.deepcopy(plain))
+    model = build()
+    model.head.weight = nn.Parameter(whole.clone())
+    train(shard(model), plain)
 
 
 class Tied(nn.Module):

@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import full_params, fully_shard, register_fsdp_forward_method
-from helpers import full, run_checks
+from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, register_fsdp_forward_method
+from helpers import assert_same, full, run_checks, shard_batch
 from scenarios import WIDTH, Block, Run, check, loss_of, sgd
 
 VOCAB = 7
@@ -332,6 +335,48 @@ def test_forwards_that_are_generators() -> None:
             run.step("after one that was closed", model, optimizer, loss_of(output) + total)
 
     check(scenario, way=("function", "method", "expression"), reshard=(False, True))
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, 3))
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        for row in x.split(1):
+            yield checkpoint(self.inner, row, use_reentrant=False) @ self.own  # type: ignore[operator]
+
+
+def generators_on_replicas_with_checkpointing() -> None:
+    torch.manual_seed(0)
+    plain = Recomputed()
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, 2))
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    loss_of(torch.cat([*model(shard_batch(x, dist.get_rank(), 4))])).backward()
+    loss_of(torch.cat([*plain(x)])).backward()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(full(param.grad), expected.grad, 1e-5, 1e-6, name)
+
+
+def generators_with_a_policy_and_without_grad() -> None:
+    torch.manual_seed(0)
+    plain, x = Recomputed(), torch.randn(4, WIDTH)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(copy.deepcopy(plain), mp_policy=policy)
+    got = torch.cat([*model(x)])
+    assert got.dtype == torch.float32
+    assert_same(got.detach(), torch.cat([*plain.bfloat16()(x.bfloat16())]).float().detach(), 0, 0, "bf16")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_same(torch.cat([*model(x)]), got.detach(), 0, 0, mode.__name__)
+
+
+def test_generators_on_four_ranks() -> None:
+    checks = (generators_on_replicas_with_checkpointing, generators_with_a_policy_and_without_grad)
+    run_checks(4, [(each.__name__, each) for each in checks])
 
 
 def _captioner(**options: Any) -> Captioner:
