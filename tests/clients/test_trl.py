@@ -119,3 +119,40 @@ def test_trainers(implementation: str, tmp_path: Path) -> None:
         unsharded = alone(lambda make=make: trained(make(folder, tmp_path / "unsharded", False)).values)
         checks.append((f"{make}", partial(trains, implementation, unsharded, make, folder, tmp_path / "sharded")))
     run_checks(2, checks, timeout=120)
+
+
+def grpo(folder: Path, output: Path) -> Any:
+    """It generates inside FSDP1's `summon_full_params`, whatever has sharded the model."""
+    arguments = options(folder, output, True) | {"per_device_train_batch_size": 4, "max_steps": 2}
+    prompts = [" ".join(map(str, row)) for step in range(2) for row in tiny_llama.batch(step).tolist()]
+    return trl.GRPOTrainer(
+        str(folder),
+        reward_funcs=lambda completions, **_: [float(len(each) % 3) for each in completions],
+        args=trl.GRPOConfig(**arguments, num_generations=2, max_completion_length=4),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+
+
+def generates_as_with_torch(folder: Path, output: Path) -> None:
+    """Its samples are random, so torch's FSDP2 is the oracle: the same seeds give the same samples."""
+    shown = {}
+    for implementation in IMPLEMENTATIONS:
+        with using(implementation):
+            pretend_accelerator()
+            trainer = grpo(folder, output / implementation)
+            trainer.train()
+            assert_sharded(trainer.model, implementation, at_least=3)
+            shown[implementation] = [
+                [entry[name] for name in ("loss", "grad_norm", "reward")]
+                for entry in trainer.state.log_history
+                if "loss" in entry
+            ]
+    assert len(shown["fsdp2"]) == 2
+    torch.testing.assert_close(torch.tensor(shown["fsdp2"]), torch.tensor(shown["torch"]), rtol=1e-4, atol=1e-5)
+
+
+def test_generation_inside_summon_full_params(tmp_path: Path) -> None:
+    folder = tiny_llama.save(transformers.LlamaConfig(**tiny_llama.SIZES), tmp_path / "model")
+    save_tokenizer(folder)
+    run_checks(2, [("grpo", partial(generates_as_with_torch, folder, tmp_path))], timeout=150)
