@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -1171,3 +1172,127 @@ def meshes_that_are_apart() -> None:
     fully_shard(model, mesh=both["dp"])
     same(model.head.weight.full_tensor().detach(), weight.detach(), "head")
     assert isinstance(model.head.weight, DTensor)
+
+
+# ---- weights that something keeps
+
+
+class Product(torch.autograd.Function):
+    """x @ weight.T, which keeps the weight on `ctx`, a copy of it, or gives it to `save_for_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, way: str) -> Tensor:  # type: ignore[override]
+        ctx.way = way
+        if way == "saved":
+            ctx.save_for_backward(x, weight)
+        else:
+            ctx.kept = x, weight.detach().clone() if way == "copied" else weight.view(-1)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors if ctx.way == "saved" else ctx.kept
+        return gradient @ weight.view(gradient.shape[-1], -1), gradient.T @ x, None
+
+
+class Layer(nn.Module):
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.weight, self.way = nn.Parameter(torch.randn(5, 5)), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.weight, self.way)  # type: ignore[no-any-return]
+
+
+def layers(way: str) -> Any:
+    return nn.Sequential(*[Layer(way) for _ in range(3)])
+
+
+def shard_layers(model: Any) -> Any:
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    return fully_shard(model)
+
+
+@follows(
+    "Keep a copy (`weight.detach().clone()`), or give the parameter to `ctx.save_for_backward`",
+    "If only the backward of its own module reads it, call model.set_free_viewed_storage(True)",
+)
+def weights_on_ctx() -> None:
+    def forward_only(model: Any) -> None:
+        with torch.no_grad():
+            model(own(batch()))
+
+    model = shard_layers(build(lambda: layers("")))
+    warned(lambda: backward(model))
+    for way in ("copied", "saved", "freed"):
+        model, plain = (build(lambda way=way: layers("" if way == "freed" else way)) for _ in range(2))
+        shard_layers(model)
+        if way == "freed":
+            model.set_free_viewed_storage(True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(model, plain)
+            forward_only(model)
+
+
+@follows(
+    "Keep a copy instead (`weight.detach().clone()`), give it to `ctx.save_for_backward` in an autograd function, or"
+)
+def weights_of_a_hook() -> None:
+    def keep(model: Any, copies: bool) -> list[Tensor]:
+        kept: list[Tensor] = []
+        model.block.up.register_forward_hook(
+            lambda module, *_: kept.append(module.weight.detach().clone() if copies else module.weight)
+        )
+        with torch.no_grad():
+            model(own(batch()))
+        return kept
+
+    model, plain = pair(reshard_after_forward=True)
+    refused(lambda: keep(model, copies=False)[0].norm())
+    model, _ = pair(reshard_after_forward=True)
+    same(keep(model, copies=True)[0].norm(), plain.block.up.weight.detach().norm(), "copy")
+    with full_params(model.block):
+        same(model.block.up.weight.detach().norm(), plain.block.up.weight.detach().norm(), "block")
+    model, plain = (build(lambda: layers("saved")) for _ in range(2))
+    train(shard_layers(model), plain)
+
+
+@follows("Return from the module's forward what the loss is computed of; or leave saved-tensor hooks on: call")
+def losses_beside_the_output() -> None:
+    class Sided(nn.Module):
+        def __init__(self, returns: bool) -> None:
+            super().__init__()
+            self.block, self.head, self.returns = Layer("saved"), nn.Linear(5, 3), returns
+            self.side: Any = []
+
+        def forward(self, x: Tensor) -> Any:
+            side = self.block(x).tanh().square().mean()
+            output = self.head(x)
+            if self.returns:
+                return output, side
+            self.side = [side]
+            return output
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        output = model(x)
+        output, side = output if model.returns else (output, model.side[0])
+        return loss_of(output) + side
+
+    def sharded(returns: bool, hooks: bool) -> Any:
+        model = fully_shard(build(lambda: Sided(returns)), reshard_after_forward=True)
+        model.set_saved_tensor_hooks(hooks)
+        return model
+
+    def side_alone(model: Any) -> None:
+        model(own(batch()))
+        model.side[0].backward()
+
+    refused(lambda: side_alone(sharded(False, False)))
+    plain = build(lambda: Sided(True))
+    loss(plain, batch()).backward()
+    for returns, hooks in ((True, False), (False, True)):
+        model = sharded(returns, hooks)
+        loss(model, own(batch())).backward()
+        same_gradients(model, plain)
