@@ -275,7 +275,7 @@ def test_methods_about_the_sharded_parameters() -> None:
 
 
 class Steps(nn.Module):
-    """A forward that is a generator: it keeps weights between its steps, takes tensors and errors, and returns one.
+    """A forward that is a generator: it takes tensors and errors, and returns one.
     `ways`: how else it makes a generator.
     """
 
@@ -293,12 +293,12 @@ class Steps(nn.Module):
         yield from self.steps(x)
 
     def steps(self, x: Tensor) -> Any:
-        own, factor = self.own, torch.tensor(0.5)
+        factor = torch.tensor(0.5)
         for row in x.split(1):
             try:
-                factor = yield self.head(self.block(row) * own)[None] * factor
+                factor = yield self.head(self.block(row) * self.own)[None] * factor
             except ZeroDivisionError:
-                factor = self.own.square().sum() / own.square().sum() / 2
+                factor = self.own.square().sum() / self.own.square().sum() / 2
         return self.own.square().sum()
 
 
