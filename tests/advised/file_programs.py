@@ -76,7 +76,7 @@ def saved_where_the_program_works() -> None:
 
 
 @follows(
-    "If the files call them otherwise, pass names=; with strict=False they are left out, and the report names them",
+    "If the files call them otherwise, pass names=",
     "Build the model from the configuration of the files",
     "Give the model that dtype, or leave it out by names= (None)",
 )
