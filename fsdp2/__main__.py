@@ -1,4 +1,4 @@
-"""Runs a program that was written for torch's FSDP2 with ours, unedited:
+"""Runs a program that was written for torch's FSDP2 with fsdp2, unedited:
 
     python -m fsdp2 script.py ARGUMENTS
     python -m fsdp2 -m package.module ARGUMENTS
@@ -13,9 +13,11 @@ Prints the checks, what each finds and costs, and which are in force:
 
     python -m fsdp2 checks
 
-Predicts memory, communication and time of training a model, without ranks; see `python -m fsdp2 plan --help`:
+Predicts memory, communication and time of training a model, without ranks:
 
     python -m fsdp2 plan package.module:Model --ranks 8 --memory 24GB --sequence-length 4096
+
+`python -m fsdp2 COMMAND --help` says more about fixes, checks and plan; `--version` prints the releases in use.
 
 Otherwise the words after `-m fsdp2` are a command line of Python: this process becomes `python script.py ARGUMENTS`,
 with the folder `bridge/startup` first in PYTHONPATH. Python runs the `sitecustomize.py` of that folder before any
@@ -28,7 +30,9 @@ nothing else. The cost is one more import of torch at the start of the first pro
 
 from __future__ import annotations
 
+import difflib
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -51,28 +55,79 @@ def python_options(command: list[str], arguments: list[str]) -> list[str]:
     return [*before, flags] if flags != "-" else before
 
 
+def _fixes(arguments: list[str]) -> None:
+    from .commands import fixes
+
+    fixes(arguments)
+
+
+def _checks(arguments: list[str]) -> None:
+    from .commands import checks
+
+    checks(arguments)
+
+
+def _plan(arguments: list[str]) -> None:
+    from .planning.command import main
+
+    raise SystemExit(main(arguments))
+
+
+def _help(_: list[str]) -> None:
+    print(__doc__)
+
+
+def _version(_: list[str]) -> None:
+    import torch
+
+    from . import __version__
+
+    print(f"fsdp2 {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+
+
+COMMANDS = {
+    "fixes": _fixes,
+    "checks": _checks,
+    "plan": _plan,
+    "help": _help,
+    "--help": _help,
+    "-h": _help,
+    "--version": _version,
+    "-V": _version,
+}
+
+
 def main() -> None:
-    """Prints a table or a plan, or replaces this process by the program on the command line."""
+    """Runs a command, or replaces this process by the program on the command line.
+
+    Raises:
+        SystemExit: 1, without arguments; 2, if the first one is neither a command nor a file.
+    """
     arguments = sys.argv[1:]
     if not arguments:
         raise SystemExit(__doc__)
-    if arguments == ["fixes"]:
-        from .dtensor.fixes import describe_fixes
-
-        print(describe_fixes())
+    first, *others = arguments
+    if first in COMMANDS:
+        COMMANDS[first](others)
         return
-    if arguments == ["checks"]:
-        from .checks.table import describe_checks
-
-        print(describe_checks())
-        return
-    if arguments[0] == "plan":
-        from .planning.command import main as plan
-
-        raise SystemExit(plan(arguments[1:]))
+    if not first.startswith("-") and not os.path.exists(first):
+        _refuse(first)
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, inherited] if inherited else [STARTUP])
     os.execv(sys.executable, [sys.executable, *python_options(sys.orig_argv, arguments), *arguments])
+
+
+def _refuse(word: str) -> None:
+    """Ends the process with what may have been meant by a word that is neither a command nor a file."""
+    commands = [each for each in COMMANDS if not each.startswith("-")]
+    close = difflib.get_close_matches(word, commands, n=1)
+    meant = f" Did you mean `python -m fsdp2 {close[0]}`?" if close else ""
+    print(
+        f"python -m fsdp2: expected a script, or one of {', '.join(commands)}; got {word!r}, which is no file.{meant} "
+        "`python -m fsdp2 --help` says more.",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -302,13 +304,13 @@ def written_in_full_params(side: Side) -> None:
     writes_data_in_full_params(side, writeback=True)
 
 
-@ends(LOUD, "Pass writeback=True", only_ours=True)
+@ends(LOUD, "full_params(module, writeback=True)", only_ours=True)
 def data_written_in_full_params(side: Side) -> None:
     """The same through `.data`, in copies that `full_params(..., offload_to_cpu=True)` lends"""
     writes_data_in_full_params(side, offload_to_cpu=True)
 
 
-@ends(LOUD, "Pass writeback=True", only_ours=True)
+@ends(LOUD, "full_params(module, writeback=True)", only_ours=True)
 def data_written_in_a_block(side: Side) -> None:
     """The same in `full_params(...)`, where they are what forwards compute with"""
     writes_data_in_full_params(side)
@@ -1024,6 +1026,54 @@ def no_forward_and_no_registered_methods(side: Side) -> None:
     train_agent(side, side.fully_shard(Agent()))
 
 
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.weight = Block(), nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        for row in x.split(1):
+            yield self.block(row) @ self.weight
+
+
+@ends(EXACT)
+def a_forward_that_is_a_generator(side: Side) -> None:
+    """`forward` is a generator, which computes with weights after it was called"""
+    model = Rows()
+    side.fully_shard(model.block)
+    side.fully_shard(model)
+    loss_of(torch.cat([*model(side.batch(0))])).backward()
+    side.grads("gradients", model)
+
+
+class Faster(nn.Module):
+    """Takes over the parameters of a Linear, as `from_float` and convert_sync_batchnorm do."""
+
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = old.weight, old.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+@ends(LOUD, "Replace modules before fully_shard")
+def a_layer_that_takes_over_parameters(side: Side) -> None:
+    """A layer is replaced, after sharding, by one that takes over its parameters"""
+    model: Any = shard(side, Net())
+    model.stem = Faster(model.stem)
+    train(side, model)
+
+
+@ends(EXACT, only_ours=True)
+def a_wrap_policy_that_matches_nothing(side: Side) -> None:
+    """A wrap policy by size that no submodule of a small model meets"""
+    model = Net()
+    for group in side.library.wrap_groups(model, 10**9) if side.library is not None else ():
+        side.fully_shard(group.module, **group.options)
+    train(side, side.fully_shard(model))
+
+
 @ends(LOUD, "scale_grad_by_freq")
 def rows_by_frequency(side: Side) -> None:
     """An embedding whose gradient depends on how often indices occur"""
@@ -1510,7 +1560,7 @@ class KernelSGD(torch.optim.Optimizer):
             _step(param, param.grad, moment)
 
 
-@ends(LOUD, "call fsdp2.flatten_optimizer(optimizer)")
+@ends(LOUD, "Call fsdp2.flatten_optimizer(optimizer)")
 def optimizer_with_a_kernel_of_its_own(side: Side) -> None:
     """An optimizer whose step calls a kernel that knows plain tensors only (bitsandbytes)"""
     model = shard(side, Net())
@@ -1918,6 +1968,15 @@ def state_dict_on_one_rank(side: Side) -> None:
             assert len(model.state_dict()) == len(list(model.parameters()))
         side.rows(f"output {step}", model(side.batch(step)))
     side.grads("all", model)
+
+
+@ends(LOUD, "get_model_state_dict")
+def full_state_dict_of_fsdp1(side: Side) -> None:
+    """`FSDP.state_dict_type(model, FULL_STATE_DICT)`, left over from FSDP1"""
+    model = shard(side, Net())
+    with FSDP1.state_dict_type(model, StateDictType.FULL_STATE_DICT) if side.is_sharded else nullcontext():
+        for name, value in model.state_dict().items():
+            side.shown[name] = value
 
 
 @ends(EXACT)

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..core.events import strategies
 from ..core.group import UNSHARDED, FSDPParamGroup
 from ..core.parameter import FSDPParam
-from ..core.state import FSDPState, state_of
+from ..core.state import FSDPState, names_below, state_of
 from ..ext.compat import watch_calls
 from ..ext.nested import attribute_names, fields_of, is_dataclass, tensors_in
-from ..ext.owners import all_groups
+from ..ext.owners import all_groups, owners_by_id
 from .before_sharding import facts_of
 from .check_times import Check
 
@@ -36,6 +37,10 @@ _ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, 
 _ON_DTYPES = re.compile("dtype|scalar type|should be the same")
 # What torch says of an operation on sharded parameters and a plain tensor, and of one that it can't do on shards.
 _ON_SHARDS = re.compile("mixed torch.Tensor and DTensor|sharding strategy")
+REPLACE_BEFORE = (
+    "Replace modules before fully_shard; or build the model anew with the new one, apply fully_shard, and load the "
+    "rest."
+)
 
 
 class EntryPoints(Check):
@@ -106,11 +111,17 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
     if owner is None or any(isinstance(tensor, DTensor) for tensor in tensors_in(args, kwargs)):
         return
     outer, inner = _expression(owner.modules[0], owner), _expression(module, owner)
+    if owner.modules[0] not in names_below(owner.root.state.modules):
+        raise _NotGatheredError(
+            f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
+            f"forward of a {outer} that is no part of the model any more. {REPLACE_BEFORE}",
+            owner,
+        )
     by = inner if owner is owner.root.state else outer  # of the root's parameters, few may be meant
     raise _NotGatheredError(
         f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
-        f"forward of {outer}. Call it inside `with fsdp2.full_params({by}):`, or apply fully_shard to {inner}, too, "
-        f"before {outer}.",
+        f"forward of {outer}. On every rank, call it inside `with fsdp2.full_params({by}):`; or apply fully_shard to "
+        f"{inner}, too, before {outer}.",
         owner,
     )
 
@@ -138,9 +149,18 @@ def _explained(name: str, method: Any) -> Callable[..., Any]:
         try:
             return (yield from method(self, *args, **kwargs))
         except RuntimeError as error:
-            explain(error, self, name, is_generator=True)
+            explain(error, self, name)
             raise
 
+    async def wait(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await method(self, *args, **kwargs)
+        except RuntimeError as error:
+            explain(error, self, name, is_asynchronous=True)
+            raise
+
+    if inspect.iscoroutinefunction(method):
+        return wraps(method)(wait)
     return wraps(method)(iterate if inspect.isgeneratorfunction(method) else call)
 
 
@@ -213,13 +233,18 @@ def _parts_by_path(value: Any) -> list[tuple[str, Any]]:
 # ---- methods
 
 
-def explain(error: RuntimeError, entry: nn.Module, name: str, is_generator: bool = False) -> None:
+def explain(error: RuntimeError, entry: nn.Module, name: str, is_asynchronous: bool = False) -> None:
     """Raises a better error, if `error` comes of sharded parameters that `entry.name(...)` has met."""
+    if REPLACE_BEFORE in str(error):
+        return
     if isinstance(error, _NotGatheredError):
         is_sharded = entry in error.owner.modules and not _is_registered(error.owner)
         owners = [error.owner] if is_sharded else []
     else:
-        owners = _owners_met(error) if _ON_SHARDS.search(str(error)) else []
+        is_on_shards = _ON_SHARDS.search(str(error)) is not None
+        if is_on_shards:
+            _explain_replaced(error, entry)
+        owners = _owners_met(error) if is_on_shards else []
     if not owners or not _is_on(owners[0]):
         return
     owner, is_own = owners[0], all(entry in each.modules for each in owners)
@@ -230,11 +255,43 @@ def explain(error: RuntimeError, entry: nn.Module, name: str, is_generator: bool
             f"{what}. fully_shard manages parameters of the shapes that they had: call {name}() before it, or build "
             "the model anew with the other shape, apply fully_shard, and load the rest."
         )
-    elif is_own and not is_generator:
-        text = f"{what}. After fully_shard, add `fsdp2.register_fsdp_forward_method({where}, {name!r})`."
+    elif "save" in name:  # which the first rank often does alone
+        text = f"{what}. On every rank, save inside `with fsdp2.full_params({where}, offload_to_cpu=True):`."
+    elif is_own and not is_asynchronous:
+        text = (
+            f"{what}. After fully_shard, add `fsdp2.register_fsdp_forward_method({where}, {name!r})`, and call it on "
+            "every rank."
+        )
     else:
-        text = f"{what}. Run {'it' if is_own else 'that part'} inside `with fsdp2.full_params({by}):`."
+        part = "it" if is_own else "that part"
+        text = f"{what}. On every rank, run {part} inside `with fsdp2.full_params({by}):`."
     raise _NotGatheredError(text, owner) from error.__cause__ or error
+
+
+def _explain_replaced(error: RuntimeError, entry: nn.Module) -> None:
+    """Raises a better error if the module that has raised `error` came into the model after fully_shard, with sharded
+    parameters of another one, or with copies of them.
+    """
+    *_, module = (each for each in _selves(error))
+    owners, state = owners_by_id(), state_of(entry)
+    for name, parameter in module._parameters.items():
+        owned = owners.get(id(parameter))
+        is_copy = owned is None and type(parameter) is strategies().tensor_class is not DTensor
+        if is_copy or (owned is not None and not any(slot.module is module for slot in owned.param.slots)):
+            where = type(module).__name__ if state is None else _expression(module, state)
+            whose = "a copy of a sharded parameter" if owned is None else f"{owned.param.name}, of another module,"
+            raise RuntimeError(
+                f"{where} ({type(module).__name__}) has come into the model after fully_shard: its {name} is {whose} "
+                f"and nothing gathers it there. {REPLACE_BEFORE}"
+            ) from error
+
+
+def _selves(error: RuntimeError) -> Iterator[nn.Module]:
+    """Yields the modules in whose methods `error` was raised, the innermost last."""
+    for frame, _ in walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            yield module
 
 
 def _is_on(state: FSDPState) -> bool:

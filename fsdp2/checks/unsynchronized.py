@@ -16,6 +16,7 @@ from ..core.compat import local_of, new_dtensor, no_torch_function, set_local
 from ..core.events import Observer, strategies
 from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
+from ..ext.callers import optimizer_that_calls
 from ..ext.compat import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
 from .observers import follow_if
 
@@ -71,7 +72,9 @@ class UnsynchronizedGrad(DTensor):
 
     @classmethod
     def _refuse(cls, what: str) -> NoReturn:
-        raise RuntimeError(f"{what}: {cls.why}")
+        optimizer = optimizer_that_calls()
+        where = what if optimizer is None else f"{type(optimizer).__name__}.step"
+        raise RuntimeError(f"{where}: {cls.why}")
 
 
 class SteppedGrad(UnsynchronizedGrad):

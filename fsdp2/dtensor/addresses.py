@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core.compat import local_of
+from ..ext.callers import optimizer_that_calls
 from ..ext.owners import sharded_in
-from .mixed_operands import describe
+from .mixed_operands import NO_DTENSORS, describe
 from .sharded_dtensor import replace_attribute
 
 # Methods that give memory to other libraries.
@@ -87,6 +88,10 @@ def _refusing(name: str, _: Any) -> Callable[..., Any]:
 
 
 def _error(what: str, name: str) -> RuntimeError:
+    optimizer = optimizer_that_calls()
+    if optimizer is not None:  # of a library, whose kernels take addresses
+        kind = type(optimizer).__name__
+        return RuntimeError(f"{name}: {what} was asked of a DTensor. {NO_DTENSORS.format(kind)}")
     return RuntimeError(
         f"{name}: {what} was asked of a DTensor, of which this rank holds only a shard. Call full_tensor() first, on "
         "every rank. To save a model, call fsdp2.hf.save_model(model, folder), or fsdp2.hf.save_adapter, on every "

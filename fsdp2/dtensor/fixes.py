@@ -18,7 +18,7 @@ from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
 from .data_attribute import AssignedData
 from .optimizer_steps import ShardingCalls
 from .sharded_dtensor import ShardedDTensor, forget_replacements
-from .table import FIXES, NAMES
+from .table import FIXES, NAMES, Fix
 from .write_notices import notices
 
 
@@ -104,10 +104,19 @@ def describe_fixes() -> str:
     of torch in which torch does that, whether the fix is in force with this release and this environment, and in how
     many of the tests' situations training goes wrong without it.
     """
-    switches.read_environment(NAMES)
     lines = ["| fix | in force | torch | does | instead | situations |", "|---|---|---|---|---|---|"]
     for fix in FIXES:
-        applies = fix.attach is not None or fix.patch is not None
-        state = "yes" if applies and switches.is_on(fix.name) else "off" if applies else "not needed"
-        lines.append(f"| {fix.name} | {state} | {fix.releases} | {fix.torch} | {fix.instead} | {fix.situations} |")
+        cells = (fix.name, state_of_fix(fix), fix.releases, fix.torch, fix.instead, str(fix.situations))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def state_of_fix(fix: Fix) -> str:
+    """Returns "yes", "off" or "not needed": if the fix is in force with this release of torch and this environment.
+
+    Raises:
+        ValueError: the environment names a fix that there is not.
+    """
+    switches.read_environment(NAMES)
+    applies = fix.attach is not None or fix.patch is not None
+    return "yes" if applies and switches.is_on(fix.name) else "off" if applies else "not needed"

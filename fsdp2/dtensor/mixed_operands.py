@@ -8,18 +8,18 @@ each step, Python's operators do, because a handler would slow it down.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
+from ..checks.entry_points import REPLACE_BEFORE
 from ..core.compat import local_of
+from ..ext.callers import optimizer_that_calls
 from ..ext.nested import tensors_in
-from ..ext.owners import all_groups, sharded_in
+from ..ext.owners import Owned, all_groups, has_left, sharded_in, sharded_owner
 from .compat import DISPATCHES_TO_SUBCLASSES, name_of
 from .foreach_operations import overloads
 from .full_tensor import owner_of
@@ -42,6 +42,11 @@ _OPERATIONS = (
 )
 
 _UNKNOWN = "a DTensor"
+NO_DTENSORS = (
+    "This operation of {} takes no DTensors. Call fsdp2.flatten_optimizer(optimizer) before the first step; if that "
+    "refuses it, use an optimizer that takes DTensors, as those of torch.optim and torchao do, or have it step on this "
+    'rank\'s shards, as "QLoRA and 8-bit optimizers" in examples/README.md shows.'
+)
 # Texts in torch's errors about an operation for which DTensor has no rule, or none that fits.
 _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
@@ -103,10 +108,7 @@ def _explained(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwar
 
 def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     text = str(error)
-    optimizer = _optimizer_that_steps()
-    if optimizer is not None and any(each in text for each in ("mixed torch.Tensor and DTensor", *_LACKS)):
-        _explain_step(error, name_of(op), type(optimizer).__name__, tensors_in(args, kwargs))
-    elif "mixed torch.Tensor and DTensor" in text:
+    if "mixed torch.Tensor and DTensor" in text:
         _explain_mixed(error, name_of(op), tensors_in(args, kwargs))
     elif "Torch says" not in text and any(each in text for each in _LACKS):
         _explain_lack(error, op, args, kwargs)
@@ -124,55 +126,64 @@ def _explain_mixed(error: Exception, name: str, operands: Iterable[Any]) -> None
             "distribute_tensor(plain, p.device_mesh, p.placements).",
         )
         return
+    operands = [*operands]
     error.args = (
-        f"{describe(operands)}: each rank holds a shard of it, and {name} can't combine that with a plain tensor. On "
-        "every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`; or make the plain "
-        "tensor a DTensor, too, by distribute_tensor(plain, p.device_mesh, p.placements). Torch says: "
-        f"{error}",
+        f"{describe(operands)}: each rank holds a shard of it, and {name} can't combine that with a plain tensor. "
+        f"{_advise(name, operands)} Torch says: {error}",
     )
+
+
+def _advise(name: str, operands: Sequence[Any]) -> str:
+    """Returns what to write in place of an operation with plain tensors."""
+    owned = _owner_of(_first_in(operands))
+    constant = (
+        "or make a constant of its shape, which is the same on every rank, a DTensor: distribute_tensor(constant, "
+        "p.device_mesh, p.placements)."
+    )
+    if owned is not None and has_left(owned.param, owned.group):
+        return f"The module that had it is not in the model any more. {REPLACE_BEFORE}"
+    optimizer = optimizer_that_calls()
+    if optimizer is not None:
+        return NO_DTENSORS.format(type(optimizer).__name__)
+    if owned is None:  # a gradient
+        return f"On every rank, call full_tensor() on it; {constant}"
+    if name.endswith("_") and not name.endswith("__"):
+        return f"On every rank, write inside `with fsdp2.full_params(module, writeback=True):`; {constant}"
+    return "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
 
 
 def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name, operand = name_of(op), describe(tensors_in(args, kwargs))
+    name, operand, optimizer = name_of(op), describe(tensors_in(args, kwargs)), optimizer_that_calls()
+    advice = "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
+    if optimizer is not None:
+        advice = NO_DTENSORS.format(type(optimizer).__name__)
     error.args = (
-        f"{operand}: DTensor can't do {name} on it, of which each rank holds a shard. On every rank, call "
-        "full_tensor() on it, or compute inside `with fsdp2.full_params(module):`. Torch says: "
-        f"{error}",
+        f"{operand}: DTensor can't do {name} on it, of which each rank holds a shard. {advice} Torch says: {error}",
     )
-
-
-def _optimizer_that_steps() -> Optimizer | None:
-    """Returns the optimizer, of no class of torch, whose `step` the present call is made by, or None."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        found = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(found, Optimizer):
-            return None if type(found).__module__.startswith("torch.optim.") else found
-    return None
-
-
-def _explain_step(error: Exception, name: str, cls: str, operands: Iterable[Any]) -> None:
-    if "Torch says" not in str(error):
-        error.args = (
-            f"{describe(operands)}: {cls}.step calls {name}, which takes plain tensors, and each rank holds a shard of "
-            f"it. If {cls} computes element by element, call fsdp2.flatten_optimizer(optimizer): it steps on plain "
-            "tensors then. One that flatten_optimizer refuses (8-bit states, norms of whole tensors) may step on this "
-            'rank\'s shards, nn.Parameter(p.detach().to_local()): "QLoRA and 8-bit optimizers" in examples/README.md '
-            f"shows how. Torch says: {error}",
-        )
 
 
 def describe(operands: Iterable[Any]) -> str:
     """Returns, for errors, the name of the parameter that the first DTensor is, is a view or gradient of, or is
     computed from; else its shape. It communicates nothing.
     """
-    first = next(each for each in operands if isinstance(each, DTensor))
-    while (base := vars(first).get("_base_tensor")) is not None:
-        first = base
-    param, owner = sharded_in(local_of(first)), owner_of(first)
-    if param is not None or owner is not None:
-        return (param or owner.param).name  # type: ignore[union-attr]
+    first = _first_in(operands)
+    owned = _owner_of(first)
+    if owned is not None:
+        return owned.param.name
     params = (param for group in all_groups() for param in group.params)
     names = (f"the gradient of {param.name}" for param in params if param.sharded.grad is first)
     return next(names, f"{_UNKNOWN} of global shape {tuple(first.shape)}")
+
+
+def _first_in(operands: Iterable[Any]) -> DTensor:
+    """Returns the first DTensor; for a view that can be written to, the DTensor that it is a view of."""
+    first = next(each for each in operands if isinstance(each, DTensor))
+    while (base := vars(first).get("_base_tensor")) is not None:
+        first = base
+    return first
+
+
+def _owner_of(tensor: DTensor) -> Owned | None:
+    """Returns the owner of the parameter that `tensor` is, is a view of, or is computed from."""
+    param = sharded_in(local_of(tensor))
+    return owner_of(tensor) if param is None else sharded_owner(param.sharded)

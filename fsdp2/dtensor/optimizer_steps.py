@@ -229,9 +229,8 @@ def _refuse_stale(kind: str, params: Sequence[Tensor]) -> None:
     replaced = [name for param in params if (name := vars(param).get(SHARDED_AS))]
     if replaced:
         raise RuntimeError(
-            f"{kind} steps the parameters that {some_of(replaced)} had before fully_shard, each of which is no "
-            "parameter of the model any more: the optimizer was built before fully_shard. Build it afterwards, from "
-            "model.parameters()."
+            f"{kind}.step: the optimizer was built before fully_shard. It steps {some_of(replaced)} as they were then, "
+            "which are no parameters of the model any more. Build it afterwards, from model.parameters()."
         )
     names = _names_of_unsharded()
     unsharded = [names[id(param)] for param in params if id(param) in names]

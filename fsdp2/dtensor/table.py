@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..bridge.fsdp1_methods import follow_fsdp1_methods
 from ..bridge.pipelining import register_unsharded_in_pipelines
 from . import dtensor_operations, partial_results
 from .addresses import refuse_addresses
@@ -267,6 +268,13 @@ FIXES = (
         "DDP around a sharded model fails with an error about views",
         "it raises, and says what to do",
         patch=refuse_ddp_around,
+        situations=1,
+    ),
+    Fix(
+        "fsdp1-methods",
+        "static methods of FSDP1's class do nothing with sharded modules: a full state dict holds shards",
+        "`summon_full_params` gathers; others raise, and say what to write",
+        patch=follow_fsdp1_methods,
         situations=1,
     ),
     Fix(

@@ -14,27 +14,28 @@ from ..core.compat import untraced
 from ..core.state import state_of
 from .module_class import run_method
 
-_DEFERRED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+_DEFERRED = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Has `module.method_name(...)` gather the parameters like `module(...)` does: `generate`, `encode`, ...
 
-    Nothing happens if fully_shard was not applied to `module`.
+    Each step of a method that is a generator gathers by itself. Nothing happens if fully_shard was not applied to
+    `module`.
 
     Raises:
         ValueError: there is no such method.
-        NotImplementedError: it is a generator, or asynchronous: it would run when the parameters are sharded again.
+        NotImplementedError: it is asynchronous: it would run when the parameters are sharded again.
     """
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"method_name: expected a method of {type(module).__name__}, got {method_name!r}")
     if state_of(module) is None:
         return
-    if any(is_deferred(method) for is_deferred in _DEFERRED):
+    if any(is_deferred(inspect.unwrap(method)) for is_deferred in _DEFERRED):
         raise NotImplementedError(
-            f"{method_name} is a generator or asynchronous: it would run when the parameters are sharded again. Run it "
-            "inside `with fsdp2.full_params(module):`."
+            f"{method_name} is asynchronous: it would run when the parameters are sharded again. Run it inside `with "
+            "fsdp2.full_params(module):`."
         )
     function = getattr(type(module), method_name, None) if getattr(method, "__self__", None) is module else None
     call = partial(_run_function, module, method) if function is None else partial(_run_method, module, method_name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial, update_wrapper
-from types import MethodType
+from types import GeneratorType, MethodType
 from typing import Any
 
 from torch import nn
@@ -32,7 +32,8 @@ def _call_of(cls: Any) -> Callable[..., Any]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             run = transforms.run_transformed if runs_transform() else run_forward
-            return run(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
+            output = run(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
+            return output if type(output) is not GeneratorType else _gather_in_each_step(self, output)
         except RuntimeError as error:
             entry_points.explain(error, self, "forward")
             entry_points.explain_dtypes(error, self, args, kwargs)
@@ -100,7 +101,38 @@ def _run_forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwar
 def run_method(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Returns `function(*args, **kwargs)`, run with the unsharded parameters of `module`."""
     try:
-        return transforms.run_forward(require_state(module), module, function, args, kwargs)
+        output = transforms.run_forward(require_state(module), module, function, args, kwargs)
+        return output if type(output) is not GeneratorType else _gather_in_each_step(module, output)
     except RuntimeError as error:
         entry_points.explain_dtypes(error, module, args, kwargs)
         raise
+
+
+# ---- generators
+
+
+def _gather_in_each_step(module: nn.Module, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Yields what the generator `steps` yields, and returns what it returns. Its body runs after the forward of
+    `module` has returned it, so each of its steps runs as a forward of its own.
+    """
+    resume: Callable[..., Any] = steps.send
+    value: Any = None
+    while True:
+        is_over, value = run_method(module, _step, (resume, value), {})
+        if is_over:
+            return value
+        try:
+            resume, value = steps.send, (yield value)
+        except GeneratorExit:
+            steps.close()
+            raise
+        except BaseException as error:
+            resume, value = steps.throw, error
+
+
+def _step(resume: Callable[..., Any], value: Any) -> tuple[bool, Any]:
+    """Returns whether a generator is over, and what it yields or returns. `resume`: its `send` or `throw`."""
+    try:
+        return False, resume(value)
+    except StopIteration as end:
+        return True, end.value

@@ -12,6 +12,7 @@ from ..core.compat import storage_id
 from ..core.events import Observer
 from ..core.group import FSDPParamGroup
 from ..core.parameter import FSDPParam
+from ..core.state import names_below
 from .compat import share_versions
 
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
@@ -54,6 +55,12 @@ def owners_by_id() -> dict[int, Owned]:
             for each in (param.sharded, param.unsharded, *registered):
                 found[id(each)] = Owned(group, param)
     return found
+
+
+def has_left(param: FSDPParam, group: FSDPParamGroup) -> bool:
+    """Returns True if the modules that had the parameter when fully_shard was applied are not in the model any more."""
+    inside = names_below(group.root.state.modules)
+    return not any(slot.module in inside for slot in param.slots)
 
 
 def names_of_unsharded(tensor: Tensor) -> list[str]:

@@ -80,8 +80,9 @@ def _find_replacement(param: FSDPParam, accept_whole: bool, may_be_untied: bool)
     elif not accept_whole:
         raise ValueError(
             f"{param.name}: expected a DTensor, got a plain {type(found).__name__}. An optimizer that holds it would "
-            "never see it change. Load whole tensors with load_state_dict(..., assign=True) of the module that "
-            "fully_shard was applied to, or distribute it like the parameter it replaces."
+            "never see it change. Replace parameters (by quantized ones, for example) before fully_shard; or load "
+            "whole tensors with load_state_dict(..., assign=True) of the module that fully_shard was applied to; or "
+            "distribute it like the parameter it replaces."
         )
     return found
 

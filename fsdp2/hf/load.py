@@ -113,8 +113,8 @@ def load_model(
             to names, or a function from FQNs to names. In a pattern, `{x}` is one part between dots, and `{x*}` any
             number of them: `{"model.{rest*}": "{rest}"}`. Instead of a name, a view that says of which parts of which
             tensors the parameter consists: `cat`, `stack`, `part`, `select`, `transpose`. In a dict, also a function
-            that is called with the fields of the pattern, and returns a name or a view. None: it is in no file; it is
-            left as it is, and initialised if it is on meta.
+            that is called with the fields of the pattern, and returns a name or a view. None: it is left as it is,
+            whether a file has a tensor of its FQN or not, and initialised if it is on meta.
         strict: refuse files that lack a parameter or buffer of the model, or have others, and buffers without values.
             False: the report names them.
         unexpected: names, or patterns of names, of tensors in the files that the model lacks on purpose.
@@ -225,6 +225,7 @@ def _find_sources(
             try:
                 source = table.find(name)
                 if source is None:
+                    used.add(name)  # what a file has under that name is left out
                     continue
                 shape, leaves = as_view(source).resolve(lambda key: files[key].shape)
             except KeyError as error:

@@ -59,25 +59,31 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fsdp2 plan",
         description="Predicts memory, communication and time of training a model with several settings. It needs no "
         "ranks and no device. Exits with 1 if nothing fits.",
+        epilog="For example: python -m fsdp2 plan config.json --ranks 8 --memory 24GB --sequence-length 4096 "
+        "--param-dtype bfloat16 --link 50GB/s --flops 4e14",
     )
     add = parser.add_argument
     add("model", help="package.module:name of a class or function without arguments; or a config.json, or its folder")
     add("--ranks", type=int, nargs="+", required=True, help="how many ranks train; several are compared")
     add("--memory", help='bytes of a device: "24GB", "24GiB"')
-    add("--batch-size", type=int, default=1, help="rows of a rank's batch of token ids")
+    add("--batch-size", type=int, default=1, help="rows of a rank's batch of token ids (%(default)s)")
     add("--sequence-length", type=int, help="columns of a rank's batch of token ids; without it there is no batch")
     add("--batch", help="package.module:function that returns the arguments of the model, instead")
     add("--loss", help="package.module:function that computes a scalar of the model's output")
     add("--policy", help="classes of blocks, separated by commas, or a number of parameter elements")
     add("--param-dtype", choices=_DTYPES, help="the dtype of compute")
     add("--reduce-dtype", choices=_DTYPES, help="the dtype in which gradients are summed")
-    add("--optimizer", default="adamw", help="adamw, adam, muon, lion, momentum, sgd, or bytes for each element")
-    add("--device", default="cuda", help="type of the device that trains")
+    add(
+        "--optimizer",
+        default="adamw",
+        help="adamw, adam, muon, lion, momentum, sgd, or bytes for each element (%(default)s)",
+    )
+    add("--device", default="cuda", help="type of the device that trains (%(default)s)")
     add("--backend", choices=("nccl", "gloo", "other"), help="of the process group; else as the device usually has")
     add("--link", help='bytes per second that a rank can send: "50GB/s"')
     add("--machine-link", help="the same, to ranks of its own machine")
-    add("--ranks-per-machine", type=int, default=8)
-    add("--flops", type=float, help="floating-point operations per second that a rank reaches")
+    add("--ranks-per-machine", type=int, default=8, help="how many neighbouring ranks are on one machine (%(default)s)")
+    add("--flops", type=float, help="floating-point operations per second that a rank reaches: 4e14")
     return parser
 
 

@@ -33,6 +33,7 @@ class PlanRow:
         optimizer_nbytes: optimizer states, which rest where the shards do.
         memory: what the device has; None: nobody has said.
         has_activations: False if the forward could not be recorded: peaks are those of parameters and gradients alone.
+        host_nbytes: bytes of the CPU's memory in which shards, gradients and optimizer states rest with CPU offload.
     """
 
     setting: Setting
@@ -40,6 +41,7 @@ class PlanRow:
     optimizer_nbytes: int
     memory: float | None
     has_activations: bool
+    host_nbytes: int = 0
 
     @property
     def resting(self) -> int:
@@ -206,7 +208,9 @@ def plan(
     operations, latencies and the optimizer's step count as nothing.
 
     The best row is the fastest that fits. Without `link` and `flops` it is the one that moves the fewest bytes, then
-    the one that computes least, then the one with the smallest peak. If none fits, it is the one that misses least.
+    the one that computes least, then the one with the smallest peak. Rows with CPU offload come behind all others that
+    fit, since the optimizer's step on the CPU and its memory count as nothing. If none fits, it is the one that misses
+    least.
 
     Args:
         model: a plain module, on meta or any other device. Parameters may be frozen and tied.
@@ -236,7 +240,7 @@ def plan(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a wrong value; the policy matches nothing; the model is sharded already.
+        ValueError: a wrong value; the policy names classes that the model does not have; the model is sharded already.
         NotImplementedError: a parameter is a DTensor.
 
     Example:
@@ -271,7 +275,13 @@ def plan(
             continue
         states = sum(_optimizer_nbytes(group, setting, optimizer) for group in wrapping.groups)
         prediction = _predict(model, wrapping, setting, machine)
-        rows.append(PlanRow(setting, prediction, states, budget, wrapping.has_activations))
+        on_host = states + sum(_host_nbytes(group, setting) for group in wrapping.groups) if setting.offload else 0
+        rows.append(PlanRow(setting, prediction, states, budget, wrapping.has_activations, on_host))
+    if any(row.setting.offload for row in rows):
+        notes.append(
+            "CPU offload: the optimizer's step on the CPU counts as no time, so such a setting is the best only if "
+            "nothing else fits. What then rests in the CPU's memory is for each rank."
+        )
     if not rows:
         why = " ".join(notes) or "Each wrapped module is a single layer."
         raise ValueError(f"settings: expected one without checkpointing, which nothing can have here. {why}")
@@ -293,7 +303,8 @@ def _wrap(
     calls = wrap_groups(model, policy)
     groups = find_groups(model, calls, precision)
     if not calls:
-        notes.append("Nothing but the model itself is wrapped: it repeats no block. Pass a policy.")
+        why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
+        notes.append(f"Nothing but the model itself is wrapped: {why}.")
     if batch is None:
         notes.append("No batch was given: peaks are those of parameters and gradients, without activations.")
         plain = again = None
@@ -336,7 +347,14 @@ def _optimizer_nbytes(group: PlannedGroup, setting: Setting, optimizer: Any) -> 
     )
 
 
+def _host_nbytes(group: PlannedGroup, setting: Setting) -> int:
+    """Returns the bytes of a rank's shards, and of the gradients of those that are trained."""
+    pairs = zip(group.parameters, group.specs(setting.num_shards), strict=True)
+    return sum(s.storage_nbytes * (2 if p.requires_grad else 1) for p, s in pairs)
+
+
 def _cost(row: PlanRow) -> tuple[float, ...]:
+    """Returns by what rows are sorted. Offload comes behind all that fits without: the CPU's step has no time here."""
     taken = row.prediction
     first = sum(taken.moved.values()) if taken.time is None else taken.time
-    return row.missing, first, row.setting.offload, taken.flops, row.total
+    return row.missing, row.setting.offload, first, taken.flops, row.total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
@@ -46,7 +47,9 @@ class WrapGroup:
 def wrap_groups(model: nn.Module, policy: Any = None) -> list[WrapGroup]:
     """Returns the modules that a wrap policy chooses, bottom-up: in the order of their `fully_shard` calls.
 
-    The model itself is not among them: shard it last. It does not communicate, and changes nothing.
+    The model itself is not among them: shard it last. It does not communicate, and changes nothing. If a policy matches
+    nothing, as one by size in a small model, a warning says so, and the list is empty; names of classes that match
+    nothing are an error.
 
     Args:
         model: a module that is not sharded yet, on any device, also on meta.
@@ -69,7 +72,7 @@ def wrap_groups(model: nn.Module, policy: Any = None) -> list[WrapGroup]:
 
     Raises:
         TypeError: `model` is no module, or the policy has another type or returns one.
-        ValueError: the policy chooses nothing, or unknown arguments, or the model is sharded already.
+        ValueError: it names classes that the model does not have, or unknown arguments; the model is sharded already.
 
     Example:
         ```python
@@ -91,11 +94,20 @@ def wrap_groups(model: nn.Module, policy: Any = None) -> list[WrapGroup]:
     for module, options in chosen.items():
         _check_options(modules_below(model)[module], options)
     if policy is not None and not chosen:
-        raise ValueError(
+        what = (
             f"policy: {_text(policy)} matches no module of {type(model).__name__}. Its classes with parameters are "
             f"{', '.join(_classes_in(model)) or 'none'}."
         )
+        if _has_names(policy):
+            raise ValueError(what)
+        warnings.warn(f"{what} So fully_shard(model) makes one group of all.", stacklevel=2)
     return _tie(model, chosen)
+
+
+def _has_names(policy: Any) -> bool:
+    """Returns True if a policy names classes, or nothing at all, so that a policy without a match is a mistake."""
+    named = [policy] if isinstance(policy, str) else policy
+    return isinstance(named, Collection) and (not named or any(isinstance(each, str) for each in named))
 
 
 # ---- which modules

@@ -104,7 +104,8 @@ def _cells(row: Any, is_best: bool, among: Sequence[Any]) -> tuple[str, ...]:
     sizes = (row.resting, taken.forward_peak, taken.step_peak, row.total, taken.sent)
     is_at_rest = row.memory is not None and row.resting > row.memory
     where = "of which shards and states alone take too much" if is_at_rest else f"at the {taken.peak_at}"
-    why = "yes" if row.fits else f"no: {size_text(row.missing)} more, {where}"
+    on_host = f", and {size_text(row.host_nbytes)} of the CPU's memory" if row.host_nbytes else ""
+    why = f"yes{on_host}" if row.fits else f"no: {size_text(row.missing)} more, {where}"
     star = "*" if is_best else ""
     return (
         star,

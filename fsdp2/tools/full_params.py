@@ -267,7 +267,8 @@ def _refuse_written(names: Iterable[str]) -> None:
     written = ", ".join(names)
     if written:
         raise RuntimeError(
-            f"{written}: modified inside full_params. Pass writeback=True to change the sharded parameters, too."
+            f"{written}: modified inside full_params. Write `with fsdp2.full_params(module, writeback=True):` to "
+            "change the sharded parameters, too."
         )
 
 

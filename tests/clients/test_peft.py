@@ -1,5 +1,6 @@
 """Tests peft: LoRA and DoRA adapters on a frozen model, sharded by hand, layer by layer."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+import fsdp2
 import tiny_llama
-from client_training import IMPLEMENTATIONS, Record, assert_sharded, mean_of_ranks, own_part, using
+from client_training import (
+    IMPLEMENTATIONS,
+    Record,
+    assert_sharded,
+    mean_of_ranks,
+    own_part,
+    pretend_accelerator,
+    using,
+)
 from fsdp2 import fully_shard
-from helpers import alone, run_checks
+from helpers import alone, assert_same, full, run_checks
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
 
@@ -84,3 +95,96 @@ def refuses_to_save_shards(folder: Path, target: Path) -> None:
 def test_save_pretrained(tmp_path: Path) -> None:
     folder = tiny_llama.save(transformers.LlamaConfig(**tiny_llama.SIZES), tmp_path / "model")
     run_checks(2, [("saves", partial(refuses_to_save_shards, folder, tmp_path / "saved"))])
+
+
+# ---- prompts, which peft computes from a module when it saves them
+
+
+PROMPTS: dict[str, Callable[[], Any]] = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix projection": lambda: peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8
+    ),
+    "P-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+}
+
+
+def prompted(folder: Path, kind: str) -> Any:
+    torch.manual_seed(2)
+    return peft.get_peft_model(tiny_llama.load(folder), PROMPTS[kind]())
+
+
+def saved_plainly(folder: Path, kind: str) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in peft.get_peft_model_state_dict(prompted(folder, kind)).items()}
+
+
+def saves_prompts(folder: Path, target: Path, kind: str, expected: dict[str, Tensor]) -> None:
+    """The first rank saves alone, as trainers do: its error says what every rank is to write around that."""
+    model = prompted(folder, kind)
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    said = []
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="On every rank, ") as caught:
+            model.save_pretrained(target)
+        said = re.findall("`with (.*):`", str(caught.value))
+    (block,) = of_first_rank(said)
+    assert block == "fsdp2.full_params(model, offload_to_cpu=True)"
+    with eval(block, {"fsdp2": fsdp2, "model": model}):
+        if dist.get_rank() == 0:
+            model.save_pretrained(target)
+    dist.barrier()
+    saved = load_file(target / "adapter_model.safetensors")
+    assert saved.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(saved[name], value), name
+
+
+def trainer_saves_prompts(folder: Path, target: Path) -> None:
+    """`Trainer.save_model`, in the block that every rank enters; then what is trained next is exact, too."""
+    with using("fsdp2"):
+        pretend_accelerator()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(target / "out"),
+            fsdp=True,
+            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+            max_steps=2,
+            per_device_train_batch_size=2,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+        )
+        rows = torch.cat([tiny_llama.batch(step) for step in range(2)])
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        trainer = transformers.Trainer(prompted(folder, "prompt tuning"), arguments, train_dataset=data)
+        trainer.train()
+        with fsdp2.full_params(trainer.model, offload_to_cpu=True):
+            trainer.save_model(str(target / "saved"))
+        trained = full(trainer.model.prompt_encoder.default.embedding.weight.detach())
+        dist.barrier()
+        (saved,) = load_file(target / "saved" / "adapter_model.safetensors").values()
+        assert torch.equal(saved, trained.to(saved.dtype))
+        start = prompted(folder, "prompt tuning").prompt_encoder.default.embedding.weight
+        assert not torch.equal(trained.to(start.dtype), start)
+        loss = trainer.model(input_ids=rows[:2], labels=rows[:2]).loss
+        again = peft.PeftModel.from_pretrained(tiny_llama.load(folder), target / "saved")
+        expected = again(input_ids=rows[:2], labels=rows[:2]).loss
+        assert_same(loss.detach(), expected.detach().to(loss.dtype), 1e-5, 1e-5, "loss")
+
+
+def of_first_rank(value: Any) -> Any:
+    shared = [value]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def test_prompts_are_saved(tmp_path: Path) -> None:
+    folder = tiny_llama.save(transformers.LlamaConfig(**tiny_llama.SIZES), tmp_path / "model")
+    checks: list[tuple[str, Callable[[], None]]] = []
+    for kind in PROMPTS:
+        expected = alone(partial(saved_plainly, folder, kind))
+        checks.append((kind, partial(saves_prompts, folder, tmp_path / kind, kind, expected)))
+    checks.append(("Trainer", partial(trainer_saves_prompts, folder, tmp_path / "trainer")))
+    run_checks(2, checks, timeout=120)

@@ -232,7 +232,93 @@ def modules_may_be_taken_out() -> None:
     model(tokens).sum().backward()
 
 
+# ---- layers that take over parameters of others ---------------------------------------------------------------------
+
+
+class Faster(nn.Module):
+    """Takes over the parameters of a Linear."""
+
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.weight, self.bias = old.weight, old.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class FasterBlock(nn.Module):
+    """Takes over the modules inside a sharded one, as `from_float` of a fused block does."""
+
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.first, self.last = old[0], old[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+    return nn.Sequential(nn.Linear(5, 5), block, nn.BatchNorm1d(5), nn.Linear(5, 2))
+
+
+def swap_in_evaluation(model: Any) -> None:
+    """SyncBatchNorm's forward in training needs a device."""
+    nn.SyncBatchNorm.convert_sync_batchnorm(model).eval()
+
+
+def swap_layer(model: Any) -> None:
+    model[0] = Faster(model[0])
+
+
+def swap_in_block(model: Any) -> None:
+    model[1][2] = Faster(model[1][2])
+
+
+def swap_block(model: Any) -> None:
+    model[1] = FasterBlock(model[1])
+
+
+def swap_copy(model: Any) -> None:
+    model[3] = copy.deepcopy(model[3])
+
+
+def add_layer(model: Any) -> None:
+    model.append(nn.Sequential(nn.Linear(2, 5), Faster(model[0])))
+
+
+SWAPS = (swap_layer, swap_in_block, swap_block, swap_copy, swap_in_evaluation, add_layer)
+
+
+def swapped_layers_are_refused() -> None:
+    """By all ways into the model, until the swap is undone; what the error says makes it exact."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(2))
+    for swap in SWAPS:
+        for before in (False, True):  # when the groups have not run yet, or have
+            model = net()
+            fully_shard(model[1])
+            fully_shard(model)
+            if before:
+                model(x).sum().backward()
+            swap(model)
+            for call in (model, model.forward):
+                with pytest.raises(RuntimeError, match="modules before fully_shard; or build the model"):
+                    call(x)
+        plain = net()
+        swap(plain)
+        model = copy.deepcopy(plain)
+        fully_shard(model[1])
+        fully_shard(model)
+        rows = shard_batch(x, dist.get_rank(), 2) if swap is swap_in_evaluation else x
+        model(rows).square().mean().backward()
+        plain(x).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert_same(full(p.grad), q[1].grad, 1e-5, 1e-6, f"{swap.__name__}: {name}")
+
+
 CHECKS = (
+    swapped_layers_are_refused,
     inputs_that_are_not_cast,
     inner_modules_are_named,
     objects_that_do_no_harm_are_left_alone,

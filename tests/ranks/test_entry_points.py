@@ -1,5 +1,6 @@
 """Tests ways into a sharded model other than its forward: they are exact, or refused with advice that is exact."""
 
+import asyncio
 import copy
 import pickle
 import re
@@ -9,12 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import full_params, fully_shard, register_fsdp_forward_method
-from helpers import full, run_checks
+from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, register_fsdp_forward_method
+from helpers import assert_same, full, run_checks, shard_batch
 from scenarios import WIDTH, Block, Run, check, loss_of, sgd
 
 VOCAB = 7
@@ -40,6 +44,9 @@ class Encoder(nn.Module):
     def rows(self, x: Tensor) -> Iterator[Tensor]:
         for row in x:
             yield self.encode(row)
+
+    async def later(self, x: Tensor) -> Tensor:
+        return self.encode(x)
 
 
 class Captioner(nn.Module):
@@ -162,6 +169,11 @@ WAYS = {
     ),
     "generator": Way(
         lambda model, x: torch.stack(list(model.encoders[0].rows(x))),
+        f"fsdp2.register_fsdp_forward_method({ENCODER}, 'rows')",
+        lambda model: model.encoders[0],
+    ),
+    "asynchronous": Way(
+        lambda model, x: asyncio.run(model.encoders[0].later(x)),
         f"with fsdp2.full_params({ENCODER}):",
         lambda model: model.encoders[0],
     ),
@@ -262,6 +274,111 @@ def test_methods_about_the_sharded_parameters() -> None:
     check(scenario)
 
 
+class Steps(nn.Module):
+    """A forward that is a generator: it takes tensors and errors, and returns one.
+    `ways`: how else it makes a generator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(WIDTH, 3)
+        self.own, self.way = nn.Parameter(torch.randn(WIDTH)), "function"
+
+    def forward(self, x: Tensor) -> Any:
+        if self.way == "expression":
+            return (self.head(row * self.own)[None] for row in x.split(1))
+        return self.inside(x) if self.way == "method" else self.steps(x)
+
+    def inside(self, x: Tensor) -> Any:
+        yield from self.steps(x)
+
+    def steps(self, x: Tensor) -> Any:
+        factor = torch.tensor(0.5)
+        for row in x.split(1):
+            try:
+                factor = yield self.head(self.block(row) * self.own)[None] * factor
+            except ZeroDivisionError:
+                factor = self.own.square().sum() / self.own.square().sum() / 2
+        return self.own.square().sum()
+
+
+def drive(steps: Any) -> tuple[Tensor, Tensor]:
+    """Returns all that a generator yields, and what it returns. Tensors are sent into it, and errors thrown."""
+    outputs, call, value = [], steps.send, None
+    while True:
+        try:
+            outputs.append(call(value))
+        except StopIteration as end:
+            return torch.cat(outputs).flatten(1), torch.zeros(()) if end.value is None else end.value
+        call, value = (steps.send, torch.tensor(0.5)) if len(outputs) % 2 else (steps.throw, ZeroDivisionError())
+
+
+def test_forwards_that_are_generators() -> None:
+    """Each step gathers: what it yields and returns, for what is sent and thrown into it, is plain, with gradients."""
+
+    def scenario(run: Run, way: str, reshard: bool) -> None:
+        model = run.build(Steps)
+        model.way = way
+        run.shard(model.block, reshard_after_forward=reshard)
+        run.shard(model, reshard_after_forward=reshard)
+        optimizer = sgd(model)
+        for step in range(2):
+            made = (model if step else model.forward)(run.batch(seed=step))
+            output, total = (torch.cat([*made]).flatten(1), 0.0) if way == "expression" else drive(made)
+            run.rows(f"output {step}", output)
+            run.step(f"step {step}", model, optimizer, loss_of(output) + total)
+        left = model(run.batch(seed=5))
+        next(left)
+        left.close()
+        if way != "expression":
+            output, total = drive(model(run.batch(seed=6)))
+            run.step("after one that was closed", model, optimizer, loss_of(output) + total)
+
+    check(scenario, way=("function", "method", "expression"), reshard=(False, True))
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, 3))
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        for row in x.split(1):
+            yield checkpoint(self.inner, row, use_reentrant=False) @ self.own  # type: ignore[operator]
+
+
+def generators_on_replicas_with_checkpointing() -> None:
+    torch.manual_seed(0)
+    plain = Recomputed()
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (2, 2))
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    loss_of(torch.cat([*model(shard_batch(x, dist.get_rank(), 4))])).backward()
+    loss_of(torch.cat([*plain(x)])).backward()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(full(param.grad), expected.grad, 1e-5, 1e-6, name)
+
+
+def generators_with_a_policy_and_without_grad() -> None:
+    torch.manual_seed(0)
+    plain, x = Recomputed(), torch.randn(4, WIDTH)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(copy.deepcopy(plain), mp_policy=policy)
+    got = torch.cat([*model(x)])
+    assert got.dtype == torch.float32
+    assert_same(got.detach(), torch.cat([*plain.bfloat16()(x.bfloat16())]).float().detach(), 0, 0, "bf16")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_same(torch.cat([*model(x)]), got.detach(), 0, 0, mode.__name__)
+
+
+def test_generators_on_four_ranks() -> None:
+    checks = (generators_on_replicas_with_checkpointing, generators_with_a_policy_and_without_grad)
+    run_checks(4, [(each.__name__, each) for each in checks])
+
+
 def _captioner(**options: Any) -> Captioner:
     torch.manual_seed(0)
     model = Captioner()
@@ -319,12 +436,13 @@ def other_errors_stay_what_they_are() -> None:
 
 
 def what_runs_later_cannot_be_registered() -> None:
+    """But that of a module which is not sharded stays as it is."""
     model = _captioner()
-    with pytest.raises(NotImplementedError, match=r"rows is a generator.*full_params\(module\)"):
-        register_fsdp_forward_method(model.encoders[0], "rows")
+    with pytest.raises(NotImplementedError, match=r"later is asynchronous.*full_params\(module\)"):
+        register_fsdp_forward_method(model.encoders[0], "later")
     plain = Encoder()
-    register_fsdp_forward_method(plain, "rows")
-    assert "rows" not in vars(plain)
+    register_fsdp_forward_method(plain, "later")
+    assert "later" not in vars(plain)
 
 
 def methods_are_compiled_with_their_callers() -> None:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import prune
@@ -254,6 +256,10 @@ def ddp_around() -> bool:
     return raises(lambda: nn.parallel.DistributedDataParallel(linear()), "Remove DistributedDataParallel")
 
 
+def fsdp1_state() -> bool:
+    return raises(lambda: FSDP1.set_state_dict_type(linear(), StateDictType.FULL_STATE_DICT), "get_model_state_dict")
+
+
 def parallelized() -> bool:
     mesh = init_device_mesh("cpu", (2,))
     return raises(lambda: parallelize_module(linear(), mesh, ColwiseParallel()), "Call these before fully_shard")
@@ -302,6 +308,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     "optimizer-steps": loss_of_a_closure,
     "optimizer-states": loaded_state,
     "ddp-around": ddp_around,
+    "fsdp1-methods": fsdp1_state,
     "parallelize-after": parallelized,
     "reparametrize-after": pruned,
     "mixed-norms": norm_over_meshes,
@@ -420,7 +427,7 @@ def test_switches() -> None:
 def test_the_table_has_the_numbers_of_the_newest_report() -> None:
     """Of tests/run_fixes.py: how many situations end wrong without each."""
     report = max((Path(__file__).parents[2] / "benchmarks" / "results").glob("*-fixes.md")).read_text()
-    counted = {name: int(number) for name, number in re.findall(r"^\| ([a-z-]+) \| (\d+) \|", report, re.M)}
+    counted = {name: int(number) for name, number in re.findall(r"^\| ([a-z0-9-]+) \| (\d+) \|", report, re.M)}
     assert counted == {fix.name: fix.situations for fix in FIXES if fix.name in counted}
     assert {*counted} >= {*NAMES} - {"divisions"}  # which this torch does not need
 
@@ -437,7 +444,7 @@ def test_all_off_means_plain_dtensors() -> None:
 
 @pytest.mark.parametrize(("value", "says"), [("-views", "| views | off |"), ("off", "| data | off |"), ("vies", "")])
 def test_the_environment_leaves_some_out(value: str, says: str) -> None:
-    command = [sys.executable, "-m", "fsdp2", "fixes"]
+    command = [sys.executable, "-m", "fsdp2", "fixes", "--markdown"]
     environment = {**os.environ, "FSDP2_DTENSOR_FIXES": value}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     if says:

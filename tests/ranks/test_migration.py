@@ -5,6 +5,7 @@ batch, or does what X did. A row without a program, and a program without a row,
 tests/BEHAVIOURS.md names the tests of the differences from torch's FSDP2.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -247,11 +248,26 @@ def mixed_precision() -> None:
 
 @row("FSDP1", "`MixedPrecision(buffer_dtype)`")
 def buffers() -> None:
-    model = shard(build())
-    for b in model.buffers():
-        b.data = b.to(torch.bfloat16)
-    assert model.scale.dtype == torch.bfloat16
-    trains(model)  # 1.5 is exact
+    """The row's own code: it casts floating-point buffers, complex and whole numbers and flags stay what they are."""
+    cell = next(cells[1] for cells in ROWS["Coming from FSDP1"] if cells[0] == "`MixedPrecision(buffer_dtype)`")
+    (code,) = re.findall("`([^`]+)`", cell)
+    others = {
+        "index": torch.tensor([299, 257]),
+        "short": torch.tensor([301], dtype=torch.int16),
+        "mask": torch.tensor([True, False]),
+        "phases": torch.tensor([1 + 0.001j]),
+    }
+    for before in (True, False):
+        model: Any = build()
+        for name, value in others.items():
+            model.stem.register_buffer(name, value.clone())
+        model = model if before else shard(model)
+        exec(code, {"model": model, "dtype": torch.bfloat16, "torch": torch})
+        model = shard(model) if before else model
+        assert model.scale.dtype == torch.bfloat16
+        for name, value in others.items():
+            assert torch.equal(getattr(model.stem, name), value), name
+        trains(model)  # 1.5 is exact
 
 
 @row("FSDP1", "`CPUOffload(offload_params=True)`")
@@ -334,6 +350,21 @@ def accumulation() -> None:
 def clipping() -> None:
     for clip in (nn.utils.clip_grad_norm_, fsdp2.clip_grad_norm_):
         trains(shard(build()), clip=partial(clip, max_norm=0.05))
+
+
+@row("FSDP1", "`FullyShardedDataParallel.summon_full_params(m)` in code that you do not edit")
+def summoned_by_fsdp1() -> None:
+    model, plain = shard(build()), build()
+
+    def write() -> None:
+        with torchs.FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+            for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert_same(param, expected, 0, 0, name)
+            model.head.weight.zero_()
+
+    with pytest.raises(RuntimeError, match="modified inside full_params"):
+        write()
+    trains(model)
 
 
 @row("FSDP1", "`summon_full_params(m, recurse, writeback, rank0_only, offload_to_cpu)`")

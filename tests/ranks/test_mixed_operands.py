@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp2 import full_params, fully_shard
-from helpers import full, run_checks
+from helpers import assert_same, full, run_checks
 from scenarios import WIDTH, Net
 
+WRITES = ("in place", "rows copied", "masked", "put")
 # Of a parameter and a plain tensor like it.
 USES: dict[str, Callable[[Any, Tensor], Any]] = {
     "in place": lambda p, plain: p.mul_(plain),
@@ -45,13 +46,19 @@ def sharded() -> Any:
     return fully_shard(Net())
 
 
+def sharded_not() -> Any:
+    torch.manual_seed(0)
+    return Net()
+
+
 def each_names_the_parameter() -> None:
     model = sharded()
     p, before = model.head.weight, full(model.head.weight)
     for name, use in USES.items():
         advice = r"full_state_dict=True.*distribute_tensor\(plain, "
         if name != "copied":  # which load_state_dict does
-            advice = r"full_tensor\(\).*distribute_tensor\(plain, .*mixed"
+            writes = name in WRITES
+            advice = r"writeback=True\).*distribute_tensor\(constant, .*mixed" if writes else r"full_tensor\(\).*mixed"
         with (
             torch.set_grad_enabled(name == "computed"),
             pytest.raises(RuntimeError, match=rf"^head\.weight: .*{advice}"),
@@ -104,19 +111,31 @@ def so_do_gradients() -> None:
     model = sharded()
     model(torch.randn(4, WIDTH)).square().mean().backward()
     p = model.head.weight
-    with pytest.raises(RuntimeError, match=r"^the gradient of head\.weight: .*full_tensor"):
+    with pytest.raises(RuntimeError, match=r"^the gradient of head\.weight: .*full_tensor.*constant"):
         p.grad + torch.ones(p.shape)
     p.register_hook(lambda gradient: gradient * torch.ones(gradient.shape))
-    with pytest.raises(RuntimeError, match=r"^a DTensor of global shape \(5, 5\): .*full_tensor"):
+    with pytest.raises(RuntimeError, match=r"^a DTensor of global shape \(5, 5\): .*full_tensor.*constant"):
         model(torch.randn(4, WIDTH)).sum().backward()
 
 
 def the_advice_is_exact() -> None:
-    p = sharded().head.weight
-    old, mask = full(p), torch.ones(p.shape).triu() > 0
+    model, plain = sharded(), sharded_not()
+    p, q = model.head.weight, plain.head.weight
+    mask = torch.ones(p.shape).triu() > 0
+    constant = distribute_tensor(mask, p.device_mesh, p.placements)
     with torch.no_grad():
-        p.masked_fill_(distribute_tensor(mask, p.device_mesh, p.placements), 7.0)
-    assert torch.equal(full(p), old.masked_fill(mask, 7.0))
+        p.masked_fill_(constant, 7.0)
+        q.masked_fill_(mask, 7.0)
+        with full_params(model, writeback=True):
+            model.head.weight[torch.tensor([0, 2])] = 5.0
+        q[torch.tensor([0, 2])] = 5.0
+    p.register_hook(lambda gradient: gradient * constant)
+    q.register_hook(lambda gradient: gradient * mask)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    assert_same(full(p.grad), q.grad, 1e-5, 1e-6, "the gradient")
+    assert torch.equal(full(p), q)
 
 
 def test_mixed_operands() -> None:

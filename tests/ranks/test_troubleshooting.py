@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import StateDictType
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -105,6 +107,43 @@ def kept_weight() -> None:
     with torch.no_grad():
         model(torch.ones(2, 5))
     kept[0].norm()
+
+
+@says("On every rank, save inside")
+def saved_by_one_rank() -> None:
+    class Prompts(Net):
+        def prompts_to_save(self) -> Tensor:
+            return self.stem(torch.ones(2, 5)).detach()
+
+    shard(Prompts()).prompts_to_save()
+
+
+@says("Replace modules before fully_shard")
+def swapped() -> None:
+    class Faster(nn.Module):
+        def __init__(self, old: Any) -> None:
+            super().__init__()
+            self.weight, self.bias = old.weight, old.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    model = shard(build())
+    model.stem = Faster(model.stem)
+    backward(model)
+
+
+@says("takes no DTensors")
+def kernel_of_an_optimizer() -> None:
+    model = shard(build())
+    optimizer = KernelSGD(model.parameters())
+    backward(model)
+    optimizer.step()
+
+
+@says("expected a FullyShardedDataParallel, got")
+def of_fsdp1() -> None:
+    FSDP1.set_state_dict_type(shard(build()), StateDictType.FULL_STATE_DICT)
 
 
 @says("got mixed torch.Tensor and DTensor")
@@ -240,14 +279,6 @@ def attribute_over_a_parameter() -> None:
     model = packed()
     model.weight.alias = model.weight.data
     fully_shard(model)
-
-
-@says("which takes plain tensors, and each rank holds a shard")
-def kernel_of_an_optimizer() -> None:
-    model = shard(build())
-    optimizer = KernelSGD(model.parameters())
-    backward(model)
-    optimizer.step()
 
 
 @says("expected a divisor of")

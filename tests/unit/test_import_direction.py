@@ -36,6 +36,7 @@ ALSO = {
     ("*", "bridge.when_imported"),
     ("ext.root_methods", "tools.audit"),
     ("dtensor.table", "bridge.pipelining"),
+    ("dtensor.table", "bridge.fsdp1_methods"),
 }
 # Where collectives are called.
 COMMS = ("core.comm", "ext.any_group", "ext.gloo", "ext.rank_facts", "checks.named_comm", "optim.exchange")
@@ -53,8 +54,8 @@ COMPAT = (
     "core.user_code",
 )
 WHERE = f"it belongs in one of {', '.join(COMPAT)}"
-# The bridge for programs that were written for torch's FSDP2: its names stand here, private ones too.
-BRIDGE = ("bridge.patch",)
+# The bridge for programs that were written for torch's FSDP: its names stand here, private ones too.
+BRIDGE = ("bridge.patch", "bridge.fsdp1_methods")
 # What torch's other composable APIs look up on a module; neither an implementation of FSDP nor imported with fsdp2.
 CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.

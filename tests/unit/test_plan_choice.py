@@ -129,10 +129,12 @@ def test_links_inside_a_machine_are_faster() -> None:
 
 def test_the_fastest_row_that_fits_is_the_best() -> None:
     rows = plan(memory="1GB", flops=1e9, link=1e6).rows
-    assert [row.prediction.time for row in rows] == sorted(row.prediction.time for row in rows)  # type: ignore[type-var]
+    assert [row.setting.offload for row in rows] == [False] * 4 + [True] * 4
+    for offload in (False, True):
+        times = [row.prediction.time for row in rows if row.setting.offload == offload]
+        assert times == sorted(times)  # type: ignore[type-var]
     kept = rows[0]
     assert kept.setting.reshard_after_forward is False
-    assert not kept.setting.offload
     assert not kept.setting.checkpointing
     made = plan(memory=kept.total - 1, flops=1e9, link=1e6)
     assert made.fits
@@ -141,6 +143,29 @@ def test_the_fastest_row_that_fits_is_the_best() -> None:
     (late,) = (row for row in made.rows if row.setting == kept.setting)
     assert (late.fits, late.missing) == (False, 1)
     assert "no: 1 B more, at the backward of" in str(made)
+
+
+@pytest.mark.parametrize("speeds", [{}, {"flops": 1e9, "link": 1e6}, {"flops": 1e9, "link": 1e12, "host_link": 1e15}])
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", None])
+def test_offload_is_the_best_only_if_nothing_else_fits(speeds: dict[str, Any], optimizer: str | None) -> None:
+    """Though the copies may take no time: the CPU's step would. The table says so, and what rests on the CPU."""
+    rows = plan(memory="1GB", optimizer=optimizer, **speeds).rows
+    least = min(row.total for row in rows if not row.setting.offload)
+    made = plan(memory=least, optimizer=optimizer, **speeds)
+    assert not made.best.setting.offload
+    fits = [row.setting.offload for row in made.rows if row.fits]
+    assert fits == sorted(fits)
+    made = plan(memory=least - 1, optimizer=optimizer, **speeds)
+    assert made.fits
+    assert made.best.setting.offload
+    numel = sum(param.numel() for param in stack().parameters())
+    states = {"adamw": 2, "momentum": 1, None: 0}[optimizer]
+    assert made.best.host_nbytes == 4 * numel // RANKS * (2 + states)
+    assert "of the CPU's memory" in str(made)
+    assert any("the optimizer's step on the CPU counts as no time" in note for note in made.notes)
+    without = plan(memory="1GB", settings=[{}])
+    assert without.best.host_nbytes == 0
+    assert "CPU" not in str(without)
 
 
 def test_without_speeds_the_row_that_moves_least_is_the_best() -> None:

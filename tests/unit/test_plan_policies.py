@@ -162,12 +162,10 @@ def test_what_is_tied_to_the_model_itself_is_left_to_it() -> None:
 @pytest.mark.parametrize(
     ("policy", "error", "text"),
     [
-        (nn.LSTM, ValueError, "LSTM matches no module of TinyGPT.*CausalBlock, Embedding, LayerNorm, Linear"),
-        ("Bloc", ValueError, "Bloc matches no module"),
-        ({nn.LSTM}, ValueError, "LSTM matches"),
+        ("Bloc", ValueError, "Bloc matches no module of TinyGPT.*CausalBlock, Embedding, LayerNorm, Linear"),
+        (["Bloc", nn.LSTM], ValueError, "Bloc, LSTM matches no module"),
+        ({"Bloc": {}}, ValueError, "Bloc matches no module"),
         ([], ValueError, "an empty collection matches"),
-        (lambda module: False, ValueError, "matches no module"),
-        (10**9, ValueError, "1000000000 matches no module"),
         (0, ValueError, "a number of elements above 0, got 0"),
         (True, ValueError, "a number of elements above 0, got True"),
         ([3], TypeError, "classes of modules, or their names, got 3"),
@@ -176,12 +174,36 @@ def test_what_is_tied_to_the_model_itself_is_left_to_it() -> None:
         (lambda a, b, c: True, TypeError, "got one of a, b, c"),
         (object(), TypeError, "got object"),
         ({CausalBlock: {"mesh": 3}}, ValueError, "blocks.0: expected the arguments reshard_after_forward"),
-        (ModuleWrapPolicy({nn.LSTM}), ValueError, "matches no module"),
     ],
 )
 def test_errors_say_what_to_write(policy: Any, error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         wrap_groups(TinyGPT(), policy)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        nn.LSTM,
+        {nn.LSTM},
+        {nn.LSTM: {"reshard_after_forward": False}},
+        10**9,
+        lambda module: False,
+        lambda name, module: "encoder" in name,
+        ModuleWrapPolicy({nn.LSTM}),
+        CustomPolicy(lambda module: False),
+        functools.partial(size_based_auto_wrap_policy, min_num_params=10**9),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.LSTM}),
+    ],
+)
+def test_policies_that_match_nothing_leave_all_to_the_model(policy: Any) -> None:
+    """As in FSDP1; a warning says so. A plan with such a policy says it, too."""
+    with pytest.warns(UserWarning, match=r"matches no module of TinyGPT.*CausalBlock.*one group of all"):
+        assert wrap_groups(TinyGPT(), policy) == []
+    with pytest.warns(UserWarning, match="matches no module"):
+        made = plan(policy={"nothing": policy})
+    assert len(made.groups()) == 1
+    assert any("the policy matches nothing. Pass another" in note for note in made.notes)
 
 
 def plan(model: Any = None, **arguments: Any) -> fsdp2.Plan:

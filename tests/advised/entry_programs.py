@@ -1,0 +1,239 @@
+"""Follows the advice of errors of ways into a model other than its forward."""
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+
+import fsdp2
+from advised.registry import (
+    ELSEWHERE,
+    Net,
+    backward,
+    batch,
+    build,
+    follows,
+    loss_of,
+    own,
+    pair,
+    quoted,
+    refused,
+    same,
+    same_gradients,
+    same_parameters,
+    sgd,
+    shard,
+    train,
+)
+from fsdp2 import fully_shard
+
+FULL = StateDictOptions(full_state_dict=True)
+
+ELSEWHERE.update(
+    {
+        "On every rank, call {} instead": "tests/ranks/test_fsdp1_methods.py::state_dicts_are_refused",
+        "Cast it there, by `{} = {}.to({})` before the call or in the forward; or make {} a dataclass": (
+            "tests/ranks/test_advice.py::inputs_that_are_not_cast"
+        ),
+        "Give a group that ranks join and leave to the axis that replicates": (
+            "tests/ranks/test_any_process_group.py::test_replicas_join_and_leave"
+        ),
+        "if ranks are threads, broadcast the weights before fully_shard": (
+            "tests/ranks/test_any_process_group.py::test_threads_train_exactly"
+        ),
+        "Write to the sharded parameter, or to what its to_local() returns; and load a checkpoint before you go on": (
+            "tests/ranks/test_offload.py::test_writes_to_shards_wait_for_their_copies"
+        ),
+        "Save them by fsdp2.hf.save_adapter(model, folder)": "tests/clients/test_hf_models.py::adapter",
+        # Of files of Transformers and peft. The tests named here meet these texts or do what they say; a program that
+        # does both is still to be written for each.
+        "On every rank, write `with fsdp2.full_params(model):`, and in": "tests/clients/test_peft.py::saves_prompts",
+        "Build the model with memory, not on meta": "tests/clients/test_hf_models.py::around_adapters",
+        "Pass convert=False, and names= where files call tensors": "tests/clients/test_hf_models.py::own_names",
+        "or pass convert=False, and names=": "tests/clients/test_hf_models.py::own_names",
+        "Pass convert=False to save it under the model's own names": "tests/clients/test_hf_models.py::own_names",
+        "Dequantise the files before": "tests/clients/test_hf_models.py::errors_of_contents",
+        # Which backends a group needs for a device. Ranks of these start as the texts say, with the device's own.
+        "Initialise it with the device's own backend too: init_process_group('cpu:gloo,cuda:nccl')": (
+            "tests/cuda/ranks_program.py::main"
+        ),
+        "Initialise it with one for each device: init_process_group('cpu:gloo,cuda:nccl')": (
+            "tests/cuda/ranks_program.py::main"
+        ),
+        'Initialise it with a backend for the CPU, too: init_process_group("cpu:gloo,{}:{}")': (
+            "tests/trace/test_consensus.py::test_the_cost_of_a_consensus_on_a_device_is_logged_once"
+        ),
+    }
+)
+
+
+class Model(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 5)
+        self.prompts = nn.Embedding(2, 5)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.stem(x) * self.block.up.weight[0, 0]
+
+    def score(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+    def prompts_to_save(self) -> Tensor:
+        return self.prompts(torch.arange(2)).detach()
+
+    def resize_embeddings(self, size: int) -> None:
+        rows = torch.zeros(size, 5)
+        rows[:4] = self.embed.weight.data
+        self.embed = nn.Embedding(size, 5, _weight=rows)
+
+
+def follow(model: Any, text: str) -> Any:
+    """Returns the context that the backquoted code of an error says, or runs that code."""
+    (code,) = quoted(text)
+    names = {"fsdp2": fsdp2, "model": model}
+    if code.startswith("fsdp2.full_params"):
+        return eval(code, names)
+    exec(code, names)
+    return nullcontext()
+
+
+@follows("On every rank, call it inside `with fsdp2.full_params({}):`; or apply fully_shard to {}, too, before {}")
+def inner_modules() -> None:
+    for name in ("block.up", "head"):
+        model, plain = pair()
+        text = refused(lambda model=model, name=name: model.get_submodule(name)(own(batch())))
+        loss_of(plain.get_submodule(name)(batch())).backward()
+        with follow(model, text):
+            loss_of(model.get_submodule(name)(own(batch()))).backward()
+        same_gradients(model, plain) if name == "head" else same(
+            model.block.up.weight.grad, plain.block.up.weight.grad, "up"
+        )
+        model = build()
+        fully_shard(model.get_submodule(name))
+        fully_shard(model.block)
+        fully_shard(model)
+        loss_of(model.get_submodule(name)(own(batch()))).backward()
+        same(model.get_submodule(name).weight.grad, plain.get_submodule(name).weight.grad, name)
+
+
+@follows(
+    "After fully_shard, add `fsdp2.register_fsdp_forward_method({}, {})`, and call it on every rank",
+    "On every rank, run {} inside `with fsdp2.full_params({}):`",
+)
+def methods() -> None:
+    model, plain = pair(Model)
+    text = refused(lambda: model.score(own(batch())))
+    with follow(model, text):
+        loss_of(model.score(own(batch()))).backward()
+    loss_of(plain.score(batch())).backward()
+    same_gradients(model, plain)
+    model, plain = pair(Model)
+    fsdp2.register_fsdp_forward_method(model, "encode")
+    text = refused(lambda: model.encode(own(batch())))
+    with follow(model, text):
+        loss_of(model.encode(own(batch()))).backward()
+    loss_of(plain.encode(batch())).backward()
+    same_gradients(model, plain)
+
+
+@follows("On every rank, save inside `with fsdp2.full_params({}, offload_to_cpu=True):`")
+def saving_on_the_first_rank() -> None:
+    model, plain = pair(Model)
+    texts = [refused(model.prompts_to_save) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(texts)
+    with follow(model, texts[0]):
+        if dist.get_rank() == 0:
+            same(model.prompts_to_save(), plain.prompts_to_save(), "prompts")
+    train(model, plain)
+
+
+@follows("call {}() before it, or build the model anew with the other shape, apply fully_shard, and load the rest")
+def resizing_methods() -> None:
+    class Computes(Model):
+        def resize_embeddings(self, size: int) -> None:
+            rows = torch.ones(2, 4) @ self.embed.weight.data
+            assert rows.shape == (2, 5)
+            super().resize_embeddings(size)
+
+    old = shard(build(Computes))
+    refused(lambda: old.resize_embeddings(6))
+    model, plain = build(Computes), build(Computes)
+    for each in (model, plain):
+        each.resize_embeddings(6)
+    train(shard(model), copy.deepcopy(plain))
+    model = build(Computes, seed=5)
+    model.resize_embeddings(6)
+    shard(model)
+    state = get_model_state_dict(old, options=FULL)
+    state["embed.weight"] = torch.cat([state["embed.weight"], torch.zeros(2, 5)])
+    set_model_state_dict(model, state, options=FULL)
+    train(model, plain)
+
+
+@follows(
+    "Replace modules before fully_shard; or build the model anew with the new one, apply fully_shard, and load the"
+)
+def layers_swapped() -> None:
+    """More kinds of them are in tests/ranks/test_advice.py."""
+
+    class Faster(nn.Module):
+        def __init__(self, old: Any) -> None:
+            super().__init__()
+            self.weight, self.bias = old.weight, old.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    def swap(model: Any) -> Any:
+        model.stem = Faster(model.stem)
+        return model
+
+    old = shard(build())
+    state = get_model_state_dict(old, options=FULL)
+    refused(lambda: backward(swap(old)))
+    train(shard(swap(build())), swap(build()))
+    model = shard(swap(build(seed=5)))
+    set_model_state_dict(model, state, options=FULL)
+    train(model, swap(build()))
+
+
+@follows("Call p.grad.full_tensor() of each parameter, on every rank")
+def gradients_summoned() -> None:
+    model, plain = pair()
+    backward(model)
+    backward(plain, x=batch())
+    refused(lambda: FSDP1.summon_full_params(model, with_grads=True))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        same(p.grad.full_tensor(), q.grad, "gradient")
+
+
+@follows("Call set_gradient_divide_factor on all ranks, with the same factor")
+def divisors_of_a_rank() -> None:
+    def training(model: Any, ranks: tuple[int, ...], steps: int = 4) -> None:
+        optimizer = sgd(model)
+        for step in range(steps):
+            if step == 1 and dist.get_rank() in ranks:
+                model.set_gradient_divide_factor(4.0, recurse=True)
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    fsdp2.set_checks("off", "headers")
+    try:
+        refused(lambda: training(pair()[0], (0,)))
+        model, plain = pair()
+        training(model, (0, 1))
+    finally:
+        fsdp2.set_checks("default", "headers")
+    optimizer = sgd(plain)
+    for step in range(4):
+        (loss_of(plain(batch(step))) / (2 if step else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same_parameters(model, plain)
