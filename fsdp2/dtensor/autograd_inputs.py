@@ -24,8 +24,9 @@ from ..ext.compat import find_accumulators_of
 from ..ext.owners import Owned, all_groups, sharded_owner, some_of
 from ..ext.unsharded_versions import UnshardedVersions
 from .differing_numbers import refuse_differing_numbers
-from .full_tensor import owner_of
+from .crossings import owner_of
 from .graph import leaf_nodes
+from .summed_parts import average_summed_parts, parts
 from .switches import is_on, off, switched
 
 _FREED_GRAPH = (
@@ -66,11 +67,15 @@ def _with_unsharded_inputs(backward: Callable[..., None]) -> Callable[..., None]
         outputs = args[0] if args else kwargs.get("tensors", ())
         if type(outputs) is not Tensor:
             _refuse_differing_numbers(outputs)
+        hooks = average_summed_parts(_listed(outputs)) if parts and not torch.compiler.is_compiling() else ()
         try:
             return backward(*args, **kwargs)
         except BaseException as error:
             _clean_up(error, outputs)
             raise
+        finally:
+            for each in hooks:
+                each.remove()
 
     return backward_of_sharded
 
@@ -80,11 +85,15 @@ def _without_sharded_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return grad(outputs, inputs, *args, **kwargs)
         _refuse_sharded(_listed(outputs), _listed(inputs))
+        hooks = average_summed_parts(_listed(outputs)) if parts else ()
         try:
             return grad(outputs, inputs, *args, **kwargs)
         except BaseException as error:
             _clean_up(error, outputs)
             raise
+        finally:
+            for each in hooks:
+                each.remove()
 
     return grad_of_sharded
 

@@ -157,6 +157,33 @@ def is_strided(tensor: DTensor) -> bool:
     return any(isinstance(each, _StridedShard) for each in tensor.placements)
 
 
+# ---- graphs
+
+# Names of the nodes of `to_local`, which `full_tensor` uses as well, and of `DTensor.from_local`.
+TO_LOCAL, FROM_LOCAL = "_ToTorchTensorBackward", "_FromTorchTensorBackward"
+# Parts of names of other nodes of torch's functional collectives than those that communicate.
+_NO_COLLECTIVES = ("wait_tensor", "wrap_tensor")
+_CPP_COLLECTIVES = ("AllGather", "AllReduce", "AllToAll", "ReduceScatter")
+
+
+def is_collective(node: Any) -> bool:
+    """Returns True for the node of a collective of torch that has a gradient: a functional collective, which torch
+    2.11 has in C++, or one of torch.distributed.nn.
+    """
+    name: str = node.name()
+    if "c10d_functional" in name:
+        return not any(each in name for each in _NO_COLLECTIVES)
+    if "CppNode" in name:
+        return any(each in name for each in _CPP_COLLECTIVES)
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and function.__module__ == "torch.distributed.nn.functional"
+
+
+def lacks_gradient(node: Any) -> bool:
+    """Returns True for the node of an operation without a gradient, at which torch warns in backward, and stops."""
+    return bool(node.name() == "torch::autograd::WarnNotImplemented")
+
+
 # ---- operations
 
 

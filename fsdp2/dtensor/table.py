@@ -17,10 +17,10 @@ from .addresses import refuse_addresses
 from .autograd_inputs import accept_sharded_inputs
 from .compat import DIVIDES_BY_UNREDUCED
 from .copies import copy_gradients
+from .crossings import average_in_plain_tensors
 from .data_attribute import count_local_writes, detach_in_inference, follow_data
 from .ddp_around import refuse_ddp_around
 from .foreach_operations import operate_on_lists, unscale_on_all_ranks
-from .full_tensor import average_in_full_tensor
 from .initialisers import initialise_like_plain_tensors
 from .mixed_norms import refuse_mixed_norms
 from .mixed_operands import explain_mixed_operands
@@ -63,9 +63,10 @@ class Fix:
 FIXES = (
     Fix(
         "full-tensor",
-        "assumes that ranks compute the same from `p.full_tensor()`: each rank keeps its shard of its own gradient",
+        "assumes that ranks compute the same from `full_tensor()`, or `to_local()` of a replicated tensor: each rank "
+        "keeps its shard of its own gradient; sums over ranks, in backward of collectives of shards, are not divided",
         "gradients are averaged over the ranks, like all others",
-        average_in_full_tensor,
+        average_in_plain_tensors,
         situations=2,
     ),
     Fix(

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import fully_shard, replicate
-from fsdp2.dtensor import full_tensor
+from fsdp2.dtensor import crossings
 from helpers import run_ranks, world_sizes
 from scenarios import Net, Run, check, loss_of, sgd
 
@@ -147,10 +147,10 @@ def test_calls_on_one_graph_leave_one_hook() -> None:
         model = nn.Linear(4, 4)
         fully_shard(model)
         scaled = 2 * model.weight
-        (accumulate,) = full_tensor.leaf_nodes([scaled.grad_fn])
+        (accumulate,) = crossings.dtensor_nodes([scaled.grad_fn])
         hooks = []
-        register = full_tensor._DistributedLike.__init__
-        full_tensor._DistributedLike.__init__ = lambda self, leaf: (hooks.append(leaf), register(self, leaf))[1]
+        register = crossings._DistributedLike.__init__
+        crossings._DistributedLike.__init__ = lambda self, leaf: (hooks.append(leaf), register(self, leaf))[1]
         for _ in range(3):
             scaled.full_tensor().sum().backward(retain_graph=True)
             (3 * model.weight).full_tensor().sum().backward()
