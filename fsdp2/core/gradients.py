@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -29,14 +30,39 @@ class _WithoutGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
-        ctx.parameter = name
+        ctx.parameter, ctx.alive = name, _Alive()
         return make()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_loss_of_gradient(ctx)
+
+
+class _Alive:
+    """Is counted in `without_graph` while the node that has it is alive."""
+
+    def __init__(self) -> None:
+        without_graph[id(self)] = weakref.ref(self, partial(_forget, id(self)))
+
+
+# Identity -> each _Alive of a node of `_WithoutGraph`.
+without_graph: dict[int, weakref.ref[_Alive]] = {}
+
+
+def _forget(key: int, _: object) -> None:
+    without_graph.pop(key, None)
+
+
+def refuse_loss_of_gradient(node: Any) -> None:
+    """Refuses to go on behind `node` of the graph of a loss, if it made the gradient of a sharded parameter.
+
+    Raises:
+        RuntimeError: it did.
+    """
+    if _made_gradient(node):
         raise RuntimeError(
-            f"{ctx.parameter}: a loss is made of its .grad, which backward(create_graph=True) has computed; gradients of "
-            "sharded parameters have no graph, because they are reduced. Differentiate by what full_params yields "
+            f"{node.parameter}: a loss is made of its .grad, which backward(create_graph=True) has computed; gradients "
+            "of sharded parameters have no graph, because they are reduced. Differentiate by what full_params yields "
             "instead, inside `with fsdp2.full_params(model) as full:`, with torch.autograd.grad(loss, "
             "list(full.values()), create_graph=True)."
         )
@@ -44,8 +70,11 @@ class _WithoutGraph(torch.autograd.Function):
 
 def without_node(gradient: Tensor) -> Tensor:
     """Returns a gradient without the node that refuses to be part of a loss, if it has that node. It is a view."""
-    node = gradient.grad_fn
-    return gradient if node is None or getattr(node, "_forward_cls", None) is not _WithoutGraph else gradient.detach()
+    return gradient.detach() if _made_gradient(gradient.grad_fn) else gradient
+
+
+def _made_gradient(node: Any) -> bool:
+    return getattr(node, "_forward_cls", None) is _WithoutGraph
 
 
 class GroupGradients:

@@ -27,7 +27,7 @@ from ..ext.owners import Owned, sharded_owner
 from ..ext.rank_facts import all_reduce_over
 from .compat import meshes_in_use
 from .differing_numbers import refuse_differing_numbers
-from .graph import dtensor_nodes, is_from_local
+from .graph import dtensor_nodes, is_dtensor_leaf, is_from_local
 from .sharded_dtensor import as_sharded, replace_attribute
 from .summed_parts import note_part
 
@@ -100,7 +100,7 @@ def owner_of(tensor: DTensor) -> Owned | None:
     nodes = [*dtensor_nodes([tensor.grad_fn])]
     if any(map(is_from_local, nodes)):
         return None
-    found = [sharded_owner(node.variable) for node in nodes if hasattr(node, "variable")]
+    found = [sharded_owner(node.variable) for node in nodes if is_dtensor_leaf(node)]
     owners = [each for each in found if each is not None]
     for each in owners[1:]:
         if _data_axes(each) != _data_axes(owners[0]):
@@ -135,7 +135,7 @@ def _distribute_gradients_behind(node: Any) -> None:
     a leaf lives as long as any graph that ends there, through which other plain tensors may have come.
     """
     for leaf in dtensor_nodes([node]):
-        if hasattr(leaf, "variable") and not leaf.metadata.get(_HAS_HOOK):
+        if is_dtensor_leaf(leaf) and not leaf.metadata.get(_HAS_HOOK):
             leaf.metadata[_HAS_HOOK] = True
             leaf.register_prehook(_DistributedLike(leaf.variable))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
 from .compat import FROM_LOCAL
 
 
@@ -43,3 +45,8 @@ def dtensor_nodes(roots: Iterable[Any]) -> Iterator[Any]:
 def is_from_local(node: Any) -> bool:
     """Returns True for the node of a DTensor that was made of a plain tensor."""
     return bool(node.name() == FROM_LOCAL)
+
+
+def is_dtensor_leaf(node: Any) -> bool:
+    """Returns True for the node of a leaf that is a DTensor."""
+    return isinstance(getattr(node, "variable", None), DTensor)
