@@ -24,8 +24,8 @@ from ..core.gradients import refuse_loss_of_gradient, without_graph
 from ..ext.compat import find_accumulators_of
 from ..ext.owners import Owned, all_groups, sharded_owner, some_of
 from ..ext.unsharded_versions import UnshardedVersions
-from .differing_numbers import refuse_differing_numbers
 from .crossings import owner_of
+from .differing_numbers import refuse_differing_numbers
 from .graph import all_nodes, leaf_nodes
 from .summed_parts import average_summed_parts, parts
 from .switches import is_on, off, switched

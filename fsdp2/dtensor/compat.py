@@ -5,10 +5,10 @@ Names that the core uses as well are in core/compat.py.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,8 +33,25 @@ FINDS_GLOBAL_INDICES = torch.__version__ >= "2.13"
 # True if a number is divided by each rank's unreduced value of a sum.
 DIVIDES_BY_UNREDUCED = torch.__version__ < "2.13"
 
+
+class _Meshes:
+    """Holds meshes weakly, each by its identity: in a WeakSet one that is equal to another would go with it."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref[DeviceMesh]] = {}
+
+    def add(self, mesh: DeviceMesh) -> None:
+        """Adds `mesh`."""
+        key = id(mesh)
+        self._alive[key] = weakref.ref(mesh, lambda _: self._alive.pop(key, None))
+
+    def __contains__(self, mesh: object) -> bool:
+        """Returns True if `mesh`, or one that is equal to it, has been added and is alive."""
+        return id(mesh) in self._alive or any(each() == mesh for each in [*self._alive.values()])
+
+
 # Meshes that sharded parameters are on. In torch 2.11 and 2.12 the operations to fix are recognised by their mesh.
-meshes_in_use: WeakSet[DeviceMesh] = WeakSet()
+meshes_in_use = _Meshes()
 
 # The spec of a DTensor: its mesh, placements, shape, strides and dtype.
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")

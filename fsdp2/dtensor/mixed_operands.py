@@ -19,8 +19,8 @@ from ..core.compat import local_of
 from ..ext.nested import tensors_in
 from ..ext.owners import all_groups, sharded_in
 from .compat import DISPATCHES_TO_SUBCLASSES, name_of
-from .foreach_operations import overloads
 from .crossings import owner_of
+from .foreach_operations import overloads
 from .sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "pow")

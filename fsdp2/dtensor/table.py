@@ -239,8 +239,8 @@ FIXES = (
     ),
     Fix(
         "addresses",
-        "`data_ptr()`, `numpy()`, `__dlpack__` return an address of 0, or fail without a hint",
-        "they raise, and say what to call",
+        "addresses of storages, `numpy()`, `__dlpack__` are 0, or fail without a hint; so is `data_ptr()`",
+        "they raise, and say what to call; `data_ptr()` is that of the shard, and raises where libraries would read it",
         refuse_addresses,
     ),
     Fix(

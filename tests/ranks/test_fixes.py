@@ -218,7 +218,7 @@ def identity() -> bool:
 
 
 def address() -> bool:
-    return raises(weight().data_ptr, "Call full_tensor() first")
+    return raises(weight().untyped_storage().data_ptr, "Call full_tensor() first")
 
 
 def error_of_a_product() -> bool:

@@ -124,7 +124,7 @@ def plain_number() -> None:
 
 @says("data_ptr() was asked of a DTensor")
 def address() -> None:
-    shard(build()).head.weight.data_ptr()
+    shard(build()).head.weight.untyped_storage().data_ptr()
 
 
 @says("to_empty gave it memory")
