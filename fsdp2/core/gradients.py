@@ -62,13 +62,13 @@ def refuse_loss_of_gradient(node: Any) -> None:
     if _made_gradient(node):
         raise RuntimeError(
             f"{node.parameter}: a loss is made of its .grad, which backward(create_graph=True) has computed; gradients "
-            "of sharded parameters have no graph, because they are reduced. Differentiate by what full_params yields "
-            "instead, inside `with fsdp2.full_params(model) as full:`, with torch.autograd.grad(loss, "
-            "list(full.values()), create_graph=True)."
+            "of sharded parameters have no graph, because they are reduced. Call the model and torch.autograd.grad("
+            "loss, list(full.values()), create_graph=True) inside `with fsdp2.full_params(model) as full:` instead, "
+            "with the same batch on every rank."
         )
 
 
-def without_node(gradient: Tensor) -> Tensor:
+def without_node(gradient: Any) -> Any:
     """Returns a gradient without the node that refuses to be part of a loss, if it has that node. It is a view."""
     return gradient.detach() if _made_gradient(gradient.grad_fn) else gradient
 
@@ -405,7 +405,8 @@ class GroupGradients:
     def _mark_without_graph(self, i: int) -> None:
         """Replaces `.grad` by a gradient over the same memory that raises if a loss is made of it."""
         self._had_graph.discard(i)
-        param, gradient = self._params[i], self._params[i].sharded.grad
+        param = self._params[i]
+        gradient: Any = param.sharded.grad
         make = partial(new_dtensor, param.tensor_class, local_of(gradient), param.dtensor_spec)
         with torch.enable_grad():
             anchor = torch.empty(0, requires_grad=True)

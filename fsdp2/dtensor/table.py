@@ -17,6 +17,7 @@ from .addresses import refuse_addresses
 from .autograd_inputs import accept_sharded_inputs
 from .compat import DIVIDES_BY_UNREDUCED
 from .copies import copy_gradients
+from .counted_collectives import count_collectives_of_shards
 from .crossings import average_in_plain_tensors
 from .data_attribute import count_local_writes, detach_in_inference, follow_data
 from .ddp_around import refuse_ddp_around
@@ -281,6 +282,12 @@ FIXES = (
         "pruning and parametrizations after fully_shard fail, or train something else",
         "they raise, and say what to do",
         patch=refuse_reparametrization_after,
+    ),
+    Fix(
+        "counted-collectives",
+        "`CommDebugMode` leaves out the collectives of operations on subclasses of DTensor",
+        "it counts those of operations on sharded parameters",
+        patch=count_collectives_of_shards,
     ),
     Fix(
         "mixed-norms",
