@@ -68,7 +68,7 @@ FIXES = (
         "keeps its shard of its own gradient; sums over ranks, in backward of collectives of shards, are not divided",
         "gradients are averaged over the ranks, like all others",
         average_in_plain_tensors,
-        situations=2,
+        situations=5,
     ),
     Fix(
         "plain-numbers",
@@ -116,7 +116,7 @@ FIXES = (
         "`backward(inputs=[p])` does nothing, nor do `torch.autograd.grad` and hooks on several gradients",
         "gradients are computed; `torch.autograd.grad`, whose gradients could not be reduced, raises",
         patch=accept_sharded_inputs,
-        situations=6,
+        situations=8,
     ),
     Fix(
         "views",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import prune
 
@@ -263,6 +264,13 @@ def pruned() -> bool:
     return raises(lambda: prune.l1_unstructured(linear(), "weight", 0.5), "Prune before")
 
 
+def counted_collective() -> bool:
+    p = weight()
+    with CommDebugMode() as counted:
+        torch.stack([p.norm(), (2 * p).norm()]).norm()
+    return counted.get_total_counts() == 1
+
+
 def norm_over_meshes() -> bool:
     model = linear()
     model(torch.ones(2, 4)).sum().backward()
@@ -304,6 +312,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     "ddp-around": ddp_around,
     "parallelize-after": parallelized,
     "reparametrize-after": pruned,
+    "counted-collectives": counted_collective,
     "mixed-norms": norm_over_meshes,
 }
 ON_AN_EMPTY_RANK: dict[str, Callable[[Any], object]] = {
