@@ -127,6 +127,13 @@ def address() -> None:
     shard(build()).head.weight.untyped_storage().data_ptr()
 
 
+@says("a loss is made of its .grad")
+def penalty_on_gradients() -> None:
+    model = shard(build())
+    model(torch.ones(2, 5)).sum().backward(create_graph=True)
+    model.head.weight.grad.full_tensor().square().sum().backward()
+
+
 @says("to_empty gave it memory")
 def empty() -> None:
     with torch.device("meta"):
