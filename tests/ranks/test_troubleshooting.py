@@ -263,6 +263,7 @@ def test_every_message_has_a_program() -> None:
     assert {*ROWS} == PROGRAMS.keys() | {*FROM_TORCH}
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_programs_get_the_messages() -> None:
     def check(text: str, program: Program) -> Callable[[], None]:
         def run() -> None:
