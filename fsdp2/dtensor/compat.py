@@ -176,29 +176,43 @@ def is_strided(tensor: DTensor) -> bool:
 
 # ---- graphs
 
-# Names of the nodes of `to_local`, which `full_tensor` uses as well, and of `DTensor.from_local`.
-TO_LOCAL, FROM_LOCAL = "_ToTorchTensorBackward", "_FromTorchTensorBackward"
+# Kinds of nodes of autograd graphs.
+TO_LOCAL, FROM_LOCAL, COLLECTIVE, NO_GRADIENT, OTHER = "to_local", "from_local", "collective", "no gradient", "other"
+# Names of nodes. `full_tensor` uses the first, too; at the last, of operations without a gradient, backward stops.
+_KINDS = {
+    "_ToTorchTensorBackward": TO_LOCAL,
+    "_FromTorchTensorBackward": FROM_LOCAL,
+    "torch::autograd::WarnNotImplemented": NO_GRADIENT,
+}
 # Parts of names of other nodes of torch's functional collectives than those that communicate.
 _NO_COLLECTIVES = ("wait_tensor", "wrap_tensor")
 _CPP_COLLECTIVES = ("AllGather", "AllReduce", "AllToAll", "ReduceScatter")
+_kinds_of_classes: dict[type, str] = {}
 
 
-def is_collective(node: Any) -> bool:
-    """Returns True for the node of a collective of torch that has a gradient: a functional collective, which torch
-    2.11 has in C++, or one of torch.distributed.nn.
+def kind_of(node: Any) -> str:
+    """Returns what kind of operation `node` of an autograd graph stands for.
+
+    COLLECTIVE is one of torch's that has a gradient: a functional collective, which torch 2.11 has in C++, or one of
+    torch.distributed.nn.
     """
-    name: str = node.name()
+    cls = type(node)
+    kind = _kinds_of_classes.get(cls)
+    if kind is None:
+        name: str = node.name()
+        kind = _KINDS.get(name) or (COLLECTIVE if _is_collective(cls, name) else OTHER)
+        if cls.__name__ == name:  # else nodes of other kinds may have the class, too
+            _kinds_of_classes[cls] = kind
+    return kind
+
+
+def _is_collective(cls: Any, name: str) -> bool:
     if "c10d_functional" in name:
         return not any(each in name for each in _NO_COLLECTIVES)
     if "CppNode" in name:
         return any(each in name for each in _CPP_COLLECTIVES)
-    function = getattr(type(node), "_forward_cls", None)
+    function = getattr(cls, "_forward_cls", None)
     return function is not None and function.__module__ == "torch.distributed.nn.functional"
-
-
-def lacks_gradient(node: Any) -> bool:
-    """Returns True for the node of an operation without a gradient, at which torch warns in backward, and stops."""
-    return bool(node.name() == "torch::autograd::WarnNotImplemented")
 
 
 # ---- operations

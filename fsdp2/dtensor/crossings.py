@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..core.comm import Purpose
+from ..core.compat import local_of
 from ..core.user_code import hides_modes
 from ..ext.owners import Owned, sharded_owner
 from ..ext.rank_facts import all_reduce_over
@@ -66,13 +67,24 @@ def _crossing_in_to_local(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def _cross(tensor: DTensor, plain: Tensor, placements: Sequence[Any], grad_placements: Any) -> None:
-    """Corrects the gradients of `plain`, which has just been made of `tensor` as if it had `placements`."""
-    owner = owner_of(tensor)
-    if owner is None:
+    """Corrects the gradients of `plain`, which has just been made of `tensor` as if it had `placements`.
+
+    Raises:
+        NotImplementedError: different ranks share some of the parameters from which it is computed.
+    """
+    owners = _owners_of(tensor)
+    if not owners:
         return
+    owner = owners[0]
     _distribute_gradients_behind(plain.grad_fn)
     if grad_placements is not None:
         return
+    for each in owners[1:]:
+        if _data_axes(each) != _data_axes(owner):
+            raise NotImplementedError(
+                f"a plain tensor made of a DTensor that is computed from {owner.param.name} and {each.param.name}, "
+                "which different ranks share. Call full_tensor() on each of them first, on every rank."
+            )
     mesh = owner.group.mesh
     axes = [axis for axis in mesh.shard_axes + mesh.replicate_axes if mesh.mesh.size(axis) > 1]
     alike = sorted(axis for axis in axes if placements[axis].is_replicate())
@@ -86,29 +98,25 @@ def _cross(tensor: DTensor, plain: Tensor, placements: Sequence[Any], grad_place
 def owner_of(tensor: DTensor) -> Owned | None:
     """Returns the owner of the sharded parameter that `tensor` is, or of one of those that it is computed from.
 
-    It returns None for a tensor that depends on no sharded parameter, or on plain tensors with a graph, which
-    `DTensor.from_local` has brought in. (The gradients of unsharded parameters, which are DTensors under tensor
-    parallelism, are reduced anyway.)
-
-    Raises:
-        NotImplementedError: different ranks share some of these parameters.
+    It returns None for a tensor that depends on no sharded parameter, on some that different ranks share, or on plain
+    tensors with a graph, which `DTensor.from_local` has brought in. (The gradients of unsharded parameters, which are
+    DTensors under tensor parallelism, are reduced anyway.)
     """
+    owners = _owners_of(tensor)
+    return owners[0] if owners and all(_data_axes(each) == _data_axes(owners[0]) for each in owners[1:]) else None
+
+
+def _owners_of(tensor: DTensor) -> list[Owned]:
     if tensor.device_mesh not in meshes_in_use:
-        return None  # an activation, for example, whose graph may be large
+        return []  # an activation, for example, whose graph may be large
     if tensor.grad_fn is None:
-        return sharded_owner(tensor)
-    nodes = [*dtensor_nodes([tensor.grad_fn])]
-    if any(map(is_from_local, nodes)):
-        return None
-    found = [sharded_owner(node.variable) for node in nodes if is_dtensor_leaf(node)]
-    owners = [each for each in found if each is not None]
-    for each in owners[1:]:
-        if _data_axes(each) != _data_axes(owners[0]):
-            raise NotImplementedError(
-                f"a plain tensor made of a DTensor that is computed from {owners[0].param.name} and "
-                f"{each.param.name}, which different ranks share. Call full_tensor() on each of them first."
-            )
-    return owners[0] if owners else None
+        found = [sharded_owner(tensor)]
+    else:
+        nodes = [*dtensor_nodes([tensor.grad_fn])]
+        if any(map(is_from_local, nodes)):
+            return []
+        found = [sharded_owner(node.variable) for node in nodes if is_dtensor_leaf(node)]
+    return [each for each in found if each is not None]
 
 
 def _data_axes(owner: Owned) -> tuple[Any, set[int]]:
@@ -154,11 +162,13 @@ class _DistributedLike:
         owner = sharded_owner(self._leaf)
         if owner is not None and (owner.group.gradients.unsynchronized or owner.group.gradients.partial):
             owner.group.root.enter_backward()  # removes the placeholders of unsynchronized gradients from `.grad`
+        return tuple(each if each is None else self._distributed(as_sharded(each)) for each in gradients)
+
+    def _distributed(self, gradient: Any) -> Any:
         placements = self._leaf.placements
-        return tuple(
-            each if each is None else as_sharded(each).redistribute(placements=placements).contiguous()
-            for each in gradients
-        )
+        if gradient.placements == placements and gradient.is_contiguous() and local_of(gradient).is_contiguous():
+            return gradient
+        return gradient.redistribute(placements=placements).contiguous()
 
 
 class _Average:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .compat import FROM_LOCAL
+from .compat import FROM_LOCAL, kind_of
 
 
 def next_nodes(node: Any) -> Iterator[Any]:
@@ -44,7 +44,7 @@ def dtensor_nodes(roots: Iterable[Any]) -> Iterator[Any]:
 
 def is_from_local(node: Any) -> bool:
     """Returns True for the node of a DTensor that was made of a plain tensor."""
-    return bool(node.name() == FROM_LOCAL)
+    return kind_of(node) == FROM_LOCAL
 
 
 def is_dtensor_leaf(node: Any) -> bool:

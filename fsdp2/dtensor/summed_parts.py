@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .compat import TO_LOCAL, is_collective, lacks_gradient
+from .compat import COLLECTIVE, NO_GRADIENT, TO_LOCAL, kind_of
 from .graph import next_nodes
 
 # The key under which the metadata of a graph's node has the part of a weight that the node makes.
@@ -104,17 +104,18 @@ def _find_collectives(roots: Iterable[Any]) -> tuple[list[Any], set[Any]]:
         if node in seen:
             continue
         seen.add(node)
-        if is_collective(node) or lacks_gradient(node):
+        kind = kind_of(node)
+        if kind in (COLLECTIVE, NO_GRADIENT):
             collectives.append(node)
             continue
-        if _part_of(node) is not None:
+        if kind == TO_LOCAL and _part_of(node) is not None:
             direct.add(node)
         waiting.extend(next_nodes(node))
     return collectives, direct
 
 
 def _look_behind(collective: Any) -> _Behind:
-    behind, waiting, seen = _Behind(collective, lacks_gradient(collective)), [*next_nodes(collective)], set()
+    behind, waiting, seen = _Behind(collective, kind_of(collective) == NO_GRADIENT), [*next_nodes(collective)], set()
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -130,7 +131,7 @@ def _look_behind(collective: Any) -> _Behind:
 
 
 def _part_of(node: Any) -> _Part | None:
-    return node.metadata.get(_PART) if node.name() == TO_LOCAL else None
+    return node.metadata.get(_PART) if kind_of(node) == TO_LOCAL else None
 
 
 class _Divide:
