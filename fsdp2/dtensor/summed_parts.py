@@ -55,9 +55,9 @@ def average_summed_parts(outputs: Sequence[Any]) -> list[Any]:
     for each in found:
         if each.is_lost:
             raise RuntimeError(
-                f"{each.names()}: {each.node.name()} in the graph of the loss has no gradient: a collective of "
-                "torch.distributed was called with this rank's part, which to_local() had returned. Call "
-                "full_tensor() on the parameter instead, on every rank; or call the collective under torch.no_grad()."
+                f"{each.names()}: a node in the graph of the loss has no gradient. An operation without one, a "
+                "collective of torch.distributed for example, got this rank's part, which to_local() had returned. "
+                "Call full_tensor() on the parameter instead, on every rank; or call the operation in torch.no_grad()."
             )
     of_parts_only = [each for each in found if not each.has_others and len(each.divisors()) == 1]
     mixed = {node: part for each in found if each not in of_parts_only for node, part in each.parts.items()}
