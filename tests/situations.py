@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -262,6 +264,85 @@ def full_tensor_in_the_loss(side: Side) -> None:
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
     loss_of(model(side.batch(0)) @ weight).backward()
     side.grads("gradients", model)
+
+
+def whole_by_redistribute(weight: Tensor) -> Tensor:
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.redistribute(placements=[Replicate()] * weight.device_mesh.ndim).to_local()
+
+
+@ends(EXACT)
+def weight_redistributed_in_the_loss(side: Side) -> None:
+    """The same by `redistribute(placements=[Replicate()])` and `to_local()`"""
+    model = shard(side, Net())
+    for step in range(2):
+        weight = whole_by_redistribute(model.head.weight)
+        loss_of(model(side.batch(step)) @ weight).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def weight_gathered_in_the_loss(side: Side) -> None:
+    """The same by a functional all-gather of the shards"""
+    model = shard(side, Net())
+    weight = model.head.weight
+    if isinstance(weight, DTensor):
+        mesh, local = weight.device_mesh, weight.to_local()
+        rows = -(-len(weight) // mesh.size(mesh.ndim - 1))
+        padded = nn.functional.pad(local, (0, 0, 0, rows - len(local)))
+        weight = functional_collectives.all_gather_tensor_autograd(padded, 0, shard_group(weight))[: len(weight)]
+    loss_of(model(side.batch(0)) @ weight).backward()
+    side.grads("gradients", model)
+
+
+def shard_group(tensor: DTensor) -> Any:
+    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+
+
+@ends(EXACT)
+def penalty_summed_over_shards(side: Side) -> None:
+    """The norm of all weights, of squares of local tensors that a functional all-reduce sums"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    for step in range(2):
+        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        square = torch.stack([each.square().sum() for each in locals_]).sum()
+        if side.is_sharded:
+            square = functional_collectives.all_reduce(square, "sum", shard_group(model.head.weight))
+        (loss_of(model(side.batch(step))) + 0.1 * square.sqrt()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(EXACT)
+def parameters_found_by_address(side: Side) -> None:
+    """A client finds an optimizer's parameters by the address of what they hold"""
+
+    def address(param: Any) -> int:
+        return (param._local_tensor if type(param) is DTensor else param).data_ptr()
+
+    model = shard(side, Net())
+    names = {address(param): name for name, param in model.named_parameters() if name.endswith("weight")}
+    params = [param for param in sgd(model).param_groups[0]["params"] if address(param) in names]
+    for param in params:
+        with torch.no_grad():
+            param.mul_(1 + len(names[address(param)]))
+    side.weights("by the length of their names", model)
+
+
+@ends(EXACT)
+def collectives_counted(side: Side) -> None:
+    """`CommDebugMode` around `clip_grad_norm_`"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward()
+    with CommDebugMode() as counted:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    weight = model.head.weight
+    has_shards = isinstance(weight, DTensor) and weight.device_mesh.size(weight.device_mesh.ndim - 1) > 1
+    side.value("all are seen", counted.get_total_counts() == has_shards)
+    side.grads("clipped", model)
 
 
 @ends(EXACT, only_ours=True)
@@ -1810,6 +1891,18 @@ def gradient_penalty(side: Side) -> None:
     x = side.batch(0).requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     gradient.square().sum(1).mean().backward()
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "create_graph=True")
+def penalty_on_gradients_of_parameters(side: Side) -> None:
+    """A penalty on `.grad` after `backward(create_graph=True)`"""
+    model = shard(side, Net())
+    loss_of(model(side.batch(0))).backward(create_graph=True)
+    grads = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    penalty = sum((g.full_tensor() if isinstance(g, DTensor) else g).square().sum() for g in grads)
+    (loss_of(model(side.batch(1))) + penalty).backward()
     side.grads("gradients", model)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import compat, reduce
 from .buckets import Bucket, ReducePlan, find_buckets, wire_dtypes
-from .compat import backward_hooks_of, new_dtensor, post_accumulate_hooks_of
+from .compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
 from .layout import ParamSpec, bucket_layout
 from .mesh import Distribution
 from .parameter import FSDPParam
@@ -23,10 +23,58 @@ from .user_code import are_in_force, hidden, run_shown
 
 _KEY = "fsdp2"
 _NOTHING = nullcontext()
-_NO_GRAPH = (
-    "backward(create_graph=True): gradients of sharded parameters have no graph, so a loss made of them would not "
-    "train. Differentiate by what full_params yields instead, inside its block, with torch.autograd.grad."
-)
+
+
+class _WithoutGraph(torch.autograd.Function):
+    """Makes a gradient whose graph the reduction has cut off. Its node says so, to backward of a loss made of it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
+        ctx.parameter, ctx.alive = name, _Alive()
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_loss_of_gradient(ctx)
+
+
+class _Alive:
+    """Is counted in `without_graph` while the node that has it is alive."""
+
+    def __init__(self) -> None:
+        without_graph[id(self)] = weakref.ref(self, partial(_forget, id(self)))
+
+
+# Identity -> each _Alive of a node of `_WithoutGraph`.
+without_graph: dict[int, weakref.ref[_Alive]] = {}
+
+
+def _forget(key: int, _: object) -> None:
+    without_graph.pop(key, None)
+
+
+def refuse_loss_of_gradient(node: Any) -> None:
+    """Refuses to go on behind `node` of the graph of a loss, if it made the gradient of a sharded parameter.
+
+    Raises:
+        RuntimeError: it did.
+    """
+    if _made_gradient(node):
+        raise RuntimeError(
+            f"{node.parameter}: a loss is made of its .grad, which backward(create_graph=True) has computed; gradients "
+            "of sharded parameters have no graph, because they are reduced. Call the model and torch.autograd.grad("
+            "loss, list(full.values()), create_graph=True) inside `with fsdp2.full_params(model) as full:` instead, "
+            "with the same batch on every rank."
+        )
+
+
+def without_node(gradient: Any) -> Any:
+    """Returns a gradient without the node that refuses to be part of a loss, if it has that node. It is a view."""
+    return gradient.detach() if _made_gradient(gradient.grad_fn) else gradient
+
+
+def _made_gradient(node: Any) -> bool:
+    return getattr(node, "_forward_cls", None) is _WithoutGraph
 
 
 class GroupGradients:
@@ -46,6 +94,8 @@ class GroupGradients:
         self.unsynchronized: dict[int, Tensor] = {}
         self.partial: dict[int, Tensor] = {}
         self.taken: set[int] = set()
+        # Indices of those that had a graph (create_graph=True), of which `.grad` must tell.
+        self._had_graph: set[int] = set()
         # Sums of several gradients may be among those of the pass that runs, on whichever rank: they have other dtypes.
         self._may_be_sums = False
         # The last backward pass has left gradients to a later one, on whichever rank.
@@ -215,9 +265,11 @@ class GroupGradients:
             bucket.missing, bucket.completed = bucket.size, 0
         for i in self.taken:
             self.forget(i)
+        self._had_graph &= {*self.unsynchronized, *self.partial}
 
     def forget(self, i: int) -> None:
         """Drops the unsynchronized gradient of parameter i."""
+        self._had_graph.discard(i)
         self.unsynchronized.pop(i, None)
         self.partial.pop(i, None)
 
@@ -242,7 +294,7 @@ class GroupGradients:
                 if i in frozen:
                     continue  # since the forward
                 if may_have_graph and gradient.requires_grad:
-                    warnings.warn(_NO_GRAPH, stacklevel=2)
+                    self._had_graph.add(i)
                     gradient = gradient.detach()
                 if gradient.layout is not torch.strided:
                     raise NotImplementedError(f"{param.name}: sparse gradients are not supported. Use sparse=False.")
@@ -344,6 +396,18 @@ class GroupGradients:
                 sharded.grad = gradient
             else:
                 param.add_to_gradient(accumulated, gradient)
+            if i in self._had_graph:
+                self._mark_without_graph(i)
             if is_hooked:
                 for hook in tuple((sharded._post_accumulate_grad_hooks or {}).values()):
                     hook(sharded)
+
+    def _mark_without_graph(self, i: int) -> None:
+        """Replaces `.grad` by a gradient over the same memory that raises if a loss is made of it."""
+        self._had_graph.discard(i)
+        param = self._params[i]
+        gradient: Any = param.sharded.grad
+        make = partial(new_dtensor, param.tensor_class, local_of(gradient), param.dtensor_spec)
+        with torch.enable_grad():
+            anchor = torch.empty(0, requires_grad=True)
+            param.sharded.grad = _WithoutGraph.apply(anchor, param.name, make)

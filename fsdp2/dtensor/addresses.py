@@ -1,7 +1,8 @@
-"""Refuses to return the address of a DTensor's memory to safetensors, NumPy and other libraries.
+"""Refuses to return the address of a DTensor's memory to safetensors, NumPy and other libraries that read it.
 
 They read the address of a tensor's storage, and the bytes there. A DTensor has no memory of its own: torch says that
-its storage is invalid, and returns the address 0 by `__dlpack__`, at which readers crash.
+its storage is invalid, and returns the address 0 by `__dlpack__`, at which readers crash. Libraries that only compare
+addresses, to find a parameter again (accelerate), get that of this rank's shard by `data_ptr()` of the tensor.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .sharded_dtensor import replace_attribute
 
 # Methods that give memory to other libraries.
 _METHODS = ("tolist", "numpy", "__dlpack__", "__dlpack_device__")
+# Modules, and what is inside them, that go on to read, write or save as many elements as the full tensor has.
+_READERS = ("bitsandbytes", "safetensors", "transformers.modeling_utils", "triton")
 
 
 def refuse_addresses() -> None:
@@ -31,8 +34,8 @@ def refuse_addresses() -> None:
     however the calling library was imported. The rest of a storage does not change.
 
     - `data_ptr()` of its storage, typed or not, which safetensors and `save_pretrained` of transformers and peft call;
-    - `data_ptr()` of the tensor, unless torch calls it: copying, pickling and recurrent layers learn from the address 0
-      that the tensor has no memory;
+    - `data_ptr()` of the tensor, for libraries that are known to read there; others get the address of the shard, and
+      torch itself 0: copying, pickling and recurrent layers learn from it that the tensor has no memory;
     - `tolist()`, `numpy()`, and `__dlpack__`, whose readers would crash.
     """
     replace_attribute("untyped_storage", lambda _: _untyped_storage)
@@ -69,14 +72,17 @@ def _untyped_storage(self: DTensor) -> torch.UntypedStorage:
 
 
 def _data_ptr(self: DTensor) -> int:
-    """Returns 0 to callers in torch.
+    """Returns the address of this rank's shard, and 0 to callers in torch. It is 0 for an empty shard.
 
     Raises:
-        RuntimeError: the caller is outside of torch.
+        RuntimeError: the caller would read more than the shard.
     """
-    if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    if caller.partition(".")[0] == "torch":
         return Tensor.data_ptr(self)
-    raise _error("data_ptr()", describe([self]))
+    if any(caller == each or caller.startswith(f"{each}.") for each in _READERS):
+        raise _error("data_ptr()", describe([self]))
+    return local_of(self).data_ptr()
 
 
 def _refusing(name: str, _: Any) -> Callable[..., Any]:

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..core.gradients import refuse_loss_of_gradient, without_graph
 from ..ext.compat import find_accumulators_of
 from ..ext.owners import Owned, all_groups, sharded_owner, some_of
 from ..ext.unsharded_versions import UnshardedVersions
+from .crossings import owner_of
 from .differing_numbers import refuse_differing_numbers
-from .full_tensor import owner_of
-from .graph import leaf_nodes
+from .graph import all_nodes, leaf_nodes
+from .summed_parts import average_summed_parts, parts
 from .switches import is_on, off, switched
 
 _FREED_GRAPH = (
@@ -63,14 +65,19 @@ def _with_unsharded_inputs(backward: Callable[..., None]) -> Callable[..., None]
             bound = parameters.bind(*args, **kwargs)
             bound.arguments["inputs"] = _add_unsharded(_listed(bound.arguments["inputs"]))
             args, kwargs = bound.args, bound.kwargs
+            _refuse_losses_of_gradients(bound.arguments["tensors"])
         outputs = args[0] if args else kwargs.get("tensors", ())
         if type(outputs) is not Tensor:
             _refuse_differing_numbers(outputs)
+        hooks = average_summed_parts(_listed(outputs)) if parts and not torch.compiler.is_compiling() else ()
         try:
             return backward(*args, **kwargs)
         except BaseException as error:
             _clean_up(error, outputs)
             raise
+        finally:
+            for each in hooks:
+                each.remove()
 
     return backward_of_sharded
 
@@ -79,12 +86,17 @@ def _without_sharded_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
     def grad_of_sharded(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return grad(outputs, inputs, *args, **kwargs)
+        _refuse_losses_of_gradients(outputs)
         _refuse_sharded(_listed(outputs), _listed(inputs))
+        hooks = average_summed_parts(_listed(outputs)) if parts else ()
         try:
             return grad(outputs, inputs, *args, **kwargs)
         except BaseException as error:
             _clean_up(error, outputs)
             raise
+        finally:
+            for each in hooks:
+                each.remove()
 
     return grad_of_sharded
 
@@ -99,6 +111,15 @@ def _refuse_differing_numbers(outputs: Any) -> None:
             owner = owner_of(output)
             if owner is not None:
                 refuse_differing_numbers(output, owner)
+
+
+def _refuse_losses_of_gradients(outputs: Any) -> None:
+    """Refuses losses of `.grad` that has no graph, behind which no input would be found. Backward without inputs comes
+    to the node itself.
+    """
+    if without_graph:
+        for node in all_nodes([each.grad_fn for each in _listed(outputs) if isinstance(each, Tensor)]):
+            refuse_loss_of_gradient(node)
 
 
 def _clean_up(error: BaseException, outputs: Any) -> None:

@@ -5,10 +5,10 @@ Names that the core uses as well are in core/compat.py.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,8 +33,25 @@ FINDS_GLOBAL_INDICES = torch.__version__ >= "2.13"
 # True if a number is divided by each rank's unreduced value of a sum.
 DIVIDES_BY_UNREDUCED = torch.__version__ < "2.13"
 
+
+class _Meshes:
+    """Holds meshes weakly, each by its identity: in a WeakSet one that is equal to another would go with it."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref[DeviceMesh]] = {}
+
+    def add(self, mesh: DeviceMesh) -> None:
+        """Adds `mesh`."""
+        key = id(mesh)
+        self._alive[key] = weakref.ref(mesh, lambda _: self._alive.pop(key, None))
+
+    def __contains__(self, mesh: object) -> bool:
+        """Returns True if `mesh`, or one that is equal to it, has been added and is alive."""
+        return id(mesh) in self._alive or any(each() == mesh for each in [*self._alive.values()])
+
+
 # Meshes that sharded parameters are on. In torch 2.11 and 2.12 the operations to fix are recognised by their mesh.
-meshes_in_use: WeakSet[DeviceMesh] = WeakSet()
+meshes_in_use = _Meshes()
 
 # The spec of a DTensor: its mesh, placements, shape, strides and dtype.
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
@@ -155,6 +172,47 @@ def is_sharded_nowhere(tensor: DTensor) -> bool:
 def is_strided(tensor: DTensor) -> bool:
     """Returns True if two mesh axes cut the same dim, the left one last: see core.compat.strided_shard."""
     return any(isinstance(each, _StridedShard) for each in tensor.placements)
+
+
+# ---- graphs
+
+# Kinds of nodes of autograd graphs.
+TO_LOCAL, FROM_LOCAL, COLLECTIVE, NO_GRADIENT, OTHER = "to_local", "from_local", "collective", "no gradient", "other"
+# Names of nodes. `full_tensor` uses the first, too; at the last, of operations without a gradient, backward stops.
+_KINDS = {
+    "_ToTorchTensorBackward": TO_LOCAL,
+    "_FromTorchTensorBackward": FROM_LOCAL,
+    "torch::autograd::WarnNotImplemented": NO_GRADIENT,
+}
+# Parts of names of other nodes of torch's functional collectives than those that communicate.
+_NO_COLLECTIVES = ("wait_tensor", "wrap_tensor")
+_CPP_COLLECTIVES = ("AllGather", "AllReduce", "AllToAll", "ReduceScatter")
+_kinds_of_classes: dict[type, str] = {}
+
+
+def kind_of(node: Any) -> str:
+    """Returns what kind of operation `node` of an autograd graph stands for.
+
+    COLLECTIVE is one of torch's that has a gradient: a functional collective, which torch 2.11 has in C++, or one of
+    torch.distributed.nn.
+    """
+    cls = type(node)
+    kind = _kinds_of_classes.get(cls)
+    if kind is None:
+        name: str = node.name()
+        kind = _KINDS.get(name) or (COLLECTIVE if _is_collective(cls, name) else OTHER)
+        if cls.__name__ == name:  # else nodes of other kinds may have the class, too
+            _kinds_of_classes[cls] = kind
+    return kind
+
+
+def _is_collective(cls: Any, name: str) -> bool:
+    if "c10d_functional" in name:
+        return not any(each in name for each in _NO_COLLECTIVES)
+    if "CppNode" in name:
+        return any(each in name for each in _CPP_COLLECTIVES)
+    function = getattr(cls, "_forward_cls", None)
+    return function is not None and function.__module__ == "torch.distributed.nn.functional"
 
 
 # ---- operations

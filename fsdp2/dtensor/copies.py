@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core.compat import local_of
+from ..core.gradients import without_node
 from .sharded_dtensor import replace_attribute
 
 
@@ -24,16 +25,18 @@ def copy_gradients() -> None:
 
 def _deepcopying(original: Callable[..., Any]) -> Callable[..., Any]:
     def deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
-        if id(self) in memo or not _shares_storage(self):
-            return original(self, memo)
-        return memo.setdefault(id(self), self.clone())
+        if id(self) in memo:
+            return memo[id(self)]
+        found = without_node(self)
+        return memo.setdefault(id(self), found.clone()) if _shares_storage(found) else original(found, memo)
 
     return deepcopy
 
 
 def _reducing(original: Callable[..., Any]) -> Callable[..., Any]:
     def reduce(self: DTensor, protocol: Any) -> Any:
-        return original(self.clone() if _shares_storage(self) else self, protocol)
+        found = without_node(self)
+        return original(found.clone() if _shares_storage(found) else found, protocol)
 
     return reduce
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..ext.compat import saved_by
 from ..ext.owners import Owned
 from ..ext.rank_facts import all_reduce_over
-from .graph import all_nodes
+from .graph import dtensor_nodes
 
 
 def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
@@ -25,7 +25,7 @@ def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
     Raises:
         RuntimeError: a number on which the gradient depends differs between them, on all of them.
     """
-    saved = [each for node in all_nodes([tensor.grad_fn]) for each in saved_by(node)]
+    saved = [each for node in dtensor_nodes([tensor.grad_fn]) for each in saved_by(node)]
     numbers = [each for each in saved if type(each) is Tensor and each.numel() == 1]
     if numbers and differ(numbers, owner):
         raise RuntimeError(

@@ -21,8 +21,8 @@ from ..ext.callers import optimizer_that_calls
 from ..ext.nested import tensors_in
 from ..ext.owners import Owned, all_groups, has_left, sharded_in, sharded_owner
 from .compat import DISPATCHES_TO_SUBCLASSES, name_of
+from .crossings import owner_of
 from .foreach_operations import overloads
-from .full_tensor import owner_of
 from .sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "pow")

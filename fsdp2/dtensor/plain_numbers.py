@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .crossings import owner_of
 from .differing_numbers import differ
-from .full_tensor import owner_of
 from .sharded_dtensor import replace_attribute
 
 _OPERATORS = ("add", "sub", "mul", "truediv")

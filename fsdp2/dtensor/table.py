@@ -18,10 +18,11 @@ from .addresses import refuse_addresses
 from .autograd_inputs import accept_sharded_inputs
 from .compat import DIVIDES_BY_UNREDUCED
 from .copies import copy_gradients
+from .counted_collectives import count_collectives_of_shards
+from .crossings import average_in_plain_tensors
 from .data_attribute import count_local_writes, detach_in_inference, follow_data
 from .ddp_around import refuse_ddp_around
 from .foreach_operations import operate_on_lists, unscale_on_all_ranks
-from .full_tensor import average_in_full_tensor
 from .initialisers import initialise_like_plain_tensors
 from .mixed_norms import refuse_mixed_norms
 from .mixed_operands import explain_mixed_operands
@@ -64,10 +65,11 @@ class Fix:
 FIXES = (
     Fix(
         "full-tensor",
-        "assumes that ranks compute the same from `p.full_tensor()`: each rank keeps its shard of its own gradient",
+        "assumes that ranks compute the same from `full_tensor()`, or `to_local()` of a replicated tensor: each rank "
+        "keeps its shard of its own gradient; sums over ranks, in backward of collectives of shards, are not divided",
         "gradients are averaged over the ranks, like all others",
-        average_in_full_tensor,
-        situations=2,
+        average_in_plain_tensors,
+        situations=5,
     ),
     Fix(
         "plain-numbers",
@@ -115,7 +117,7 @@ FIXES = (
         "`backward(inputs=[p])` does nothing, nor do `torch.autograd.grad` and hooks on several gradients",
         "gradients are computed; `torch.autograd.grad`, whose gradients could not be reduced, raises",
         patch=accept_sharded_inputs,
-        situations=6,
+        situations=8,
     ),
     Fix(
         "views",
@@ -239,8 +241,8 @@ FIXES = (
     ),
     Fix(
         "addresses",
-        "`data_ptr()`, `numpy()`, `__dlpack__` return an address of 0, or fail without a hint",
-        "they raise, and say what to call",
+        "addresses of storages, `numpy()`, `__dlpack__` are 0, or fail without a hint; so is `data_ptr()`",
+        "they raise, and say what to call; `data_ptr()` is that of the shard, and raises where libraries would read it",
         refuse_addresses,
     ),
     Fix(
@@ -288,6 +290,12 @@ FIXES = (
         "pruning and parametrizations after fully_shard fail, or train something else",
         "they raise, and say what to do",
         patch=refuse_reparametrization_after,
+    ),
+    Fix(
+        "counted-collectives",
+        "`CommDebugMode` leaves out the collectives of operations on subclasses of DTensor",
+        "it counts those of operations on sharded parameters",
+        patch=count_collectives_of_shards,
     ),
     Fix(
         "mixed-norms",

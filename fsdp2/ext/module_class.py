@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from functools import partial, update_wrapper
 from types import GeneratorType, MethodType
@@ -22,6 +23,7 @@ def class_attributes(cls: Any) -> dict[str, Any]:
     return {
         "__call__": _call_of(cls),
         "forward": Forward(cls),
+        "_get_name": _name_of(cls),
         **parameter_methods(cls),
         **copying_methods(cls),
     }
@@ -40,6 +42,18 @@ def _call_of(cls: Any) -> Callable[..., Any]:
             raise
 
     return call
+
+
+def _name_of(cls: Any) -> Callable[[nn.Module], str]:
+    def _get_name(self: nn.Module) -> str:
+        """Returns the name of the class to torch, which prints it; and to others that of the plain class, by which they
+        look up what kind of model it is (Trainer of Transformers, for one: if a loss shifts the labels).
+        """
+        name: str = cls._get_name(self)
+        is_torch = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return name if is_torch or name != type(self).__name__ else str(cls.__name__)
+
+    return _get_name
 
 
 class Forward:

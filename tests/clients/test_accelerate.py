@@ -22,6 +22,7 @@ from client_training import (
     own_part,
     pretend_accelerator,
     second_half,
+    sgd,
     trained_plainly,
     using,
 )
@@ -37,7 +38,7 @@ def make_accelerator(
 ) -> Any:
     pretend_accelerator()
     wrapping = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["CausalBlock"]}
-    options = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, **wrapping, **plugin)
+    options = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, **{**wrapping, **plugin})
     dynamo = accelerate.utils.TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
     return accelerate.Accelerator(
         fsdp_plugin=options,
@@ -117,6 +118,39 @@ def resumes(implementation: str, expected: dict[str, Tensor], folder: Path, stat
         accelerator.load_state(str(folder / state_dict_type))
         resumed = train(accelerator, model, optimizer, batches(2, 4))
         resumed.assert_like(second_half(expected))
+
+
+def prepares_what_is_sharded(implementation: str, expected: dict[str, Tensor], how: str) -> None:
+    """The model is sharded by hand, or prepared twice, perhaps with an optimizer that has been prepared, too."""
+    with using(implementation):
+        # It looks for blocks by the names of their classes, which are others once they are sharded.
+        unwrapped = {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None}
+        accelerator = make_accelerator(**(unwrapped if how == "sharded by hand" else {}))
+        model, optimizer = fresh()
+        if how == "sharded by hand":
+            for block in model.blocks:
+                torch.distributed.fsdp.fully_shard(block)
+            torch.distributed.fsdp.fully_shard(model)
+            optimizer = sgd(model)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        if how == "by another accelerator":
+            accelerator, optimizer = make_accelerator(**unwrapped), sgd(model)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        assert_sharded(model, implementation, at_least=3)
+        params = {id(param) for param in model.parameters()}
+        assert {id(param) for group in optimizer.param_groups for param in group["params"]} == params
+        train(accelerator, model, optimizer, batches()).assert_like(expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_prepares_what_is_sharded_already(implementation: str) -> None:
+    """accelerate finds the optimizer's parameters by the addresses of the model's."""
+    expected = alone(trained_plainly)
+    ways = ("sharded by hand", "prepared twice", "by another accelerator")
+    run_checks(
+        2, [(how, partial(prepares_what_is_sharded, implementation, expected, how)) for how in ways], timeout=120
+    )
 
 
 CASES: dict[str, dict[str, Any]] = {

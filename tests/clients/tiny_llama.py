@@ -53,9 +53,10 @@ def train(
     own: Callable[[Tensor], Tensor] = lambda batch: batch,
     mean: Callable[[Tensor], Tensor] = Tensor.detach,
     clip: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Record:
     trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = SGD[0](trained, **SGD[1])
+    optimizer = optimizer or SGD[0](trained, **SGD[1])
     record = Record()
     for step in range(STEPS):
         tokens = own(batch(step))

@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,22 @@ from helpers import full, run_checks
 from scenarios import WIDTH, Net
 
 SAYS = r".* was asked of a DTensor.*full_tensor\(\).*get_model_state_dict\(model.*full_state_dict=True"
+READERS = ("safetensors.torch", "bitsandbytes.functional", "triton", "transformers.modeling_utils")
+
+
+def _address_for(module: str, tensor: Any) -> int:
+    """Asks for the address in code of another module."""
+    names = {"__name__": module, "tensor": tensor}
+    exec("address = tensor.data_ptr()", names)
+    return names["address"]
+
+
 # How libraries come to the memory of a tensor: safetensors by the first, and, if that raises, the second.
 WAYS: dict[str, Callable[[Any], Any]] = {
     "storage": lambda tensor: tensor.untyped_storage().data_ptr(),
     "typed storage": lambda tensor: tensor.storage().data_ptr(),
-    "tensor": lambda tensor: tensor.data_ptr(),  # and transformers by this one
+    # Kernels of triton and bitsandbytes, and what transformers saves.
+    **{f"tensor, of {reader}": partial(_address_for, reader) for reader in READERS},
     "list": lambda tensor: tensor.tolist(),
     "array": lambda tensor: tensor.numpy(),
     "exchange": torch.from_dlpack,
@@ -85,6 +97,24 @@ def asking_changes_nothing() -> None:
     assert all(value.untyped_storage().data_ptr() for value in states.values())
 
 
+def parameters_are_found_by_address() -> None:
+    """The kind: a library maps parameters by their addresses, asked of the parameter or of its local tensor."""
+    model = trained()
+    names = {p.data_ptr(): name for name, p in model.named_parameters() if p.to_local().numel()}
+    assert len(names) == sum(p.to_local().numel() > 0 for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    of_optimizer = [*optimizer.param_groups[0]["params"]]
+    for (name, p), other in zip(model.named_parameters(), of_optimizer, strict=True):
+        for same in (p, other, p.detach(), p.data, model.state_dict()[name]):
+            assert same.data_ptr() == p.to_local().data_ptr(), name
+            assert _address_for("transformers.trainer", same) == p.to_local().data_ptr(), name
+        assert p.grad.data_ptr() == p.grad.to_local().data_ptr()
+    before = [*names]
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+    optimizer.step()
+    assert [p.data_ptr() for p in model.parameters() if p.to_local().numel()] == before
+
+
 def checkpoints(folder: Path) -> None:
     model = trained()
     state = model.state_dict()
@@ -122,5 +152,10 @@ def rows_are_those_of_the_whole() -> None:
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")
 def test_addresses(tmp_path: Path) -> None:
-    checks = (each_way_names_the_parameter, asking_changes_nothing, rows_are_those_of_the_whole)
+    checks = (
+        each_way_names_the_parameter,
+        asking_changes_nothing,
+        parameters_are_found_by_address,
+        rows_are_those_of_the_whole,
+    )
     run_checks(3, [*((each.__name__, each) for each in checks), ("checkpoints", lambda: checkpoints(tmp_path))])

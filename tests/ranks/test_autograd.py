@@ -5,7 +5,9 @@ values. It runs twice: on a plain model and the whole batch, and on forked ranks
 shown values are compared. fp64 is used, so that a real difference is not rounding.
 """
 
-import warnings
+import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -18,10 +20,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import full_params, fully_shard
+from fsdp2.core.gradients import without_graph
 from fsdp2.core.state import groups_of
 from helpers import assert_same, run_ranks, world_sizes
 from scenarios import (
@@ -838,26 +841,87 @@ def test_gradients_by_parameters() -> None:
     check(scenario, wrap=WRAPS)
 
 
-def test_gradients_with_a_graph_lose_it_with_a_warning() -> None:
-    """Their values are right, and those of inputs keep their graph; a loss of `.grad` of parameters would be silent."""
+HAS_NO_GRAPH = (
+    r"^[\w.]+: a loss is made of its \.grad, which backward\(create_graph=True\).*full_params\(model\) as full"
+)
+USES_OF_GRADIENTS: dict[str, Callable[[Any], Tensor]] = {
+    "whole": lambda gradient: gradient.full_tensor().square().sum(),
+    "shards": lambda gradient: gradient.square().sum(),
+    "own rows": lambda gradient: gradient.to_local().square().sum(),
+    "norm": lambda gradient: gradient.norm() * 0.5,
+    "moved": lambda gradient: gradient.redistribute(placements=[Replicate()]).to_local().sum(),
+}
 
-    def scenario(run: Run, wrap: Wrap) -> None:
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter")  # the graph of an input's gradient
+def test_gradients_without_the_graph_that_was_asked_for() -> None:
+    """Their values are right, those of inputs keep their graph; and a loss of `.grad` of parameters raises."""
+    accumulations = {"one": [True], "two": [True, True], "the first": [True, False], "the last": [False, True]}
+
+    def scenario(run: Run, wrap: Wrap, parts: str, waits: bool) -> None:
         model = run.build(Net)
         wrap(run, model)
-        optimizer = sgd(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=waits)
         for step in range(2):
-            x = run.batch(seed=step).requires_grad_()
-            with warnings.catch_warnings(record=True) as seen:  # torch has one of its own, once in a process
-                warnings.simplefilter("always")
-                model(x).square().mean().backward(create_graph=True)
-            run.value("said", any("full_params" in str(each.message) for each in seen) or not run.sharded)
-            run.rows("slope", x.grad / run.world_size)
-            run.grads("first", model)
-            x.grad.square().sum().backward()
-            optimizer.zero_grad()
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+            for part, builds in enumerate(accumulations[parts]):
+                run.set_sync(model, not waits or part == len(accumulations[parts]) - 1)
+                x = run.batch(seed=3 * step + part).requires_grad_()
+                model(x).square().mean().backward(create_graph=builds)
+                run.rows("slope", x.grad.detach() / run.world_size)
+                if builds:
+                    x.grad.square().sum()
+            for p in model.parameters():
+                assert p.grad.requires_grad
+                assert p.grad.grad_fn is not None
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            run.value("norm", norm.full_tensor() if run.sharded else norm)
+            run.grads("clipped", model)
+            if run.sharded:
+                copied = copy.deepcopy(model.head.weight.grad)
+                assert torch.equal(copied.to_local(), model.head.weight.grad.to_local())
+                assert not copied.requires_grad
+                copy.deepcopy(model)
+                for use in USES_OF_GRADIENTS.values():
+                    with pytest.raises(RuntimeError, match=HAS_NO_GRAPH):
+                        use(model.head.weight.grad).backward()
+                    with pytest.raises(RuntimeError, match=HAS_NO_GRAPH):
+                        torch.autograd.grad(use(model.head.weight.grad), x, allow_unused=True)
+                both = loss_of(model(x.detach())) + model.head.weight.grad.full_tensor().sum()
+                with pytest.raises(RuntimeError, match=HAS_NO_GRAPH):
+                    both.backward(inputs=list(model.parameters()))
+            optimizer.step()
+            run.params(f"step {step}", model)
+            optimizer.zero_grad(set_to_none=not waits)
 
-    check(scenario, wrap=(whole, blocks))
+    check(scenario, wrap=(whole, blocks), parts=accumulations, waits=(False, True))
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_no_graph_is_kept_by_gradients() -> None:
+    """Those of plain parameters would keep all of it until they are cleared."""
+
+    def scenario(run: Run) -> None:
+        model = run.build(Net)
+        blocks(run, model)
+        x = run.batch(seed=0)
+        output = model(x)
+        alive = weakref.ref(output)
+        output.square().mean().backward(create_graph=True)
+        run.value("norm", torch.stack([whole_of(p.grad.detach().norm()) for p in model.parameters()]))
+        if run.sharded:
+            del output
+            gc.collect()
+            assert alive() is None
+            assert without_graph
+            model.zero_grad()
+            assert not without_graph
+
+    check(scenario)
 
 
 # ---- activation checkpointing ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import prune
 
@@ -220,7 +221,7 @@ def identity() -> bool:
 
 
 def address() -> bool:
-    return raises(weight().data_ptr, "Call full_tensor() first")
+    return raises(weight().untyped_storage().data_ptr, "Call full_tensor() first")
 
 
 def error_of_a_product() -> bool:
@@ -269,6 +270,13 @@ def pruned() -> bool:
     return raises(lambda: prune.l1_unstructured(linear(), "weight", 0.5), "Prune before")
 
 
+def counted_collective() -> bool:
+    p = weight()
+    with CommDebugMode() as counted:
+        torch.stack([p.norm(), (2 * p).norm()]).norm()
+    return counted.get_total_counts() == 1
+
+
 def norm_over_meshes() -> bool:
     model = linear()
     model(torch.ones(2, 4)).sum().backward()
@@ -311,6 +319,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     "fsdp1-methods": fsdp1_state,
     "parallelize-after": parallelized,
     "reparametrize-after": pruned,
+    "counted-collectives": counted_collective,
     "mixed-norms": norm_over_meshes,
 }
 ON_AN_EMPTY_RANK: dict[str, Callable[[Any], object]] = {

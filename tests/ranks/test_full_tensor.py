@@ -1,16 +1,24 @@
-"""Tests that losses with `weight.full_tensor()` train like those of the whole batch, for any placement."""
+"""Tests that losses of plain tensors made of sharded weights train like those of the whole batch, for any placement:
+`full_tensor()`, `redistribute`, `to_local()`, collectives of shards.
+"""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as with_gradients
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard, replicate
-from fsdp2.dtensor import full_tensor
+from fsdp2.dtensor import crossings, graph, summed_parts
 from helpers import run_ranks, world_sizes
 from scenarios import Net, Run, check, loss_of, sgd
 
@@ -45,7 +53,78 @@ def of_a_norm(model: Net, x: Tensor) -> Tensor:
     return x * whole(model.head.weight.square().sum())
 
 
+def redistributed(tensor: Any, **options: Any) -> Tensor:
+    """Returns the whole weight by another name than `full_tensor`."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local(**options)
+
+
+def gathered(tensor: Any, gather: Callable[..., Tensor] | None = None) -> Tensor:
+    """Returns the whole weight, of shards of uneven sizes that a collective with a gradient has gathered."""
+    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[-1], Shard):
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    mesh, dim = tensor.device_mesh, tensor.placements[-1].dim
+    local = tensor.to_local().movedim(dim, 0)
+    rows = -(-tensor.shape[dim] // mesh.size(-1))
+    padded = F.pad(local, (0, 0) * (local.dim() - 1) + (0, rows - local.shape[0])).contiguous()
+    whole_of_all = (gather or all_gather)(padded, mesh.get_group(mesh.ndim - 1))
+    return whole_of_all[: tensor.shape[dim]].movedim(0, dim)
+
+
+def all_gather(own: Tensor, group: Any) -> Tensor:
+    name = "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor_autograd"
+    return getattr(functional, name)(own, 0, group)
+
+
+def all_gather_of_nn(own: Tensor, group: Any) -> Tensor:
+    return torch.cat([*with_gradients.all_gather(own, group)])
+
+
+def of_a_redistributed_weight(model: Net, x: Tensor) -> Tensor:
+    return x @ redistributed(model.head.weight)
+
+
+def of_a_redistributed_product(model: Net, x: Tensor) -> Tensor:
+    return x @ redistributed(2 * model.head.weight @ model.blocks[0].down.weight @ model.blocks[0].up.weight)
+
+
+def of_a_gathered_weight(model: Net, x: Tensor) -> Tensor:
+    return x @ gathered(model.head.weight)
+
+
+def of_a_weight_in_all_ways(model: Net, x: Tensor) -> Tensor:
+    weight = model.head.weight
+    return x @ whole(weight) @ redistributed(weight) @ gathered(weight)
+
+
+def of_a_checkpointed_use(model: Net, x: Tensor) -> Tensor:
+    """The crossing is inside what runs again."""
+
+    def used(x: Tensor) -> Tensor:
+        return torch.tanh(x @ redistributed(model.head.weight)) @ gathered(model.blocks[0].down.weight)
+
+    return checkpoint(used, x.detach().requires_grad_(), use_reentrant=False) @ whole(model.blocks[0].up.weight)
+
+
+def of_a_weight_with_explicit_gradients(model: Net, x: Tensor) -> Tensor:
+    """The program says what gradients are: nothing is averaged twice."""
+    weight = model.head.weight
+    if not isinstance(weight, DTensor):
+        return x @ weight @ weight
+    averaged = [Partial("avg")] * weight.device_mesh.ndim
+    return x @ redistributed(weight, grad_placements=averaged) @ weight.full_tensor(grad_placements=averaged)
+
+
 USES = (of_a_weight, of_the_product, of_several_groups, twice, of_a_norm)
+OTHER_NAMES = (
+    of_a_redistributed_weight,
+    of_a_redistributed_product,
+    of_a_gathered_weight,
+    of_a_weight_in_all_ways,
+    of_a_checkpointed_use,
+    of_a_weight_with_explicit_gradients,
+)
 
 
 @pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
@@ -60,12 +139,12 @@ def test_it_trains(world_size: int) -> None:
             run.step(f"before {step}", model, optimizer, loss_of(model(use(model, x))))
             run.step(f"alone {step}", model, optimizer, loss_of(use(model, x)))
 
-    check(scenario, world_size, use=USES)
+    check(scenario, world_size, use=(*USES, *OTHER_NAMES))
 
 
 @pytest.mark.parametrize("how", ["replicas of shards", "replicated", "columns"])
 def test_wherever_the_weight_lies(how: str) -> None:
-    def scenario(run: Run) -> None:
+    def scenario(run: Run, use: Callable[[Net, Tensor], Tensor]) -> None:
         model = run.build(Net)
         if run.sharded:
             pairs = init_device_mesh("cpu", (2, 2)) if how == "replicas of shards" else None
@@ -74,11 +153,11 @@ def test_wherever_the_weight_lies(how: str) -> None:
                 replicate(module) if how == "replicated" else fully_shard(module, mesh=pairs, **options)
         for step in range(2):
             x = run.batch(seed=step, rows=8)
-            loss_of(of_a_weight(model, model(x))).backward()
+            loss_of(use(model, model(x))).backward()
         for name, param in model.named_parameters():
             run.value(name, whole(param.grad))
 
-    check(scenario, 4 if how == "replicas of shards" else 2)
+    check(scenario, 4 if how == "replicas of shards" else 2, use=(of_a_weight, *OTHER_NAMES))
 
 
 def test_divisor() -> None:
@@ -98,15 +177,15 @@ def test_divisor() -> None:
 def test_accumulation() -> None:
     """Its gradients do not wait: they are in `.grad` at once, to which those that waited come."""
 
-    def scenario(run: Run) -> None:
+    def scenario(run: Run, use: Callable[[Net, Tensor], Tensor]) -> None:
         model = run.build(Net)
         shard(run, model)
         for part in range(3):
             run.set_sync(model, part == 2)
-            loss_of(of_a_weight(model, model(run.batch(seed=part)))).backward()
+            loss_of(use(model, model(run.batch(seed=part)))).backward()
         run.grads("all", model)
 
-    check(scenario)
+    check(scenario, use=(of_a_weight, *OTHER_NAMES))
 
 
 def test_a_graph_of_its_gradient_is_refused() -> None:
@@ -114,7 +193,9 @@ def test_a_graph_of_its_gradient_is_refused() -> None:
         model = nn.Linear(4, 4)
         fully_shard(model)
         loss = model.weight.full_tensor().square().sum()
-        with pytest.raises(RuntimeError, match=r"weight: the gradient of its full_tensor\(\) has no graph"):
+        with pytest.raises(
+            RuntimeError, match=r"weight: the gradient of a plain tensor that full_tensor\(\).*no graph"
+        ):
             torch.autograd.grad(loss, model.weight, create_graph=True)
 
     run_ranks(2, body)
@@ -147,10 +228,10 @@ def test_calls_on_one_graph_leave_one_hook() -> None:
         model = nn.Linear(4, 4)
         fully_shard(model)
         scaled = 2 * model.weight
-        (accumulate,) = full_tensor.leaf_nodes([scaled.grad_fn])
+        (accumulate,) = graph.leaf_nodes([scaled.grad_fn])
         hooks = []
-        register = full_tensor._DistributedLike.__init__
-        full_tensor._DistributedLike.__init__ = lambda self, leaf: (hooks.append(leaf), register(self, leaf))[1]
+        register = crossings._DistributedLike.__init__
+        crossings._DistributedLike.__init__ = lambda self, leaf: (hooks.append(leaf), register(self, leaf))[1]
         for _ in range(3):
             scaled.full_tensor().sum().backward(retain_graph=True)
             (3 * model.weight).full_tensor().sum().backward()
@@ -175,3 +256,138 @@ def test_gradients_that_were_computed_on_shards() -> None:
 
     check(scenario)
     check(scenario, 3)
+
+
+# ---- own parts of weights --------------------------------------------------------------------------------------------
+
+
+def own_part(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sum_over_shards(number: Tensor, like: Any, reduce: Callable[..., Tensor]) -> Tensor:
+    return (
+        reduce(number, like.device_mesh.get_group(like.device_mesh.ndim - 1)) if isinstance(like, DTensor) else number
+    )
+
+
+def by_function(number: Tensor, group: Any) -> Tensor:
+    return functional.all_reduce(number, "sum", group)
+
+
+def by_nn(number: Tensor, group: Any) -> Tensor:
+    return with_gradients.all_reduce(number, group=group)
+
+
+def of_own_rows(model: Net) -> Tensor:
+    """Each rank adds the penalty of its rows; the sum over the ranks is trained."""
+    return sum((own_part(p).square().sum() for p in model.parameters()), torch.zeros(()))
+
+
+def of_all_rows(model: Net) -> Tensor:
+    """No sum of parts: its gradient is right only if the number is."""
+    parts = sum((own_part(p).square().sum() for p in model.parameters()), torch.zeros(()))
+    return sum_over_shards(parts, model.head.weight, by_function).sqrt()
+
+
+def of_all_rows_by_nn(model: Net) -> Tensor:
+    return sum_over_shards(own_part(model.head.weight.square().sum()), model.head.weight, by_nn).sqrt()
+
+
+def of_one_part_twice(model: Net) -> Tensor:
+    """One part is summed, and used as it is."""
+    part = own_part(model.head.weight)
+    return part.square().sum() + sum_over_shards(part.abs().sum(), model.head.weight, by_function).square()
+
+
+def of_sums_of_sums(model: Net) -> Tensor:
+    """A collective behind another: the sum is divided once."""
+    weight = model.head.weight
+    total = sum_over_shards(own_part(weight).square().sum(), weight, by_function)
+    return sum_over_shards((own_part(weight) * total).sum(), weight, by_function)
+
+
+PENALTIES = (of_own_rows, of_all_rows, of_all_rows_by_nn, of_one_part_twice, of_sums_of_sums)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+@pytest.mark.parametrize(("world_size", "mesh"), [(2, None), (3, None), (4, (2, 2))])
+def test_penalties_of_own_parts(world_size: int, mesh: tuple[int, int] | None) -> None:
+    def scenario(run: Run, penalty: Callable[[Net], Tensor], waits: bool) -> None:
+        model = run.build(Net)
+        shard(run, model, **({"mesh": init_device_mesh("cpu", mesh)} if mesh and run.sharded else {}))
+        optimizer = sgd(model)
+        for step in range(2):
+            for part in range(2):
+                run.set_sync(model, part == 1 or not waits)
+                (loss_of(model(run.batch(seed=2 * step + part, rows=12))) + 0.1 * penalty(model)).backward()
+            run.step(f"after {step}", model, optimizer)
+        assert not summed_parts.parts, "no graph is alive"
+
+    check(scenario, world_size, penalty=PENALTIES, waits=(False, True))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+def test_shards_gathered_by_other_names() -> None:
+    def scenario(run: Run, gather: Callable[..., Tensor]) -> None:
+        model = run.build(Net)
+        shard(run, model)
+        x = run.batch(seed=0)
+        loss_of(model(x) @ gathered(model.head.weight, gather) @ redistributed(model.stem.weight)).backward()
+        run.grads("of both", model)
+
+    check(scenario, 3, gather=(all_gather, all_gather_of_nn))
+
+
+def copied_without_gradient(tensor: Tensor) -> Tensor:
+    """Stands for collectives of torch.distributed: gloo's own fail at random if their output requires a gradient."""
+    with contextlib.suppress(RuntimeError):  # it has been defined before
+        torch.library.define("fsdp2_tests::copied", "(Tensor tensor) -> Tensor")
+        torch.library.impl("fsdp2_tests::copied", "CPU", lambda tensor: tensor.detach().clone())
+    copied: Tensor = torch.ops.fsdp2_tests.copied(tensor)
+    return copied
+
+
+def test_what_has_no_right_gradient_is_refused() -> None:
+    """On all ranks, before anything is communicated in backward."""
+
+    def body(rank: int, size: int) -> None:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(4, 4, bias=False))
+        x = torch.randn(2, 4)
+        local = model.weight.to_local()
+        both = functional.all_reduce(model(x).sum() + local.sum(), "sum", dist.group.WORLD)
+        with pytest.raises(
+            RuntimeError, match=r"^weight: the same to_local\(\) is used by itself and.*once for each use"
+        ):
+            (both + local.square().sum()).backward()
+        again = model.weight.to_local().square().sum()  # as the error says
+        (
+            functional.all_reduce(model(x).sum() + model.weight.to_local().sum(), "sum", dist.group.WORLD) + again
+        ).backward()
+        expected = 2 * model.weight.to_local() + 1 + size * x.sum(0)
+        torch.testing.assert_close(model.weight.grad.to_local(), expected)
+        filled = copied_without_gradient(model.weight.to_local())
+        with pytest.raises(RuntimeError, match=r"^weight: .*has no gradient.*full_tensor\(\)"):
+            filled.square().sum().backward()
+        with torch.no_grad():  # as the error says
+            copied = copied_without_gradient(model.weight.to_local())
+        (model.weight.full_tensor().sum() + copied.sum()).backward()
+
+    run_ranks(2, body)
+
+
+def test_own_gradients_stay_where_the_program_says_what_they_are() -> None:
+    """With `grad_placements`, collectives of parts are as torch computes them; under no_grad nothing is noted."""
+
+    def body(rank: int, size: int) -> None:
+        model = fully_shard(nn.Linear(4, 4, bias=False))
+        part = model.weight.to_local(grad_placements=model.weight.placements)
+        functional.all_reduce(part.sum(), "sum", dist.group.WORLD).backward()
+        torch.testing.assert_close(model.weight.grad.to_local(), torch.full((2, 4), 2.0))
+        with torch.no_grad():
+            model.weight.to_local().mul_(2)
+        model.weight.detach().to_local()
+        assert not summed_parts.parts
+
+    run_ranks(2, body)

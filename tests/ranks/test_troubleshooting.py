@@ -165,7 +165,14 @@ def plain_number() -> None:
 
 @says("data_ptr() was asked of a DTensor")
 def address() -> None:
-    shard(build()).head.weight.data_ptr()
+    shard(build()).head.weight.untyped_storage().data_ptr()
+
+
+@says("a loss is made of its .grad")
+def penalty_on_gradients() -> None:
+    model = shard(build())
+    model(torch.ones(2, 5)).sum().backward(create_graph=True)
+    model.head.weight.grad.full_tensor().square().sum().backward()
 
 
 @says("to_empty gave it memory")
@@ -327,6 +334,7 @@ def test_every_message_has_a_program() -> None:
     assert {*ROWS} == PROGRAMS.keys() | {*FROM_TORCH}
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_programs_get_the_messages() -> None:
     def check(text: str, program: Program) -> Callable[[], None]:
         def run() -> None:

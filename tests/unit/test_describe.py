@@ -146,6 +146,20 @@ def test_print_shows_groups() -> None:
     assert "fsdp2: group of 2 parameters with 1 more modules, shard 1/4, 2 replicas)" in repr(pair[1])
 
 
+def test_a_module_is_named_like_its_plain_class() -> None:
+    """By which libraries look up what kind of model it is; torch prints the name of its class."""
+
+    class Named(nn.Linear):
+        def _get_name(self) -> str:
+            return "of its own"
+
+    linear, named = fully_shard(nn.Linear(8, 4)), fully_shard(Named(8, 4))
+    assert linear._get_name() == copy.deepcopy(linear)._get_name() == "Linear"
+    assert named._get_name() == "of its own"
+    assert repr(named).startswith("of its own(")
+    assert "FSDPLinear" in repr(nn.Sequential(linear))
+
+
 def test_modules_with_a_text_of_their_own_keep_it() -> None:
     class Own(nn.Linear):
         def __repr__(self) -> str:

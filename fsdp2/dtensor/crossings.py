@@ -1,0 +1,198 @@
+"""Averages gradients over the ranks where a plain tensor is made of sharded parameters: `w.full_tensor()`,
+`w.redistribute(placements=[Replicate()]).to_local()`, `to_local()` of a replicated parameter.
+
+Each rank computes a loss of its own from the plain tensor; the gradient of a parameter is that of the mean of the
+losses. Torch assumes that all ranks compute the same: each rank then keeps its shard of its own gradient. In code that
+torch.compile has traced, torch still does so.
+
+A mesh axis on which the DTensor is sharded, or Partial, gives each rank its own part, of which it computes an addend:
+its gradient is what that rank computes, as in torch. So `sum(p.to_local().square().sum())`, added to each rank's loss,
+is the penalty of the whole model. Parts that ranks exchange by collectives with a gradient are in `summed_parts.py`.
+`grad_placements=` says what gradients are: with them nothing is averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..core.comm import Purpose
+from ..core.compat import local_of
+from ..core.user_code import hides_modes
+from ..ext.owners import Owned, sharded_owner
+from ..ext.rank_facts import all_reduce_over
+from .compat import meshes_in_use
+from .differing_numbers import refuse_differing_numbers
+from .graph import dtensor_nodes, is_dtensor_leaf, is_from_local
+from .sharded_dtensor import as_sharded, replace_attribute
+from .summed_parts import note_part
+
+# The key under which the metadata of a graph's node says that the node has a hook of this file.
+_HAS_HOOK = "fsdp2_distributes_gradients"
+
+
+def average_in_plain_tensors() -> None:
+    """Makes `full_tensor` and `to_local` of a ShardedDTensor average gradients over the ranks that have the same. The
+    DTensor may be a sharded parameter, or computed from sharded parameters.
+    """
+    replace_attribute("full_tensor", _crossing_in_full_tensor)
+    replace_attribute("to_local", _crossing_in_to_local)
+
+
+def _crossing_in_full_tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def full_tensor(self: DTensor, **options: Any) -> Tensor:
+        full = original(self, **options)
+        if full.requires_grad and not torch.compiler.is_compiling():
+            _cross(self, full, (Replicate(),) * self.device_mesh.ndim, options.get("grad_placements"))
+        return full
+
+    return full_tensor
+
+
+def _crossing_in_to_local(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def to_local(self: DTensor, **options: Any) -> Tensor:
+        local = original(self, **options)
+        if local.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _cross(self, local, self.placements, options.get("grad_placements"))
+        return local
+
+    return to_local
+
+
+def _cross(tensor: DTensor, plain: Tensor, placements: Sequence[Any], grad_placements: Any) -> None:
+    """Corrects the gradients of `plain`, which has just been made of `tensor` as if it had `placements`.
+
+    Raises:
+        NotImplementedError: different ranks share some of the parameters from which it is computed.
+    """
+    owners = _owners_of(tensor)
+    if not owners:
+        return
+    owner = owners[0]
+    _distribute_gradients_behind(plain.grad_fn)
+    if grad_placements is not None:
+        return
+    for each in owners[1:]:
+        if _data_axes(each) != _data_axes(owner):
+            raise NotImplementedError(
+                f"a plain tensor made of a DTensor that is computed from {owner.param.name} and {each.param.name}, "
+                "which different ranks share. Call full_tensor() on each of them first, on every rank."
+            )
+    mesh = owner.group.mesh
+    axes = [axis for axis in mesh.shard_axes + mesh.replicate_axes if mesh.mesh.size(axis) > 1]
+    alike = sorted(axis for axis in axes if placements[axis].is_replicate())
+    if alike:
+        refuse_differing_numbers(tensor, owner)
+        plain.register_hook(_Average(owner, alike))
+    if len(alike) < len(axes):
+        note_part(plain.grad_fn, owner.param.name, _divisor(owner, set(axes).difference(alike)))
+
+
+def owner_of(tensor: DTensor) -> Owned | None:
+    """Returns the owner of the sharded parameter that `tensor` is, or of one of those that it is computed from.
+
+    It returns None for a tensor that depends on no sharded parameter, on some that different ranks share, or on plain
+    tensors with a graph, which `DTensor.from_local` has brought in. (The gradients of unsharded parameters, which are
+    DTensors under tensor parallelism, are reduced anyway.)
+    """
+    owners = _owners_of(tensor)
+    return owners[0] if owners and all(_data_axes(each) == _data_axes(owners[0]) for each in owners[1:]) else None
+
+
+def _owners_of(tensor: DTensor) -> list[Owned]:
+    if tensor.device_mesh not in meshes_in_use:
+        return []  # an activation, for example, whose graph may be large
+    if tensor.grad_fn is None:
+        found = [sharded_owner(tensor)]
+    else:
+        nodes = [*dtensor_nodes([tensor.grad_fn])]
+        if any(map(is_from_local, nodes)):
+            return []
+        found = [sharded_owner(node.variable) for node in nodes if is_dtensor_leaf(node)]
+    return [each for each in found if each is not None]
+
+
+def _data_axes(owner: Owned) -> tuple[Any, set[int]]:
+    mesh = owner.group.mesh
+    return mesh.mesh, {*mesh.shard_axes, *mesh.replicate_axes}
+
+
+def _divisor(owner: Owned, axes: Iterable[int]) -> float:
+    """Returns by what sums of gradients over these mesh axes are divided. A factor that a user has set replaces the
+    number of all ranks; it counts for the axes that shard, or replicate where none does.
+    """
+    mesh, reduction = owner.group.mesh, owner.group.gradients.reduction
+    if reduction.divisor is not None:
+        counted = {axis for axis in mesh.shard_axes if mesh.mesh.size(axis) > 1} or {*mesh.replicate_axes}
+        return reduction.divisor if counted.issubset(axes) else 1.0
+    product = 1
+    for axis in axes:
+        product *= mesh.mesh.size(axis)
+    return product
+
+
+def _distribute_gradients_behind(node: Any) -> None:
+    """Gives each leaf of the graph behind `node` a hook that distributes its gradients, unless it has one: the node of
+    a leaf lives as long as any graph that ends there, through which other plain tensors may have come.
+    """
+    for leaf in dtensor_nodes([node]):
+        if is_dtensor_leaf(leaf) and not leaf.metadata.get(_HAS_HOOK):
+            leaf.metadata[_HAS_HOOK] = True
+            leaf.register_prehook(_DistributedLike(leaf.variable))
+
+
+class _DistributedLike:
+    """Is a hook on the leaf of a graph: redistributes gradients like the sharded parameter `leaf`.
+
+    An operation may return Partial gradients, for example, or an expanded scalar, of which torch 2.11 makes a
+    replicated copy. A gradient is None where no element has one.
+    """
+
+    def __init__(self, leaf: Any) -> None:
+        self._leaf = leaf
+
+    def __call__(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        owner = sharded_owner(self._leaf)
+        if owner is not None and (owner.group.gradients.unsynchronized or owner.group.gradients.partial):
+            owner.group.root.enter_backward()  # removes the placeholders of unsynchronized gradients from `.grad`
+        return tuple(each if each is None else self._distributed(as_sharded(each)) for each in gradients)
+
+    def _distributed(self, gradient: Any) -> Any:
+        placements = self._leaf.placements
+        if gradient.placements == placements and gradient.is_contiguous() and local_of(gradient).is_contiguous():
+            return gradient
+        return gradient.redistribute(placements=placements).contiguous()
+
+
+class _Average:
+    """Is a hook on a plain tensor: averages its gradient over the ranks along mesh axes on which the ranks that share
+    `owner` have the same tensor. All of these must call it.
+
+    Raises:
+        RuntimeError: with `create_graph`.
+    """
+
+    def __init__(self, owner: Owned, axes: Sequence[int]) -> None:
+        self._owner, self._axes = owner, axes
+
+    @hides_modes
+    def __call__(self, gradient: Tensor) -> Tensor:
+        group, name = self._owner.group, self._owner.param.name
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"{name}: the gradient of a plain tensor that full_tensor() or to_local() has made of it has no graph, "
+                "which create_graph=True needs. Use `with fsdp2.full_params(...)` in place of full_tensor()."
+            )
+        group.root.enter_backward()  # removes the placeholders of unsynchronized gradients from `.grad`
+        total = gradient.detach().clone(memory_format=torch.contiguous_format)
+        purpose = Purpose(f"the gradient of {name}.full_tensor()")
+        groups = [group.mesh.mesh.get_group(axis) for axis in self._axes]
+        all_reduce_over(total, groups, largest=False, purpose=purpose)
+        return total.div_(_divisor(self._owner, self._axes))
