@@ -1527,6 +1527,63 @@ def frozen_batch_norm(side: Side) -> None:
     train(side, model)
 
 
+class Remembering(nn.Module):
+    """Writes what it computes into its arguments, in the dtype of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, cache: Tensor, states: list[Tensor]) -> Tensor:
+        hidden = self.linear(x.to(self.linear.weight.dtype))
+        cache[:, len(states)] = hidden.detach()
+        states.append(hidden)
+        return hidden
+
+
+def written_by_forward(side: Side) -> tuple[nn.Module, Tensor, list[Tensor]]:
+    model = Remembering().float()
+    side.fully_shard(model, mp_policy=side.policy(param_dtype=torch.float32))
+    cache, states = torch.zeros(len(side.batch(0)), 4, 5, dtype=torch.float64), [side.batch(9)]
+    for step in range(3):
+        model(side.batch(step), cache, states)
+    return model, cache, states
+
+
+@ends(EXACT, tolerance=1e-5)
+def cache_that_forward_writes(side: Side) -> None:
+    """A policy casts a cache to which forward writes"""
+    _, cache, _ = written_by_forward(side)
+    side.rows("cache", cache)
+
+
+@ends(EXACT, tolerance=1e-5)
+def states_that_forward_appends(side: Side) -> None:
+    """A policy casts a tensor in a list to which forward appends; a loss of all in the list"""
+    model, _, states = written_by_forward(side)
+    side.value("length", len(states))
+    torch.stack([loss_of(each.double()) for each in states[1:]]).sum().backward()
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "cast_forward_inputs")
+def leaf_that_forward_writes(side: Side) -> None:
+    """A policy casts a leaf that requires a gradient; forward writes to it"""
+
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mul_(2) if side.is_sharded else x)
+
+    model = side.fully_shard(Scaling(), mp_policy=side.policy(param_dtype=torch.float32, output_dtype=torch.float64))
+    x = side.batch(0).requires_grad_()
+    loss_of(model(x)).backward()
+    side.rows("gradient", x.grad)
+
+
 # ---- scale of gradients
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -120,6 +120,13 @@ why_no_hooks: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks
 runs_transform: Callable[[], bool] = partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 )
+
+
+def has_tangents() -> bool:
+    """Returns True while forward-mode autograd runs on this thread, outside of torch.func."""
+    return forward_ad._current_level >= 0
+
+
 # Runs a function when the running backward pass has computed all gradients. There is no public hook for that.
 on_backward_end: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 # The hooks of `register_module_full_backward_hook`.

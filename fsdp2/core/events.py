@@ -208,7 +208,8 @@ class Strategies:
         deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
         find_replacements: (group, accept_whole, may_be_untied) -> [(param, what a user has registered for it)].
         tensors_in: (*values) -> all tensors in the inputs or outputs of a module.
-        map_tensors: (value, change, everywhere) -> the changed value; `everywhere`: in plain objects, too.
+        map_tensors: (value, change, everywhere, copied, known) -> the changed value. `everywhere`: in plain objects,
+            too; `copied`: receives (container, copy); `known`: what stands for containers, by their identities.
     """
 
     observers: tuple[Callable[[Any], Observer | None], ...] = ()

@@ -210,6 +210,12 @@ def object_of_inputs() -> None:
     shard(Unpacks(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))(Holder(torch.ones(2, 5)))
 
 
+@says("has written in place into")
+def write_to_a_leaf() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))(torch.ones(2, 5).requires_grad_())
+
+
 @says("expected a divisor of")
 def no_divisor() -> None:
     shard(build(), reshard_after_forward=3)
