@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -1309,6 +1309,16 @@ def buffers_that_nobody_initialised(side: Side) -> None:
     if side.is_sharded:
         model.to_empty(device="cpu")
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+    train(side, model)
+
+
+@ends(LOUD, "ascending order")
+def mesh_in_another_order(side: Side) -> None:
+    """The mesh lists its ranks in another order; weights are initialised after sharding"""
+    options = {"mesh": DeviceMesh("cpu", [1, 0])} if side.is_sharded else {}
+    model = side.fully_shard(nn.Linear(5, 4).double(), **options)
+    torch.manual_seed(1)
+    nn.init.normal_(model.weight)
     train(side, model)
 
 

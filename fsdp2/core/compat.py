@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -256,6 +257,19 @@ def mesh_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
         return DeviceMesh.from_group(mesh.get_group(axes[0]), mesh.device_type)
     chosen = mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]
     return chosen if chosen.ndim == 1 else chosen._flatten()
+
+
+def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[list[int]]:
+    """Returns the ranks of each process group along `axes`, which count as one, in the order of their coordinates. Of a
+    slice, those of all slices: `mesh.mesh` has only this rank's, and ranks must refuse a mesh alike.
+    """
+    layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    ranks = mesh.mesh.unsqueeze(0) if layout is None or rank_map is None else layout.remap_to_tensor(rank_map)
+    last = [axis + 1 for axis in axes]
+    first = [axis for axis in range(ranks.ndim) if axis not in last]
+    size = math.prod(mesh.size(axis) for axis in axes)
+    rows: list[list[int]] = ranks.permute(*first, *last).reshape(-1, size).tolist()
+    return rows
 
 
 # ---- DTensor

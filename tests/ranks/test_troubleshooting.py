@@ -253,6 +253,11 @@ def outside() -> None:
     shard(build(), mesh=DeviceMesh("cpu", [1 - dist.get_rank()]))
 
 
+@says("expected ranks in ascending order")
+def ranks_backwards() -> None:
+    shard(build(), mesh=DeviceMesh("cpu", [1, 0]))
+
+
 @says("has no attribute 'no_sync'")
 def of_ddp() -> None:
     shard(build()).no_sync()
