@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -1737,6 +1738,48 @@ def child_before_root(side: Side) -> None:
     with torch.no_grad():
         model.blocks[0](side.batch(1))
     train(side, model)
+
+
+@ends(LOUD, "TorchScript")
+def layer_of_torchscript(side: Side) -> None:
+    """A layer inside is compiled by TorchScript"""
+    model = Net().double()
+    if side.is_sharded:
+        model.head = torch.jit.script(model.head)
+    shard(side, model)
+    train(side, model)
+
+
+@ends(EXACT)
+def hook_set_in_forward(side: Side) -> None:
+    """A post-accumulate hook that forward sets steps an optimizer"""
+
+    class Stepping(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "is_set"):
+                self.is_set = True
+                self.stem.weight.register_post_accumulate_grad_hook(step)
+            return super().forward(x)
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 0.5 * parameter.grad
+        parameter.grad = None
+
+    model = shard(side, Stepping().double())
+    for seed in range(3):
+        loss_of(model(side.batch(seed))).backward()
+    side.weights("stepped", model)
+
+
+@ends(LOUD, "compiled autograd")
+def compiled_autograd_holds_the_backward(side: Side) -> None:
+    """Backward under compiled autograd"""
+    model = shard(side, Net())
+    loss = loss_of(model(side.batch(0)))
+    with compiled_autograd._enable(torch.compile(backend="eager")) if side.is_sharded else nullcontext():
+        loss.backward()
+    side.grads("gradients", model)
 
 
 # ---- copies, loading, freezing, errors

@@ -30,6 +30,10 @@ def check_plan(plan: Plan) -> None:
 
     Each call comes here, so nothing is called for a plain parameter that need not be.
     """
+    for name, planned in plan.parameters.items():
+        for slot in planned.slots:
+            if isinstance(slot.module, torch.jit.ScriptModule):
+                _refuse_script(name, slot.module)
     parameters = {name: each.slots[0].get() for name, each in plan.parameters.items()}
     with_options = {
         module
@@ -65,6 +69,15 @@ def check_plan(plan: Plan) -> None:
         _check_ranks_stay(mesh)
     for each in plan.parameters.values() if conditional else ():
         _check_one_mesh(each.name, each.mesh, shared)
+
+
+def _refuse_script(name: str, module: Any) -> None:
+    """Raises NotImplementedError: TorchScript keeps the parameters of its modules, which can't be replaced."""
+    raise NotImplementedError(
+        f"{name} is in a TorchScript module ({module.original_name}), whose parameters can't be replaced. Use the "
+        "Python module in its place, and torch.compile to make it fast; or leave a frozen one out: "
+        "ignored_params=set(scripted.parameters())."
+    )
 
 
 # Attributes of embeddings, and of modules like them, which some values of are refused.
@@ -138,6 +151,11 @@ def _describe(name: str, parameter: nn.Parameter) -> str:
 
 def _check_subclass(name: str, parameter: nn.Parameter, data: Tensor) -> None:
     missing = missing_methods(data)
+    if missing and type(data).__name__ == "FakeTensor":
+        raise NotImplementedError(
+            f"{_describe(name, parameter)} is a FakeTensor, which has no values to shard. Build the model outside of "
+            "FakeTensorMode, on the meta device if it is large; fsdp2.plan predicts what it takes when it is sharded."
+        )
     if missing:
         kind = type(parameter if type(data) is Tensor else data).__name__
         raise NotImplementedError(

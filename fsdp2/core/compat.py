@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -121,6 +122,10 @@ why_no_hooks: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks
 runs_transform: Callable[[], bool] = partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 )
+# () -> torch's module of compiled autograd, or None if nobody has imported it; (that module) -> True while it runs a
+# backward: it calls hooks, but not what is queued for the end.
+compiled_autograd: Callable[[], Any] = partial(sys.modules.get, "torch._dynamo.compiled_autograd")
+runs_compiled_backward: Callable[[Any], bool] = attrgetter("in_compiled_autograd_region")
 
 
 def has_tangents() -> bool:
@@ -149,6 +154,45 @@ def take_hooks(source: Tensor, target: Tensor) -> None:
         hooks = getattr(source, name)
         if hooks:
             setattr(target, name, hooks)
+
+
+class _HooksOfUnsharded(OrderedDict[Any, Any]):
+    """Holds the hooks that run when a gradient has been accumulated into an unsharded parameter: the engine's.
+
+    A hook that a user registers, inside a forward, goes to the sharded parameter, which gets the `.grad`. torch's
+    handles know the hook by a number in this dict.
+    """
+
+    def __init__(self, find_sharded: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._find_sharded = find_sharded
+
+    def _of_user(self) -> dict[Any, Any]:
+        sharded: Any = self._find_sharded()
+        if sharded._post_accumulate_grad_hooks is None:
+            sharded._post_accumulate_grad_hooks = OrderedDict()
+        hooks: dict[Any, Any] = sharded._post_accumulate_grad_hooks
+        return hooks
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        if isinstance(key, int):
+            self._of_user()[key] = hook
+        else:
+            super().__setitem__(key, hook)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of_user() if isinstance(key, int) else super().__contains__(key)
+
+    def __delitem__(self, key: Any) -> None:
+        if isinstance(key, int):
+            del self._of_user()[key]
+        else:
+            super().__delitem__(key)
+
+
+def hook_sharded(unsharded: Tensor, find_sharded: Callable[[], Tensor]) -> None:
+    """Has hooks that users register on `unsharded`, to run after its gradient, run after that of the sharded one."""
+    unsharded._post_accumulate_grad_hooks = _HooksOfUnsharded(find_sharded)
 
 
 def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | None) -> None:
@@ -191,6 +235,12 @@ pop_dispatch_mode: Callable[[Any], Any] = torch._C._pop_torch_dispatch_stack
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+
+
+def are_tensors_fake() -> bool:
+    """Returns True if FakeTensorMode is in force on this thread."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
 
 # ---- process groups and meshes
 

@@ -133,6 +133,11 @@ class Root:
         """Begins a forward pass: the outermost sharded module is called, outside backward."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             raise NotImplementedError(f"{self.group}: its gathers can be in no graph. {compat.EXPORT_PLAIN}")
+        if num_dispatch_modes() and compat.are_tensors_fake():
+            raise NotImplementedError(
+                f"{self.group}: FakeTensorMode has no values to gather. Leave the mode for sharded models; fsdp2.plan "
+                "predicts the memory and the time of a plain one when it is sharded."
+            )
         if self.backward is not None:
             self.recover()  # it has failed, and autograd does not say so
         self.notify(self.events.pass_began)
@@ -219,6 +224,14 @@ class Root:
             self.notify(self.events.graph_built)
 
     def _begin_backward(self) -> None:
+        compiled = compat.compiled_autograd()
+        if compiled is not None and compat.runs_compiled_backward(compiled):
+            of = next((param.name for group in self.groups for param in group.params), self.group.name)
+            raise NotImplementedError(
+                f"{self.group}: compiled autograd runs this backward, and would reduce no gradients ({of}, ...). "
+                "Compile the model alone, torch.compile(model), and call backward outside of compiled functions, "
+                "without torch._dynamo.config.compiled_autograd."
+            )
         self.backward = BackwardPass(graph_task())
         compat.on_backward_end(self.end_backward)
         self.prefetcher.begin_backward()

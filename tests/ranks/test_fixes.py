@@ -5,6 +5,7 @@ can be removed.
 """
 
 import copy
+import io
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import prune
@@ -271,6 +273,24 @@ def norm_over_meshes() -> bool:
     return raises(lambda: nn.utils.clip_grad_norm_([*model.parameters(), plain], 1.0), "fsdp2.clip_grad_norm_")
 
 
+def fsdp1_around() -> bool:
+    return raises(
+        lambda: FullyShardedDataParallel(linear(), device_id=torch.device("cpu")), "Remove FullyShardedDataParallel"
+    )
+
+
+def scripted() -> bool:
+    return raises(lambda: torch.jit.script(linear()), "use torch.compile")
+
+
+def saved_part() -> bool:
+    model = fully_shard(nn.Sequential(*[nn.Linear(50, 50) for _ in range(5)]))
+    model(torch.ones(2, 50)).sum().backward()
+    file = io.BytesIO()
+    torch.save(model[0].weight.grad.to_local(), file)
+    return len(file.getvalue()) < 10_000
+
+
 # Each ends well with the fix only. Those below run on one rank alone, which holds no row: others would wait for it.
 PROGRAMS: dict[str, Callable[[], bool]] = {
     "full-tensor": gradient_of_a_full_tensor,
@@ -302,6 +322,9 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     "optimizer-steps": loss_of_a_closure,
     "optimizer-states": loaded_state,
     "ddp-around": ddp_around,
+    "fsdp1-around": fsdp1_around,
+    "script-after": scripted,
+    "saved-parts": saved_part,
     "parallelize-after": parallelized,
     "reparametrize-after": pruned,
     "mixed-norms": norm_over_meshes,

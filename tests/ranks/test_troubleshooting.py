@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from documents import ROOT, table_rows
@@ -253,6 +256,32 @@ def outside() -> None:
     shard(build(), mesh=DeviceMesh("cpu", [1 - dist.get_rank()]))
 
 
+@says("is in a TorchScript module")
+def scripted() -> None:
+    model = build()
+    model.head = torch.jit.script(model.head)
+    shard(model)
+
+
+@says("Remove FullyShardedDataParallel")
+def fsdp1() -> None:
+    FullyShardedDataParallel(shard(build()), device_id=torch.device("cpu"))
+
+
+@says("FakeTensorMode has no values to gather")
+def fake() -> None:
+    model = shard(build())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        backward(model)
+
+
+@says("compiled autograd runs this backward")
+def backward_compiled() -> None:
+    loss = shard(build())(torch.ones(2, 5)).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+
+
 @says("expected ranks in ascending order")
 def ranks_backwards() -> None:
     shard(build(), mesh=DeviceMesh("cpu", [1, 0]))
@@ -267,6 +296,7 @@ def test_every_message_has_a_program() -> None:
     assert {*ROWS} == PROGRAMS.keys() | {*FROM_TORCH}
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_programs_get_the_messages() -> None:
     def check(text: str, program: Program) -> Callable[[], None]:
         def run() -> None:
