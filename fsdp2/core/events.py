@@ -44,6 +44,9 @@ class Observer:
     def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         """A forward is about to cast floating-point tensors among `inputs` to `dtype`."""
 
+    def inputs_returned(self, state: Any, inputs: Any) -> None:
+        """A forward that got cast or moved inputs has returned. `inputs`: the HandedInputs, taken back already."""
+
     def forward_began(self, group: Any) -> None:
         """A module's forward begins; its unsharded parameters are registered."""
 

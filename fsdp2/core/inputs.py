@@ -87,6 +87,14 @@ class HandedInputs:
             known={id(copy): container for container, copy, _ in changed},
         )
 
+    def not_written(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns the caller's tensors with their copies, of those that no version counter says were written to."""
+        return [(tensor, copy) for tensor, copy, before in self._tensors.values() if _state_of(copy) == before]
+
+    def name_of(self, tensor: Tensor, module: nn.Module) -> str:
+        """Returns how the forward of `module` calls one of the caller's tensors."""
+        return _name_of(tensor, module, self.given)
+
     def _write(self, module: nn.Module, tensor: Tensor, copy: Tensor, before: Any) -> None:
         is_recorded = copy.requires_grad and copy.grad_fn is not before[2]
         if is_recorded and tensor.requires_grad and tensor.is_leaf:
@@ -95,7 +103,7 @@ class HandedInputs:
             )
         other = next((o for o, *_ in self._tensors.values() if o is not tensor and _overlap(o, tensor)), None)
         if other is not None:
-            also = _name_of(other, module, self.given)
+            also = self.name_of(other, module)
             self._refuse(module, tensor, copy, f"{also} shares memory with it, and its copy does not")
         try:
             if not is_recorded:
@@ -110,7 +118,7 @@ class HandedInputs:
             self._refuse(module, tensor, copy, str(error), error)
 
     def _refuse(self, module: nn.Module, tensor: Tensor, copy: Tensor, why: str, error: Any = None) -> None:
-        name, kind = _name_of(tensor, module, self.given), type(module).__name__
+        name, kind = self.name_of(tensor, module), type(module).__name__
         if copy.dtype == tensor.dtype:
             made, do = f"moved to {copy.device}", "Pass it on that device"
         else:

@@ -184,6 +184,9 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         output = forward(*args, **kwargs)
         for inputs in reversed(handed):
             output = inputs.take_back(module, output)
+            if not in_backward:
+                for notify in root.events.inputs_returned:
+                    notify(state, inputs)
         if not in_backward:
             for group in state.groups:
                 group.parameters.take_requires_grad()

@@ -530,6 +530,41 @@ CALLS = [
 # ---- what is refused
 
 
+def through_data(layer: Any, x: Tensor, cache: Tensor) -> Tensor:
+    cache.data[:, 1] = layer(x).detach().to(cache.dtype)
+    return layer(x)
+
+
+def through_data_and_said(layer: Any, x: Tensor, cache: Tensor) -> Tensor:
+    cache.data[:, 1] = layer(x).detach().to(cache.dtype)
+    torch.autograd.graph.increment_version(cache)
+    return layer(x)
+
+
+def written_unseen() -> None:
+    """Where no version counter shows it: in the steps at which checks are due."""
+    sharded, _ = both(through_data)
+    with pytest.raises(RuntimeError, match=r"has changed states\[0\] where no version counter shows it") as caught:
+        sharded(random(0), cache())
+    assert "increment_version" in str(caught.value)
+    compare(through_data_and_said, cache)
+    through = both(through_data, dataclasses.replace(POLICY, cast_forward_inputs=False))
+    mine, theirs = cache(), cache()
+    for module, states in zip(through, (mine, theirs), strict=True):
+        module(random(0).float(), states)
+    equal(mine, theirs)
+
+
+def nan_and_infinity() -> None:
+    """Values that differ from themselves, or that a cast makes infinite, were not written."""
+    sharded, plain = both(lambda layer, x, mask: layer(x) + mask.to(x.dtype))
+    mask = torch.full((ROWS, WIDTH), float("-inf")).double()
+    mask[0], mask[1], mask[2] = float("nan"), 1e300, 1e-300
+    before = mask.clone()
+    equal(sharded(random(0), mask).nan_to_num(), plain(random(0), mask).nan_to_num(), dtypes=False)
+    torch.testing.assert_close(mask, before, rtol=0, atol=0, equal_nan=True)
+
+
 def refused(text: str, write: Callable[..., Any], *states: Any) -> None:
     sharded, plain = both(write)
     with pytest.raises(RuntimeError, match=text) as caught:
@@ -565,6 +600,8 @@ def overlapping() -> tuple[Tensor, Tensor]:
 
 
 REFUSED = [
+    ("unseen", written_unseen),
+    ("NaN and infinity", nan_and_infinity),
     ("a leaf", lambda: refused(r"into states\[0\]\['leaf'\].*leaf", a_leaf, {"leaf": random(1).requires_grad_()})),
     (
         "through another view",
