@@ -1777,7 +1777,7 @@ def compiled_autograd_holds_the_backward(side: Side) -> None:
     """Backward under compiled autograd"""
     model = shard(side, Net())
     loss = loss_of(model(side.batch(0)))
-    with compiled_autograd._enable(torch.compile(backend="eager")) if side.is_sharded else nullcontext():
+    with compiled_autograd._enable(lambda graph: graph) if side.is_sharded else nullcontext():
         loss.backward()
     side.grads("gradients", model)
 

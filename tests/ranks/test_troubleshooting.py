@@ -278,7 +278,7 @@ def fake() -> None:
 @says("compiled autograd runs this backward")
 def backward_compiled() -> None:
     loss = shard(build())(torch.ones(2, 5)).sum()
-    with compiled_autograd._enable(torch.compile(backend="eager")):
+    with compiled_autograd._enable(lambda graph: graph):
         loss.backward()
 
 
