@@ -278,7 +278,7 @@ FIXES = (
         situations=1,
     ),
     Fix(
-        "fsdp1-around",
+        "fsdp-around",
         "FullyShardedDataParallel around a sharded model fails with an error about storages",
         "it raises, and says what to do",
         patch=refuse_fsdp1_around,

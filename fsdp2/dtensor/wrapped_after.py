@@ -36,7 +36,7 @@ def _guard_fsdp1(imported: ModuleType) -> None:
             )
         init(self, module, *args, **options)
 
-    fsdp1.__init__ = switched("fsdp1-around", init, checked)
+    fsdp1.__init__ = switched("fsdp-around", init, checked)
 
 
 def _ignored(options: dict[str, Any]) -> Iterable[Tensor]:

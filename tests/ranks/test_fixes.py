@@ -322,7 +322,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     "optimizer-steps": loss_of_a_closure,
     "optimizer-states": loaded_state,
     "ddp-around": ddp_around,
-    "fsdp1-around": fsdp1_around,
+    "fsdp-around": fsdp1_around,
     "script-after": scripted,
     "saved-parts": saved_part,
     "parallelize-after": parallelized,
