@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -156,43 +157,36 @@ def take_hooks(source: Tensor, target: Tensor) -> None:
             setattr(target, name, hooks)
 
 
-class _HooksOfUnsharded(OrderedDict[Any, Any]):
+class _HooksOfUnsharded(dict[Any, Any]):
     """Holds the hooks that run when a gradient has been accumulated into an unsharded parameter: the engine's.
 
     A hook that a user registers, inside a forward, goes to the sharded parameter, which gets the `.grad`. torch's
-    handles know the hook by a number in this dict.
+    handles know the hook by a number in this dict. `param`: a weak reference to the FSDPParam.
     """
 
-    def __init__(self, find_sharded: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self._find_sharded = find_sharded
+    param: Any
 
     def _of_user(self) -> dict[Any, Any]:
-        sharded: Any = self._find_sharded()
+        sharded: Any = self.param().sharded
         if sharded._post_accumulate_grad_hooks is None:
             sharded._post_accumulate_grad_hooks = OrderedDict()
         hooks: dict[Any, Any] = sharded._post_accumulate_grad_hooks
         return hooks
 
-    def __setitem__(self, key: Any, hook: Any) -> None:
-        if isinstance(key, int):
-            self._of_user()[key] = hook
-        else:
-            super().__setitem__(key, hook)
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self._of_user()[key] = hook
 
     def __contains__(self, key: object) -> bool:
-        return key in self._of_user() if isinstance(key, int) else super().__contains__(key)
+        return key in self._of_user()
 
-    def __delitem__(self, key: Any) -> None:
-        if isinstance(key, int):
-            del self._of_user()[key]
-        else:
-            super().__delitem__(key)
+    def __delitem__(self, key: int) -> None:
+        del self._of_user()[key]
 
 
-def hook_sharded(unsharded: Tensor, find_sharded: Callable[[], Tensor]) -> None:
+def hook_sharded(unsharded: Tensor, param: Any) -> None:
     """Has hooks that users register on `unsharded`, to run after its gradient, run after that of the sharded one."""
-    unsharded._post_accumulate_grad_hooks = _HooksOfUnsharded(find_sharded)
+    unsharded._post_accumulate_grad_hooks = hooks = _HooksOfUnsharded()
+    hooks.param = weakref.ref(param)
 
 
 def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | None) -> None:
@@ -203,10 +197,11 @@ def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | No
     hooks: Any = tensor._post_accumulate_grad_hooks
     if hooks is None:
         hooks = tensor._post_accumulate_grad_hooks = OrderedDict()  # as users' handles need it
+    kind: Any = dict if type(hooks) is _HooksOfUnsharded else OrderedDict
     if hook is None:
-        hooks.pop(key, None)
+        kind.pop(hooks, key, None)
     else:
-        hooks[key] = hook
+        kind.__setitem__(hooks, key, hook)
 
 
 def untraced(function: Function) -> Function:

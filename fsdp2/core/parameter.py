@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,8 +187,7 @@ class FSDPParam:
             self.move_unsharded(memory)
             return
         self.unsharded = self.as_unsharded(memory, memory.is_floating_point())
-        this = weakref.ref(self)
-        compat.hook_sharded(self.unsharded, lambda: this().sharded)  # type: ignore[union-attr]
+        compat.hook_sharded(self.unsharded, self)
         self._share_attributes()
 
     def as_unsharded(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
