@@ -74,7 +74,8 @@ def fully_shard(
             its own class and `FSDPModule`. FQNs stay as they are.
         mesh: a DeviceMesh of one axis, or of two, of which the first replicates and the second shards (HSDP): each
             replica gathers and reduces by itself, then gradients are averaged between replicas. None: all ranks, on the
-            accelerator if there is one, else on the CPU.
+            accelerator if there is one, else on the CPU. Along an axis that shards, ranks must be in the order of their
+            process group, which is ascending.
         reshard_after_forward: True frees the unsharded parameters after forward: less memory, one more all-gather in
             backward. False keeps them until backward ends. None, the default: True, except for what backward needs
             first: the root (the outermost sharded module), the group that was last in the forward before, and what
@@ -104,9 +105,10 @@ def fully_shard(
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
-        ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is
-            uninitialised, tied to one of another group, or in the same memory as another or as an attribute; a frozen
-            one of a class of your own that `mp_policy` would cast, if its values may be packed.
+        ValueError: a container without `forward`; a module given twice or sharded already; a mesh in another order than
+            its process groups; a parameter that is uninitialised, tied to one of another group, or in the same memory
+            as another or as an attribute; a frozen one of a class of your own that `mp_policy` would cast, if its
+            values may be packed.
         NotImplementedError: a parameter that is complex, or a tensor subclass that says only in part how it is
             gathered; embeddings with sparse gradients or `max_norm`. The first forward raises it for a subclass around
             other tensors that does not say how they are gathered.

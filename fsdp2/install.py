@@ -11,6 +11,7 @@ from .core.events import Observer, extend
 from .dtensor import fixes
 from .ext import (
     collectives,
+    compiled_backward,
     conditional,
     home_streams,
     large_submodules,
@@ -76,6 +77,7 @@ def install() -> None:
             _each(WasteLog),
             _each(profiler_ranges.ProfilerRanges),
             _each(_TorchFunc),
+            _each(compiled_backward.CompiledBackwards),
         ),
     )
     profiler_ranges.install()

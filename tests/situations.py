@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -1455,6 +1456,16 @@ def buffers_that_nobody_initialised(side: Side) -> None:
     train(side, model)
 
 
+@ends(LOUD, "ascending order")
+def mesh_in_another_order(side: Side) -> None:
+    """The mesh lists its ranks in another order; weights are initialised after sharding"""
+    options = {"mesh": DeviceMesh("cpu", [1, 0])} if side.is_sharded else {}
+    model = side.fully_shard(nn.Linear(5, 4).double(), **options)
+    torch.manual_seed(1)
+    nn.init.normal_(model.weight)
+    train(side, model)
+
+
 # ---- parameters that are more than tensors
 
 
@@ -1800,6 +1811,63 @@ def frozen_batch_norm(side: Side) -> None:
     train(side, model)
 
 
+class Remembering(nn.Module):
+    """Writes what it computes into its arguments, in the dtype of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, cache: Tensor, states: list[Tensor]) -> Tensor:
+        hidden = self.linear(x.to(self.linear.weight.dtype))
+        cache[:, len(states)] = hidden.detach()
+        states.append(hidden)
+        return hidden
+
+
+def written_by_forward(side: Side) -> tuple[nn.Module, Tensor, list[Tensor]]:
+    model = Remembering().float()
+    side.fully_shard(model, mp_policy=side.policy(param_dtype=torch.float32))
+    cache, states = torch.zeros(len(side.batch(0)), 4, 5, dtype=torch.float64), [side.batch(9)]
+    for step in range(3):
+        model(side.batch(step), cache, states)
+    return model, cache, states
+
+
+@ends(EXACT, tolerance=1e-5)
+def cache_that_forward_writes(side: Side) -> None:
+    """A policy casts a cache to which forward writes"""
+    _, cache, _ = written_by_forward(side)
+    side.rows("cache", cache)
+
+
+@ends(EXACT, tolerance=1e-5)
+def states_that_forward_appends(side: Side) -> None:
+    """A policy casts a tensor in a list to which forward appends; a loss of all in the list"""
+    model, _, states = written_by_forward(side)
+    side.value("length", len(states))
+    torch.stack([loss_of(each.double()) for each in states[1:]]).sum().backward()
+    side.grads("gradients", model)
+
+
+@ends(LOUD, "cast_forward_inputs")
+def leaf_that_forward_writes(side: Side) -> None:
+    """A policy casts a leaf that requires a gradient; forward writes to it"""
+
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mul_(2) if side.is_sharded else x)
+
+    model = side.fully_shard(Scaling(), mp_policy=side.policy(param_dtype=torch.float32, output_dtype=torch.float64))
+    x = side.batch(0).requires_grad_()
+    loss_of(model(x)).backward()
+    side.rows("gradient", x.grad)
+
+
 # ---- scale of gradients
 
 
@@ -1955,6 +2023,48 @@ def child_before_root(side: Side) -> None:
     with torch.no_grad():
         model.blocks[0](side.batch(1))
     train(side, model)
+
+
+@ends(LOUD, "TorchScript")
+def layer_of_torchscript(side: Side) -> None:
+    """A layer inside is compiled by TorchScript"""
+    model = Net().double()
+    if side.is_sharded:
+        model.head = torch.jit.script(model.head)
+    shard(side, model)
+    train(side, model)
+
+
+@ends(EXACT)
+def hook_set_in_forward(side: Side) -> None:
+    """A post-accumulate hook that forward sets steps an optimizer"""
+
+    class Stepping(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "is_set"):
+                self.is_set = True
+                self.stem.weight.register_post_accumulate_grad_hook(step)
+            return super().forward(x)
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 0.5 * parameter.grad
+        parameter.grad = None
+
+    model = shard(side, Stepping().double())
+    for seed in range(3):
+        loss_of(model(side.batch(seed))).backward()
+    side.weights("stepped", model)
+
+
+@ends(LOUD, "compiled autograd")
+def compiled_autograd_holds_the_backward(side: Side) -> None:
+    """Backward under compiled autograd"""
+    model = shard(side, Net())
+    loss = loss_of(model(side.batch(0)))
+    with compiled_autograd._enable(lambda graph: graph) if side.is_sharded else nullcontext():
+        loss.backward()
+    side.grads("gradients", model)
 
 
 # ---- copies, loading, freezing, errors

@@ -42,9 +42,15 @@ def _check_modules(module: Any) -> list[nn.Module]:
         raise ValueError("module: expected a module or a list of at least one, got an empty list")
     for each in modules:
         if not isinstance(each, nn.Module):
-            raise TypeError(f"module: expected an nn.Module or a list of them, got {type(each).__name__}")
+            raise TypeError(
+                f"module: expected an nn.Module or a list of them, got {type(each).__name__}"
+                + (", a function of TorchScript" if isinstance(each, torch.jit.ScriptFunction) else "")
+            )
         if isinstance(each, torch.jit.ScriptModule):
-            raise TypeError(f"module: expected a Python nn.Module, got the TorchScript module {type(each).__name__}")
+            raise TypeError(
+                f"module: expected a Python nn.Module, got the TorchScript module {type(each).__name__}. Shard the "
+                "Python module that it was made of, and use torch.compile to make it fast."
+            )
         if state_of(each) is not None:
             raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
         if not _can_be_called(each):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.events import Observer
+from ..core.inputs import HandedInputs
 from ..core.mesh import DataMesh
 from .compare_ranks import ComparedNumbers
 
@@ -78,6 +79,9 @@ class ForwardCheck(Check):
 
     def before_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Is called before a forward of `state` casts floating-point `inputs` to `dtype`, if its first group is due."""
+
+    def after_cast(self, state: Any, inputs: HandedInputs) -> None:
+        """Is called when a forward of `state` has returned that got such inputs, if its first group was due."""
 
     def before_forward(self, group: Any, is_first: bool, is_thorough: bool) -> None:
         """Is called when a forward of `group` begins, if the group is due.

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.compat import version_of
 from ..core.events import Observer
 from ..core.group import FSDPParamGroup
+from ..core.inputs import HandedInputs
 from ..core.mesh import DataMesh
 from ..core.policy import ReduceWhen
 from ..ext.collectives import choice_of
@@ -122,7 +123,7 @@ class ForwardChecks(Observer):
     level of a check, or of a group, each forward is checked. While no group is due, no event of a forward is followed.
     """
 
-    ignored = frozenset({"forward_ended", "pass_ended"})
+    ignored = frozenset({"inputs_returned", "forward_ended", "pass_ended"})
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -165,10 +166,14 @@ class ForwardChecks(Observer):
         for check in checks:
             check.before_forward(group, is_first, is_thorough=is_debug or check.always)
         self._running[group] = checks
-        follow_if(True, self._root, self, "forward_ended")
+        follow_if(True, self._root, self, "inputs_returned", "forward_ended")
         # Had a check raised, the group would still be due.
         self._due.pop(group, None)
         self._follow_forwards()
+
+    def inputs_returned(self, state: Any, inputs: HandedInputs) -> None:
+        for check in self._running.get(state.groups[0], ()):
+            check.after_cast(state, inputs)
 
     def forward_ended(self, group: FSDPParamGroup) -> None:
         if group.state.running == 1:
@@ -183,7 +188,7 @@ class ForwardChecks(Observer):
     def _end(self, group: FSDPParamGroup) -> list[ForwardCheck]:
         """Returns the checks of the group's forward, which is over."""
         checks = self._running.pop(group, [])
-        follow_if(bool(self._running), self._root, self, "forward_ended")
+        follow_if(bool(self._running), self._root, self, "inputs_returned", "forward_ended")
         return checks
 
     def settings_changed(self, group: FSDPParamGroup) -> None:

@@ -35,6 +35,10 @@ def check_plan(plan: Plan) -> None:
 
     Each call comes here, so nothing is called for a plain parameter that need not be.
     """
+    for name, planned in plan.parameters.items():
+        for slot in planned.slots:
+            if isinstance(slot.module, torch.jit.ScriptModule):
+                _refuse_script(name, slot.module)
     parameters = {name: each.slots[0].get() for name, each in plan.parameters.items()}
     with_options = {
         module
@@ -70,6 +74,15 @@ def check_plan(plan: Plan) -> None:
         _check_ranks_stay(mesh)
     for each in plan.parameters.values() if conditional else ():
         _check_one_mesh(each.name, each.mesh, shared)
+
+
+def _refuse_script(name: str, module: Any) -> None:
+    """Raises NotImplementedError: TorchScript keeps the parameters of its modules, which can't be replaced."""
+    raise NotImplementedError(
+        f"{name} is in a TorchScript module ({module.original_name}), whose parameters can't be replaced. Use the "
+        "Python module in its place, and torch.compile to make it fast; or leave a frozen one out: "
+        "ignored_params=set(scripted.parameters())."
+    )
 
 
 # Attributes of embeddings, and of modules like them, which some values of are refused.
@@ -139,6 +152,11 @@ def _check_subclass(name: str, parameter: nn.Parameter) -> None:
     """Refuses a class of which one method is missing that says how it is gathered. Both may be set later."""
     data = local_if_any(parameter)
     missing = missing_methods(data)
+    if missing and type(data).__name__ == "FakeTensor":
+        raise NotImplementedError(
+            f"{_describe(name, parameter)} is a FakeTensor, which has no values to shard. Build the model outside of "
+            "FakeTensorMode, on the meta device if it is large; fsdp2.plan predicts what it takes when it is sharded."
+        )
     if len(missing) == 1 or (missing and data is not parameter and type(data) not in PLAIN and holds_values(data)):
         raise NotImplementedError(no_methods(name, data, missing))
     if holds_values(data):

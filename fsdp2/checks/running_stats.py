@@ -112,5 +112,5 @@ def find_running_stats(root: Any) -> dict[nn.Module, str]:
 
 
 def _has_own(module: nn.Module) -> bool:
-    has = all(isinstance(module._buffers.get(name), Tensor) for name in _NAMES)
+    has = all(name in module._buffers and isinstance(module._buffers[name], Tensor) for name in _NAMES)
     return has and not isinstance(module, nn.SyncBatchNorm)

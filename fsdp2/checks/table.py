@@ -122,9 +122,10 @@ TABLE = (
     ),
     Row(
         "unseen writes",
-        "writes through `.data` to unsharded parameters, or to shards whose unsharded parameters stay",
+        "writes through `.data` to unsharded parameters, to shards whose unsharded parameters stay, to cast inputs",
         _NEVER,
-        "when it is due, a sum over the unsharded parameters before and after a forward, and one read of the device",
+        "when it is due, a sum over the unsharded parameters before and after a forward, another cast of the inputs, "
+        "and one read of the device",
         UnseenWrites,
     ),
     Row(

@@ -1,4 +1,5 @@
-"""Finds writes to parameters that no version counter shows: through a plain tensor's `.data`.
+"""Finds writes that no version counter shows, through a plain tensor's `.data` or by a kernel: to parameters, and to
+inputs that a policy casts.
 
 What a forward so writes to its unsharded parameters is lost when they are freed; an assignment would have the module
 compute with it for ever after. What is so written to a shard whose unsharded parameter stays takes no part in forwards.
@@ -13,9 +14,12 @@ import torch
 from torch import Tensor
 
 from ..core.buffers import GroupBuffers
+from ..core.compat import PLAIN
 from ..core.gather import view_bytes
 from ..core.group import FSDPParamGroup, Hold
+from ..core.inputs import HandedInputs
 from ..core.parameter import FSDPParam
+from ..core.state import FSDPState
 from ..ext.unsharded_versions import refuse_written
 from .check_times import ForwardCheck
 from .checksum import bits_of
@@ -77,7 +81,9 @@ def _differs(param: FSDPParam, unsharded: Tensor) -> Tensor:
 
 
 class UnseenWrites(ForwardCheck):
-    """Compares what unsharded parameters hold at the end of a forward with what they held when it began."""
+    """Compares what unsharded parameters, and inputs that were cast, hold at the end of a forward with what they held
+    when it began.
+    """
 
     def __init__(self) -> None:
         # For each group whose forward is being checked, what it held when that began.
@@ -90,12 +96,44 @@ class UnseenWrites(ForwardCheck):
         if group.hold >= Hold.NEXT_PASS:
             judge_at_end(group.root, content.differences(), partial(_judge, group, content, refuse_differing))
 
+    def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
+        # What was moved to the device is left out: others may fill the caller's buffer with the next batch already.
+        pairs = [
+            each for each in inputs.not_written() if all(map(_is_plain, each)) and each[0].device == each[1].device
+        ]
+        if pairs:
+            differ = [_differs_from_cast(tensor.detach(), copy.detach()) for tensor, copy in pairs]
+            device = differ[0].device
+            numbers = torch.stack([each.to(device) for each in differ]).to(torch.int64)
+            judge_at_end(state.root, numbers, partial(_judge_inputs, state, inputs, [tensor for tensor, _ in pairs]))
+
     def after_forward(self, group: FSDPParamGroup) -> None:
         content = self._content.pop(group)
         judge_at_end(group.root, content.changes(), partial(_judge, group, content, refuse_written))
 
     def after_failure(self, group: FSDPParamGroup) -> None:
         self._content.pop(group, None)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _differs_from_cast(tensor: Tensor, copy: Tensor) -> Tensor:
+    expected = tensor.to(copy.device, copy.dtype)
+    return ((copy != expected) & ~(copy.isnan() & expected.isnan())).any()
+
+
+def _judge_inputs(state: FSDPState, inputs: HandedInputs, tensors: Sequence[Tensor], flags: Sequence[int]) -> None:
+    module = state.modules[0]
+    names = [inputs.name_of(tensor, module) for tensor, flag in zip(tensors, flags, strict=True) if flag]
+    if names:
+        raise RuntimeError(
+            f"{state}: a forward has changed {', '.join(names)} where no version counter shows it (`.data`, a kernel). "
+            "The policy had it cast, and what is written to the copy alone is lost. Write under torch.no_grad(), not "
+            "through `.data`; call torch.autograd.graph.increment_version(tensor) behind a kernel; or pass "
+            "cast_forward_inputs=False in the MixedPrecisionPolicy."
+        )
 
 
 def _judge(

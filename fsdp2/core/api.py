@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from threading import RLock
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from .compat import untraced
+from .compat import backend_name, untraced
 from .events import strategies
 from .group import FSDPParamGroup
 from .mesh import DataMesh, Distribution, data_mesh, distribute, replicated_data_mesh
@@ -98,15 +99,61 @@ def apply(module: Modules, given: Arguments) -> Modules:
     for check in strategies().plan:
         check(plan)
     classes = [sharded_class(type(root)) for root in plan.roots]
-    # From here on nothing is refused.
-    for each in plan.managed:
-        for name, buffer in each._buffers.items():
-            if buffer is not None and buffer.device.type != "meta":
-                each._buffers[name] = buffer.to(plan.mesh.device)
-    states = _make_states(plan)
-    below = [*states, *plan.inside]
-    attach(states[0], below, classes)
+    _check_backends(plan)
+    with _forgotten_if_it_fails(plan) as states:
+        # From here on nothing is refused.
+        for each in plan.managed:
+            for name, buffer in each._buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    each._buffers[name] = buffer.to(plan.mesh.device)
+        states += _make_states(plan)
+        attach(states[0], [*states, *plan.inside], classes)
     return module
+
+
+def _check_backends(plan: Plan) -> None:
+    """Checks that the process groups can communicate, before anything is changed.
+
+    Raises:
+        RuntimeError: a group has no backend for the device of its mesh.
+    """
+    meshes = {id(each.mesh): each.mesh for each in plan.parameters.values()}
+    for mesh in (plan.mesh, *meshes.values()):
+        for group in (mesh.shard_group, mesh.replicate_group):
+            if group is not None:
+                backend_name(group, mesh.device)
+
+
+@contextmanager
+def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
+    """Context: if it raises, no other module is affected by what was done. It yields the list of the new states.
+
+    The modules of the call are lost: their whole parameters were freed one by one as these were cut.
+    """
+    groups = [group for state in plan.inside for group in state.groups]
+    before = [(group, {**vars(group)}, {**vars(group.purpose)}, [[*p.names] for p in group.params]) for group in groups]
+    roots, classes = [state.root for state in plan.inside], [type(root) for root in plan.roots]
+    states: list[FSDPState] = []
+    try:
+        yield states
+    except BaseException as error:
+        for state, root in zip(plan.inside, roots, strict=True):
+            state.root = root
+        for group, attributes, purpose, names in before:
+            vars(group).update(attributes)
+            vars(group.purpose).update(purpose)
+            for param, own in zip(group.params, names, strict=True):
+                param.names = own
+        for state in states:
+            for group in state.groups:
+                group.root = None
+        for module, cls in zip(plan.roots, classes, strict=True):
+            module.__dict__.pop(STATE, None)
+            module.__class__ = cls
+        add_note = getattr(error, "add_note", None)  # from Python 3.11 on
+        if add_note is not None:
+            add_note(f"fully_shard had begun to shard {type(plan.roots[0]).__name__}. Build the model again.")
+        raise
 
 
 def attach(state: FSDPState, below: Iterable[FSDPState], classes: Sequence[type]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
+import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -172,6 +175,17 @@ why_no_hooks: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks
 runs_transform: Callable[[], bool] = partial(
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 )
+# () -> torch's module of compiled autograd, or None if nobody has imported it; (that module) -> True while it runs a
+# backward: it calls hooks, but not what is queued for the end.
+compiled_autograd: Callable[[], Any] = partial(sys.modules.get, "torch._dynamo.compiled_autograd")
+runs_compiled_backward: Callable[[Any], bool] = attrgetter("in_compiled_autograd_region")
+
+
+def has_tangents() -> bool:
+    """Returns True while forward-mode autograd runs on this thread, outside of torch.func."""
+    return forward_ad._current_level >= 0
+
+
 # Runs a function when the running backward pass has computed all gradients. There is no public hook for that.
 on_backward_end: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 # The hooks of `register_module_full_backward_hook`.
@@ -195,6 +209,38 @@ def take_hooks(source: Tensor, target: Tensor) -> None:
             setattr(target, name, hooks)
 
 
+class _HooksOfUnsharded(dict[Any, Any]):
+    """Holds the hooks that run when a gradient has been accumulated into an unsharded parameter: the engine's.
+
+    A hook that a user registers, inside a forward, goes to the sharded parameter, which gets the `.grad`. torch's
+    handles know the hook by a number in this dict. `param`: a weak reference to the FSDPParam.
+    """
+
+    param: Any
+
+    def _of_user(self) -> dict[Any, Any]:
+        sharded: Any = self.param().sharded
+        if sharded._post_accumulate_grad_hooks is None:
+            sharded._post_accumulate_grad_hooks = OrderedDict()
+        hooks: dict[Any, Any] = sharded._post_accumulate_grad_hooks
+        return hooks
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self._of_user()[key] = hook
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._of_user()
+
+    def __delitem__(self, key: int) -> None:
+        del self._of_user()[key]
+
+
+def hook_sharded(unsharded: Tensor, param: Any) -> None:
+    """Has hooks that users register on `unsharded`, to run after its gradient, run after that of the sharded one."""
+    unsharded._post_accumulate_grad_hooks = hooks = _HooksOfUnsharded()
+    hooks.param = weakref.ref(param)
+
+
 def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | None) -> None:
     """Runs `hook(tensor)`, and no other hook under `key`, when a gradient has been accumulated. None: removes it.
 
@@ -203,10 +249,11 @@ def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | No
     hooks: Any = tensor._post_accumulate_grad_hooks
     if hooks is None:
         hooks = tensor._post_accumulate_grad_hooks = OrderedDict()  # as users' handles need it
+    kind: Any = dict if type(hooks) is _HooksOfUnsharded else OrderedDict
     if hook is None:
-        hooks.pop(key, None)
+        kind.pop(hooks, key, None)
     else:
-        hooks[key] = hook
+        kind.__setitem__(hooks, key, hook)
 
 
 def untraced(function: Function) -> Function:
@@ -235,6 +282,12 @@ pop_dispatch_mode: Callable[[Any], Any] = torch._C._pop_torch_dispatch_stack
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+
+
+def are_tensors_fake() -> bool:
+    """Returns True if FakeTensorMode is in force on this thread."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
 
 # ---- process groups and meshes
 
@@ -301,6 +354,19 @@ def mesh_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
         return DeviceMesh.from_group(mesh.get_group(axes[0]), mesh.device_type)
     chosen = mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]
     return chosen if chosen.ndim == 1 else chosen._flatten()
+
+
+def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[list[int]]:
+    """Returns the ranks of each process group along `axes`, which count as one, in the order of their coordinates. Of a
+    slice, those of all slices: `mesh.mesh` has only this rank's, and ranks must refuse a mesh alike.
+    """
+    layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    ranks = mesh.mesh.unsqueeze(0) if layout is None or rank_map is None else layout.remap_to_tensor(rank_map)
+    last = [axis + 1 for axis in axes]
+    first = [axis for axis in range(ranks.ndim) if axis not in last]
+    size = math.prod(mesh.size(axis) for axis in axes)
+    rows: list[list[int]] = ranks.permute(*first, *last).reshape(-1, size).tolist()
+    return rows
 
 
 # ---- DTensor

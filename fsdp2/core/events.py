@@ -44,6 +44,9 @@ class Observer:
     def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         """A forward is about to cast floating-point tensors among `inputs` to `dtype`."""
 
+    def inputs_returned(self, state: Any, inputs: Any) -> None:
+        """A forward that got cast or moved inputs has returned. `inputs`: the HandedInputs, taken back already."""
+
     def forward_began(self, group: Any) -> None:
         """A module's forward begins; its unsharded parameters are registered."""
 
@@ -208,7 +211,8 @@ class Strategies:
         deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
         find_replacements: (group, accept_whole, may_be_untied) -> [(param, what a user has registered for it)].
         tensors_in: (*values) -> all tensors in the inputs or outputs of a module.
-        map_tensors: (value, change, everywhere) -> the changed value; `everywhere`: in plain objects, too.
+        map_tensors: (value, change, everywhere, copied, known) -> the changed value. `everywhere`: in plain objects,
+            too; `copied`: receives (container, copy); `known`: what stands for containers, by their identities.
     """
 
     observers: tuple[Callable[[Any], Observer | None], ...] = ()

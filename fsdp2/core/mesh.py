@@ -123,7 +123,7 @@ _in_use: weakref.WeakValueDictionary[Any, DataMesh] = weakref.WeakValueDictionar
 def on_axes(mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple[int, ...] = ()) -> DataMesh:
     """
     Raises:
-        ValueError: this rank is not part of `mesh`; or an axis is given twice.
+        ValueError: this rank is not part of `mesh`; an axis is given twice; or see `check_order`.
     """
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
@@ -137,8 +137,37 @@ def on_axes(mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple
     key = (id(mesh), shard_axes, replicate_axes)
     found = _in_use.get(key)
     if found is None:
-        found = _in_use[key] = DataMesh(mesh, shard_axes, replicate_axes)
+        found = DataMesh(mesh, shard_axes, replicate_axes)
+        check_order(mesh, shard_axes, found.shard_group)
+        _in_use[key] = found
     return found
+
+
+def check_order(mesh: DeviceMesh, axes: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
+    """Checks that ranks have the same order along `axes` of `mesh`, which shard, as in `group`, theirs.
+
+    A gather concatenates what ranks hold in the order of their process group, which torch sorts. DTensor, initialisers
+    and checkpoints cut by the coordinates of the mesh.
+
+    Raises:
+        ValueError: the orders differ; on all ranks of the mesh, whichever of them are in another order.
+    """
+    if group is None or math.prod(mesh.size(axis) for axis in axes) == 1:
+        return
+    rows, mine = compat.ranks_along(mesh, axes), dist.get_rank()
+    own, in_group = next(row for row in rows if mine in row), dist.get_process_group_ranks(group)
+    wrong = own if own != in_group else None
+    if in_group == sorted(in_group):
+        wrong = next((row for row in rows if row != sorted(row)), None)
+    if wrong is not None:
+        names = mesh.mesh_dim_names
+        axis = ", ".join(repr(names[axis]) if names else str(axis) for axis in axes)
+        raise ValueError(
+            f"mesh: expected ranks in ascending order along the axis that shards ({axis}), as in their process group, "
+            f"got {wrong}: gathers would follow one order, initialisers and checkpoints the other. List the ranks of "
+            "each row in ascending order, as init_device_mesh does; of axes that shard together, build the mesh with "
+            "these axes last, in their order."
+        )
 
 
 def data_mesh(mesh: DeviceMesh) -> DataMesh:

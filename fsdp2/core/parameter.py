@@ -218,6 +218,7 @@ class FSDPParam:
             return
         self.unsharded = self.as_unsharded(memory, memory.is_floating_point())
         self.leaf_class = type(self.unsharded)
+        compat.hook_sharded(self.unsharded, self)
 
     def as_unsharded(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
         """Returns a parameter, as modules compute with, whose data is `memory`, of the gathered shape. It is of the

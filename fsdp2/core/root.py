@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -48,6 +48,18 @@ class BackwardPass:
 
     task: int
     builds_graph: bool = False
+
+
+def refuse_compiled_backward(group: Any, name: str) -> NoReturn:
+    """Raises NotImplementedError: compiled autograd calls hooks, but not what is queued for the end of a backward.
+
+    `group`: one that the backward reaches. `name`: the FQN of a parameter.
+    """
+    raise NotImplementedError(
+        f"{group}: compiled autograd runs this backward, and would reduce no gradients ({name}, ...). Compile the "
+        "model alone, torch.compile(model), and call backward outside of compiled functions, without "
+        "torch._dynamo.config.compiled_autograd."
+    )
 
 
 class Root:
@@ -133,6 +145,11 @@ class Root:
         """Begins a forward pass: the outermost sharded module is called, outside backward."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             raise NotImplementedError(f"{self.group}: its gathers can be in no graph. {compat.EXPORT_PLAIN}")
+        if num_dispatch_modes() and compat.are_tensors_fake():
+            raise NotImplementedError(
+                f"{self.group}: FakeTensorMode has no values to gather. Leave the mode for sharded models; fsdp2.plan "
+                "predicts the memory and the time of a plain one when it is sharded."
+            )
         if self.backward is not None:
             self.recover()  # it has failed, and autograd does not say so
         self.notify(self.events.pass_began)
@@ -219,6 +236,10 @@ class Root:
             self.notify(self.events.graph_built)
 
     def _begin_backward(self) -> None:
+        compiled = compat.compiled_autograd()
+        if compiled is not None and compat.runs_compiled_backward(compiled):
+            name = next((param.name for group in self.groups for param in group.params), self.group.name)
+            refuse_compiled_backward(self.group, name)
         self.backward = BackwardPass(graph_task())
         compat.on_backward_end(self.end_backward)
         self.prefetcher.begin_backward()

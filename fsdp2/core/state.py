@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from . import compat
 from .autograd import after_leaf, after_tensors, cast
 from .compat import graph_task, has_storage, num_dispatch_modes, num_function_modes, storage_address
 from .events import strategies
+from .inputs import HandedInputs, cast_to, move_to
 from .policy import MixedPrecisionPolicy
 from .user_code import are_in_force, hidden, run_shown
 
@@ -174,11 +176,17 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
     root, in_backward = state.root, graph_task() != -1
     if not in_backward and (not root.running or state is root.state):
         root.begin_pass()
+    handed: list[HandedInputs] = []
     root.enter(state)
     root.depth += 1
     try:
-        args, kwargs = before_forward(state, args, kwargs, in_backward)
+        args, kwargs = before_forward(state, args, kwargs, in_backward, handed)
         output = forward(*args, **kwargs)
+        for inputs in reversed(handed):
+            output = inputs.take_back(module, output)
+            if not in_backward:
+                for notify in root.events.inputs_returned:
+                    notify(state, inputs)
         if not in_backward:
             for group in state.groups:
                 group.parameters.take_requires_grad()
@@ -191,6 +199,9 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
                 output = change(state, (args, kwargs), output)
         output = after_forward(state, module, output, in_backward)
     except BaseException:
+        for inputs in reversed(handed):
+            with suppress(RuntimeError):
+                inputs.take_back(module)
         _fail(state, module, in_backward)
         raise
     finally:
@@ -213,18 +224,23 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
         state.post_forward(backward_follows=False, failed=True, module=module)
 
 
-def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool) -> Any:
-    """Prepares the inputs and the groups; returns the inputs. `in_backward`: activation checkpointing runs it again."""
+def before_forward(
+    state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool, handed: list[HandedInputs]
+) -> Any:
+    """Prepares the inputs and the groups; returns the inputs. `in_backward`: activation checkpointing runs it again.
+    `handed`: receives the copies that stand for inputs.
+    """
     root, dtype, inputs = state.root, state.input_dtype, None
     if root.input_device is not None and not in_backward:
-        args, kwargs = inputs_on_device(state, args, kwargs)
+        args, kwargs = inputs_on_device(state, args, kwargs, handed)
     if dtype is not None:
         inputs = args if not kwargs and {*map(type, args)} == _ONLY_TENSORS else root.tensors_in(args, kwargs)
         if [1 for tensor in inputs if tensor.dtype != dtype and tensor.is_floating_point()]:
             if not in_backward:
                 for notify in root.events.inputs_cast:
                     notify(state, inputs, dtype)
-            args, kwargs, inputs = cast_floating(args, dtype), kwargs and cast_floating(kwargs, dtype), None
+            handed.append(HandedInputs(cast_to(dtype), args, kwargs))
+            args, kwargs, inputs = handed[-1].args, handed[-1].kwargs, None
     need_no_hooks = True
     for group in state.groups:
         group.pre_forward(in_backward)
@@ -241,11 +257,16 @@ def before_forward(state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, An
     return args, kwargs
 
 
-def inputs_on_device(state: FSDPState, args: Any, kwargs: Any) -> Any:
-    """Returns the inputs of the outermost module on the device where it computes; those of others unchanged."""
+def inputs_on_device(state: FSDPState, args: Any, kwargs: Any, handed: list[HandedInputs]) -> Any:
+    """Returns the inputs of the outermost module on the device where it computes; those of others unchanged.
+    `handed`: receives the copies.
+    """
     root = state.root
     is_outermost = state is root.state or not root.running or root.running == [state]
-    return to_device((args, kwargs), root.input_device) if is_outermost else (args, kwargs)
+    if not is_outermost:
+        return args, kwargs
+    handed.append(HandedInputs(move_to(root.input_device), args, kwargs))
+    return handed[-1].args, handed[-1].kwargs
 
 
 def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward: bool) -> Any:
@@ -339,13 +360,4 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return cast(value, dtype) if value.dtype != dtype and value.is_floating_point() else value
     if type(value) is tuple and {*map(type, value)} == _ONLY_TENSORS:
         return tuple([cast_floating(each, dtype) for each in value])
-    return strategies().map_tensors(
-        value, lambda tensor: cast(tensor, dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
-    )
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Returns `value` with its tensors on `device`; copies from page-locked memory are asynchronous."""
-    return strategies().map_tensors(
-        value, lambda tensor: tensor.to(device, non_blocking=True) if tensor.device != device else tensor
-    )
+    return strategies().map_tensors(value, cast_to(dtype))

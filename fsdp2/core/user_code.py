@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
@@ -152,6 +152,25 @@ def tensors_in(*values: Any) -> list[Tensor]:
     return list(dict.fromkeys(each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)))
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor], everywhere: bool = False) -> Any:
+def map_tensors(
+    value: Any,
+    change: Callable[[Tensor], Tensor],
+    everywhere: bool = False,
+    copied: list[tuple[Any, Any]] | None = None,
+    known: Mapping[int, Any] | None = None,
+) -> Any:
     """Returns `value` with `change` applied to its tensors: of the core alone, see Strategies."""
-    return pytree.tree_map_only(Tensor, change, value)
+    if isinstance(value, Tensor):
+        return change(value)
+    if known and id(value) in known:
+        return known[id(value)]
+    if type(value) not in (tuple, list, dict):
+        return pytree.tree_map_only(Tensor, change, value)
+    items = dict(value) if type(value) is dict else dict(enumerate(value))
+    new = {key: map_tensors(item, change, everywhere, copied, known) for key, item in items.items()}
+    if all(new[key] is item for key, item in items.items()):
+        return value
+    result = new if type(value) is dict else type(value)(new.values())
+    if copied is not None:
+        copied.append((value, result))
+    return result

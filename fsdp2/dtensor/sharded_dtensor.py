@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from ..core.compat import local_of, new_dtensor, no_torch_function
 from ..core.parameter import USER_CLASS
 from ..ext.once import once
+from ..ext.owners import sharded_owner
 from .compat import (
     DISPATCHES_TO_SUBCLASSES,
     explain_plans,
@@ -45,6 +46,10 @@ _replaced: set[str] = set()
 _explainers: list[Explainer] = []
 
 
+# Of torch before 2.10, which has no such attribute, None.
+_GRAD_DTYPE: Any = getattr(Tensor, "grad_dtype", None)
+
+
 class _Sharded(DTensor):
     """Implements the part of ShardedDTensor that does not depend on which fixes are in force."""
 
@@ -66,6 +71,23 @@ class _Sharded(DTensor):
         """Returns what DTensor.redistribute returns, of this class."""
         redistributed: DTensor = as_sharded(super().redistribute(*args, **options))
         return redistributed
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype of `.grad`; None: any."""
+        return _GRAD_DTYPE.__get__(self)
+
+    @grad_dtype.setter
+    def grad_dtype(self, dtype: torch.dtype | None) -> None:
+        if dtype not in (None, self.dtype) and self.is_leaf and self.requires_grad:
+            owner = sharded_owner(self)
+            name = "a sharded parameter" if owner is None else owner.param.name
+            raise NotImplementedError(
+                f"{name}: a grad_dtype of its own ({dtype}) is not supported: gradients have their parameter's dtype "
+                f"({self.dtype}). Store the parameter in {dtype} before fully_shard, and let it compute in the "
+                "MixedPrecisionPolicy's param_dtype."
+            )
+        _GRAD_DTYPE.__set__(self, dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:

@@ -32,7 +32,9 @@ from .parallelize_after import refuse_parallelize_after
 from .plain_numbers import use_full_tensors_with_plain_numbers
 from .random_ops import randomize_like_plain_tensors
 from .reparametrize_after import refuse_reparametrization_after
+from .saved_parts import save_parts_alone
 from .views import write_through_views
+from .wrapped_after import refuse_fsdp1_around, refuse_script_after
 
 ALL, OLD = "2.11 to 2.15", "2.11 to 2.14"
 IS_OLD = torch.__version__ < "2.15"
@@ -105,6 +107,12 @@ FIXES = (
         "each copy has its own memory",
         copy_gradients,
         situations=3,
+    ),
+    Fix(
+        "saved-parts",
+        "`torch.save` of one unsharded parameter, or of one gradient's local tensor, writes all that is in its storage",
+        "it writes that one",
+        patch=save_parts_alone,
     ),
     Fix(
         "pipelines",
@@ -278,6 +286,18 @@ FIXES = (
         "`summon_full_params` gathers; others raise, and say what to write",
         patch=follow_fsdp1_methods,
         situations=1,
+    ),
+    Fix(
+        "fsdp-around",
+        "FullyShardedDataParallel around a sharded model fails with an error about storages",
+        "it raises, and says what to do",
+        patch=refuse_fsdp1_around,
+    ),
+    Fix(
+        "script-after",
+        "`torch.jit.script` of a sharded model fails with an error about hooks",
+        "it raises, and says what to do",
+        patch=refuse_script_after,
     ),
     Fix(
         "parallelize-after",

@@ -131,6 +131,22 @@ def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
 _TRACED = ("autograd_inputs", "entry_points", "forward_method", "module_class")
 
 
+def before_backward_is_recorded(check: Callable[[Sequence[Any]], None]) -> None:
+    """Calls `check` with the inputs of a backward, its leaves included, before compiled autograd records it."""
+
+    def guard(imported: Any) -> None:
+        compiler = imported.AutogradCompilerInstance
+        begin = compiler.begin_capture
+
+        def begin_capture(self: Any, inputs: Sequence[Any], *args: Any, **options: Any) -> Any:
+            check(inputs)
+            return begin(self, inputs, *args, **options)
+
+        compiler.begin_capture = begin_capture
+
+    when_imported("torch._dynamo.compiled_autograd", guard)
+
+
 def keep_out_of_graphs() -> None:
     """Has dynamo, as soon as it is imported, trace no file of fsdp2 but those in `_TRACED`."""
     when_imported("torch._dynamo", _skip_ours)

@@ -26,7 +26,20 @@ def class_attributes(cls: Any) -> dict[str, Any]:
         "_get_name": _name_of(cls),
         **parameter_methods(cls),
         **copying_methods(cls),
+        **({"recompile": _recompile_of(cls)} if hasattr(cls, "recompile") else {}),
     }
+
+
+def _recompile_of(cls: Any) -> Callable[..., Any]:
+    def recompile(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Recompiles a torch.fx.GraphModule, which replaces `__call__` and `forward` of its class."""
+        sharded, self.__class__ = type(self), cls
+        try:
+            return self.recompile(*args, **kwargs)  # type: ignore[operator]
+        finally:
+            self.__class__ = sharded
+
+    return update_wrapper(recompile, cls.recompile)
 
 
 def _call_of(cls: Any) -> Callable[..., Any]:

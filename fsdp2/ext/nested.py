@@ -52,16 +52,23 @@ def attribute_names(value: Any) -> list[str]:
     return [*getattr(value, "__dict__", {}), *(name for name in slots if hasattr(value, name))]
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor], everywhere: bool = False) -> Any:
+def map_tensors(
+    value: Any,
+    change: Callable[[Tensor], Tensor],
+    everywhere: bool = False,
+    copied: list[tuple[Any, Any]] | None = None,
+    known: Mapping[int, Any] | None = None,
+) -> Any:
     """Returns `value` with `change` applied to its tensors.
 
     Looks into tuples, lists, dicts, UserDicts and dataclasses. Those that hold a tensor that changes are copied,
     keeping their type and attributes and without running their constructor; all else is returned as it is.
-    `everywhere`: also in plain objects, whose attributes are set in place.
+    `everywhere`: also in plain objects, whose attributes are set in place. `copied`: receives (container, copy).
+    `known`: what to put in place of some containers, by their identities.
     """
     if everywhere:
         _map_attributes(value, change)
-    return _map(value, change, {})
+    return _map(value, change, dict(known or ()), copied)
 
 
 def _map_attributes(value: Any, change: Callable[[Tensor], Tensor]) -> None:
@@ -81,25 +88,29 @@ def _map_attributes(value: Any, change: Callable[[Tensor], Tensor]) -> None:
                     setattr(value, name, changed)
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
+def _map(
+    value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any], copied: list[tuple[Any, Any]] | None
+) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, _ATOMS) or id(value) in done:
         return done.get(id(value), value)
     done[id(value)] = value  # while its parts are changed: a structure may contain itself
     if isinstance(value, (tuple, list)):
-        items = [_map(item, change, done) for item in value]
+        items = [_map(item, change, done, copied) for item in value]
         unchanged = all(new is old for new, old in zip(items, value, strict=True))
         done[id(value)] = value if unchanged else _like(value, items)
     elif isinstance(value, (dict, UserDict)):
-        done[id(value)] = _with_items(value, dict(value), operator.setitem, change, done)
+        done[id(value)] = _with_items(value, dict(value), operator.setitem, change, done, copied)
     elif is_dataclass(value):
-        done[id(value)] = _with_items(value, fields_of(value), object.__setattr__, change, done)
+        done[id(value)] = _with_items(value, fields_of(value), object.__setattr__, change, done, copied)
+    if copied is not None and done[id(value)] is not value:
+        copied.append((value, done[id(value)]))
     return done[id(value)]
 
 
-def _with_items(value: Any, items: dict[Any, Any], assign: Any, change: Any, done: dict[int, Any]) -> Any:
-    new = {key: _map(item, change, done) for key, item in items.items()}
+def _with_items(value: Any, items: dict[Any, Any], assign: Any, change: Any, done: dict[int, Any], copied: Any) -> Any:
+    new = {key: _map(item, change, done, copied) for key, item in items.items()}
     changed = {key: item for key, item in new.items() if item is not items[key]}
     if changed:
         value = copy.copy(value)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..core.compat import distributed_parameter, local_of, new_dtensor
-from ..core.mesh import DataMesh, Distribution
+from ..core.mesh import DataMesh, Distribution, check_order
 from ..core.mesh import distribute as distribute_plain
 from .compat import concatenate_meshes, cut, strided_shard
 
@@ -63,6 +63,9 @@ def distribute(parameter: Any, mesh: DataMesh, dim: int) -> Distribution:
         return distribute_plain(parameter, mesh, dim)
     is_scalar = parameter.dim() == 0
     inner, placements = parameter.device_mesh, parameter.placements
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate():
+            check_order(inner, (axis,), inner.get_group(axis))
     if inner == mesh.mesh:
         _check_data_axes(parameter, mesh, dim)
         return TensorParallel(inner, _cut(inner, placements, mesh, dim, is_scalar), dim, inner, placements, mesh)

@@ -16,6 +16,7 @@ from torch.autograd.forward_ad import unpack_dual
 from ..core import state as states
 from ..core.autograd import SavedTensors
 from ..core.compat import runs_transform, top_saved_tensor_hooks, untraced
+from ..core.inputs import HandedInputs, cast_to
 from ..core.state import FSDPState, cast_floating
 from ..core.user_code import hidden, outside_transforms
 from . import compat
@@ -36,17 +37,21 @@ def run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., 
     The engine must not compute on the inputs and outputs: an operation, outside, on a tensor that a transform has
     wrapped would silently have no gradient.
     """
+    handed: list[HandedInputs] = []
     with hidden():
         if state.root.input_device is not None:
-            args, kwargs = states.inputs_on_device(state, args, kwargs)
+            args, kwargs = states.inputs_on_device(state, args, kwargs, handed)
         if state.input_dtype is not None:
-            args, kwargs = cast_floating((args, kwargs), state.input_dtype)
+            handed.append(HandedInputs(cast_to(state.input_dtype), args, kwargs))
+            args, kwargs = handed[-1].args, handed[-1].kwargs
     _, restore = compat.transform_stacks()
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         with restore(stack):
             output = forward(*args, **kwargs)
             with hidden():
+                for inputs in reversed(handed):
+                    output = inputs.take_back(module, output)
                 output_dtype = state.policy.output_dtype
                 output = output if output_dtype is None else cast_floating(output, output_dtype)
                 outputs = tensors_in(output)

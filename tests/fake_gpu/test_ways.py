@@ -3,6 +3,7 @@
 The clocks judge all of it: an order of operations in which a GPU might compute wrong numbers is a failure, too.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -10,10 +11,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import fake_gpu
-from fake_gpu.training import OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.core import buckets, comm
 from fsdp2.ext import large_gradients
 from helpers import run_checks
@@ -105,3 +109,42 @@ def test_the_host_waits_for_nothing_in_a_step_at_which_ranks_compare_nothing() -
 
     options: dict[str, dict[str, Any]] = {"sharded": {}, "replicated": {"mesh": (2, 1)}, "bf16": {"mp_policy": MP_BF16}}
     run_checks(2, [(name, partial(check, **each)) for name, each in options.items()], device=fake_gpu.KIND)
+
+
+class Remembering(torch.nn.Module):
+    """Writes what it computes into a cache, and appends it to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Tensor, states: list[Tensor]) -> Tensor:
+        hidden = self.layer(x.to(self.layer.weight.dtype))
+        with torch.no_grad():
+            cache[:, len(states)] = hidden
+            states.append(hidden.detach())
+        return hidden
+
+
+def test_what_a_forward_writes_into_inputs_that_are_moved_reaches_the_caller() -> None:
+    """The cache and the list are on the CPU, and are moved to the device, and cast, for the forward."""
+
+    def check(tolerance: dict[str, float], **options: Any) -> None:
+        torch.manual_seed(0)
+        plain = Remembering()
+        model = copy.deepcopy(plain)
+        fully_shard(model, mesh=init_device_mesh(fake_gpu.KIND, (dist.get_world_size(),)), **options)
+        mine, theirs = ((torch.randn(2, 4, WIDTH), [torch.ones(2, WIDTH)]) for _ in range(2))
+        mine[0].copy_(theirs[0])
+        untouched = theirs[0][:, [0, 3]].clone()
+        for step in range(2):
+            x = torch.full((2, WIDTH), step + 0.5)
+            model(x, *mine), plain(x, *theirs)
+        assert mine[0].device.type == "cpu"
+        assert torch.equal(mine[0][:, [0, 3]], untouched)
+        torch.testing.assert_close(mine[0], theirs[0], **tolerance)
+        assert [each.device.type for each in mine[1]] == ["cpu", fake_gpu.KIND, fake_gpu.KIND]
+        torch.testing.assert_close([each.cpu().float() for each in mine[1]], theirs[1], **tolerance)
+
+    ways = [("moved", partial(check, EXACT)), ("moved and cast", partial(check, ROUNDED, mp_policy=MP_BF16))]
+    run_checks(2, ways, device=fake_gpu.KIND)

@@ -5,6 +5,7 @@ can be removed.
 """
 
 import copy
+import io
 import os
 import re
 import subprocess
@@ -285,6 +286,22 @@ def norm_over_meshes() -> bool:
     return raises(lambda: nn.utils.clip_grad_norm_([*model.parameters(), plain], 1.0), "fsdp2.clip_grad_norm_")
 
 
+def fsdp1_around() -> bool:
+    return raises(lambda: FSDP1(linear(), device_id=torch.device("cpu")), "Remove FullyShardedDataParallel")
+
+
+def scripted() -> bool:
+    return raises(lambda: torch.jit.script(linear()), "use torch.compile")
+
+
+def saved_part() -> bool:
+    model = fully_shard(nn.Sequential(*[nn.Linear(50, 50) for _ in range(5)]))
+    model(torch.ones(2, 50)).sum().backward()
+    file = io.BytesIO()
+    torch.save(model[0].weight.grad.to_local(), file)
+    return len(file.getvalue()) < 10_000
+
+
 # Each ends well with the fix only. Those below run on one rank alone, which holds no row: others would wait for it.
 PROGRAMS: dict[str, Callable[[], bool]] = {
     "full-tensor": gradient_of_a_full_tensor,
@@ -317,6 +334,9 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     "optimizer-states": loaded_state,
     "ddp-around": ddp_around,
     "fsdp1-methods": fsdp1_state,
+    "fsdp-around": fsdp1_around,
+    "script-after": scripted,
+    "saved-parts": saved_part,
     "parallelize-after": parallelized,
     "reparametrize-after": pruned,
     "counted-collectives": counted_collective,

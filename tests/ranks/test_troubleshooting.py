@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
@@ -288,6 +290,12 @@ def attribute_over_a_parameter() -> None:
     fully_shard(model)
 
 
+@says("has written in place into")
+def write_to_a_leaf() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 5))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))(torch.ones(2, 5).requires_grad_())
+
+
 @says("expected a divisor of")
 def no_divisor() -> None:
     shard(build(), reshard_after_forward=3)
@@ -325,6 +333,37 @@ def outside() -> None:
     shard(build(), mesh=DeviceMesh("cpu", [1 - dist.get_rank()]))
 
 
+@says("is in a TorchScript module")
+def scripted() -> None:
+    model = build()
+    model.head = torch.jit.script(model.head)
+    shard(model)
+
+
+@says("Remove FullyShardedDataParallel")
+def fsdp1() -> None:
+    FSDP1(shard(build()), device_id=torch.device("cpu"))
+
+
+@says("FakeTensorMode has no values to gather")
+def fake() -> None:
+    model = shard(build())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        backward(model)
+
+
+@says("compiled autograd runs this backward")
+def backward_compiled() -> None:
+    loss = shard(build())(torch.ones(2, 5)).sum()
+    with compiled_autograd._enable(lambda graph: graph):
+        loss.backward()
+
+
+@says("expected ranks in ascending order")
+def ranks_backwards() -> None:
+    shard(build(), mesh=DeviceMesh("cpu", [1, 0]))
+
+
 @says("has no attribute 'no_sync'")
 def of_ddp() -> None:
     shard(build()).no_sync()
@@ -335,6 +374,7 @@ def test_every_message_has_a_program() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_programs_get_the_messages() -> None:
     def check(text: str, program: Program) -> Callable[[], None]:
         def run() -> None:

@@ -55,7 +55,8 @@ COMPAT = (
 )
 WHERE = f"it belongs in one of {', '.join(COMPAT)}"
 # The bridge for programs that were written for torch's FSDP: its names stand here, private ones too.
-BRIDGE = ("bridge.patch", "bridge.fsdp1_methods")
+# The last names FSDP1 to refuse it around a sharded model, and does not import it.
+BRIDGE = ("bridge.patch", "bridge.fsdp1_methods", "dtensor.wrapped_after")
 # What torch's other composable APIs look up on a module; neither an implementation of FSDP nor imported with fsdp2.
 CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2.core.state import cast_floating, to_device
+from fsdp2.core.inputs import HandedInputs, move_to
+from fsdp2.core.state import cast_floating
 from fsdp2.ext.nested import tensors_in
 
 BF16 = torch.bfloat16
@@ -302,7 +303,8 @@ def test_a_mapping_that_may_share_its_insides_is_left_alone() -> None:
 
 def test_to_device_moves_all_tensors_and_keeps_the_rest() -> None:
     value = {"a": [torch.ones(2), "text"], "b": (torch.ones(1, dtype=torch.int64, device="meta"),)}
-    moved = to_device(value, torch.device("meta"))
+    inputs = HandedInputs(move_to(torch.device("meta")), (value,), {})
+    moved = inputs.args[0]
     assert [each.device.type for each in (moved["a"][0], moved["b"][0])] == ["meta", "meta"]
     assert moved["a"][1] == "text"
     assert moved["b"][0] is value["b"][0], "it is there already"
