@@ -107,7 +107,7 @@ def fully_shard(
         ValueError: a container without `forward`; a module given twice or sharded already; a parameter that is
             uninitialised, tied to one of another group, or in the same memory as another.
         NotImplementedError: a parameter that is complex, or a tensor subclass that does not say how it is gathered;
-            embeddings with sparse gradients or `max_norm`.
+            embeddings with sparse gradients or `max_norm`; a module that FullyShardedDataParallel (FSDP1) wraps.
 
     After any of these errors nothing has been changed.
 
