@@ -70,9 +70,9 @@ class Buffers(RankCheck):
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         self._root, self.at_evaluation = comparison.root, False
-        root = self._root
-        of_meshes = find_buffers(root)
-        for mesh in groups_by_mesh(root.groups):
+        root, meshes = self._root, groups_by_mesh(self._root.groups)
+        of_meshes = find_buffers(root) if meshes else {}
+        for mesh in meshes:
             found = of_meshes.get(mesh, {})
             names = drifting(found, root)
             self.at_evaluation = self.at_evaluation or bool(names)
@@ -359,7 +359,7 @@ def _differ_at_first(apart: Mapping[str, str], synchronised: str) -> str:
     return (
         f"{_shown(apart)}: a buffer that ranks have built, or loaded, differently, so that each computes something "
         f"else. Call fsdp2.sync_module_states({synchronised}), {when} fully_shard, which gives all ranks the "
-        "first one's; or set the same seed on all ranks before the model is built. {_OWN}"
+        f"first one's; or set the same seed on all ranks before the model is built. {_OWN}"
     )
 
 

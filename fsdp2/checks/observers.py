@@ -156,7 +156,9 @@ def groups_of_all_ranks(root: Any) -> list[FSDPParamGroup]:
     return [
         group
         for group in root.groups
-        if group.params and group.mesh == mesh and group.settings.reduce_when is not ReduceWhen.ASKED
+        if group.params
+        and (group.mesh is mesh or group.mesh == mesh)
+        and group.settings.reduce_when is not ReduceWhen.ASKED
     ]
 
 
