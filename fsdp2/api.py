@@ -110,8 +110,9 @@ def fully_shard(
             as another or as an attribute; a frozen one of a class of your own that `mp_policy` would cast, if its
             values may be packed.
         NotImplementedError: a parameter that is complex, or a tensor subclass that says only in part how it is
-            gathered; embeddings with sparse gradients or `max_norm`. The first forward raises it for a subclass around
-            other tensors that does not say how they are gathered.
+            gathered; embeddings with sparse gradients or `max_norm`; a module that FullyShardedDataParallel (FSDP1)
+            wraps. The first forward raises it for a subclass around other tensors that does not say how they are
+            gathered.
 
     After any of these errors nothing has been changed.
 

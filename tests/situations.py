@@ -1329,6 +1329,37 @@ def blocks_sharded_and_the_rest_averaged(side: Side) -> None:
     side.weights("trained", model)
 
 
+@ends(LOUD, "no fully_shard call manages it. It was the same on all ranks, and is not any more")
+def a_loss_with_an_optimizer_of_its_own(side: Side) -> None:
+    """A loss that has weights is not sharded, and an optimizer of its own steps on it"""
+    model, loss = shard(side, Net()), nn.Linear(3, 4)
+    optimizers = [sgd(model), sgd(loss)]
+    for step in range(6):
+        loss_of(loss(model(side.batch(step)))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    side.weights("trained", model)
+    side.weights("trained loss", loss)
+
+
+@ends(EXACT)
+def a_loss_with_an_optimizer_of_its_own_averaged(side: Side) -> None:
+    """The same, where the user averages its gradients"""
+    model, loss = shard(side, Net()), nn.Linear(3, 4)
+    optimizers = [sgd(model), sgd(loss)]
+    for step in range(6):
+        loss_of(loss(model(side.batch(step)))).backward()
+        for parameter in loss.parameters() if side.is_sharded else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(side.num_ranks)  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    side.weights("trained", model)
+    side.weights("trained loss", loss)
+
+
 # ---- what ranks start from
 
 
@@ -1464,6 +1495,48 @@ def mesh_in_another_order(side: Side) -> None:
     torch.manual_seed(1)
     nn.init.normal_(model.weight)
     train(side, model)
+
+
+class Heads(nn.Module):
+    """Heads by name, of which forward uses one."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.stem, made = nn.Linear(5, 5), {name: nn.Linear(5, 3) for name in "ab"}
+        self.heads = nn.ModuleDict({name: made[name] for name in names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads["a"](self.stem(x))
+
+
+@ends(LOUD, "ranks register their modules in another order")
+def heads_in_another_order(side: Side) -> None:
+    """Ranks register modules in another order, and load weights by name; evaluation"""
+    weights = Heads("ab").state_dict()
+    model = side.fully_shard(Heads("ba" if side.rank == 1 else "ab"))
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=side.is_sharded))
+    with torch.no_grad():
+        side.rows("output", model(side.batch(0)))
+
+
+@ends(LOUD, "expected the same on all ranks, got the shape (3, 5) on rank 0, and the shape (4, 5) on rank 1")
+def another_number_of_classes(side: Side) -> None:
+    """Ranks build a head for the number of classes that each has found in its own rows"""
+    model = Net()
+    model.head = nn.Linear(5, 3 + (side.rank if side.is_sharded else 0))
+    shard(side, model)
+    side.rows("output", model(side.batch(0))[:, :3])
+
+
+@ends(LOUD, "FullyShardedDataParallel wraps the module that has it")
+def fsdp1_inside(side: Side) -> None:
+    """One layer is wrapped in FSDP1"""
+    model = Net()
+    if side.is_sharded:
+        cpu = torch.device("cpu")
+        model.head = FSDP1(model.head, device_id=cpu, use_orig_params=True)  # type: ignore[assignment]
+    shard(side, model)
+    side.rows("output", model(side.batch(0)))
 
 
 # ---- parameters that are more than tensors
@@ -1866,6 +1939,60 @@ def leaf_that_forward_writes(side: Side) -> None:
     x = side.batch(0).requires_grad_()
     loss_of(model(x)).backward()
     side.rows("gradient", x.grad)
+
+
+@ends(EXACT)
+def statistics_read_behind_the_last_forward(side: Side) -> None:
+    """`update_bn` after training, then the running statistics are read"""
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5, momentum=0.5), nn.Linear(5, 3)))
+    batches = [side.batch(seed) for seed in range(3)]
+    torch.optim.swa_utils.update_bn(batches, model)
+    side.value("mean", model[1].running_mean)
+    side.value("counted", model[1].num_batches_tracked)
+
+
+class WithBuffer(nn.Module):
+    """Adds a buffer to its input; in training, it averages inputs into it before."""
+
+    def __init__(self, buffer: Tensor, averages: bool = False) -> None:
+        super().__init__()
+        self.linear, self.averages = nn.Linear(5, 3), averages
+        self.register_buffer("centre", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.averages and self.training:
+            self.centre.lerp_(x.detach().mean(0), 0.5)
+        return self.linear(x + self.centre)
+
+
+@ends(LOUD, "centre holds other values on rank 1 than on rank 0: a buffer that ranks have built")
+def a_buffer_of_each_ranks_seed(side: Side) -> None:
+    """A random buffer, drawn from each rank's seed"""
+    torch.manual_seed(side.rank)
+    buffer = torch.randn(5)
+    torch.manual_seed(0)
+    train(side, side.fully_shard(WithBuffer(buffer)))
+
+
+@ends(EXACT, only_ours=True)
+def a_buffer_of_each_ranks_seed_synchronised(side: Side) -> None:
+    """The same with `sync_module_states` after `fully_shard`"""
+    torch.manual_seed(side.rank)
+    buffer = torch.randn(5)
+    torch.manual_seed(0)
+    model = side.fully_shard(WithBuffer(buffer))
+    if side.is_sharded:
+        fsdp2.sync_module_states(model)
+    train(side, model)
+
+
+@ends(LOUD, "centre holds other values on rank 1 than on rank 0: a buffer that was the same on all ranks")
+def a_buffer_of_each_ranks_rows(side: Side) -> None:
+    """A buffer that each rank averages of its own rows, and evaluation with it"""
+    model = side.fully_shard(WithBuffer(torch.zeros(5), averages=True))
+    train(side, model)
+    with torch.no_grad():
+        side.rows("evaluated", model.eval()(side.batch(9)))
 
 
 # ---- scale of gradients
@@ -2304,6 +2431,27 @@ def rank_of_one_replica_out_of_step(side: Side) -> None:
     with torch.no_grad():
         for _ in range(2 if side.is_sharded and side.rank == 0 else 1):
             model(side.batch(1))
+    train(side, model)
+
+
+@ends(LOUD, "requires_grad differs between ranks: it is True on rank 0")
+def a_layer_frozen_on_one_rank(side: Side) -> None:
+    """One rank freezes a layer"""
+    model = shard(side, Net())
+    model.stem.requires_grad_(side.rank == 0)
+    train(side, model)
+
+
+@ends(LOUD, "has written to this frozen parameter since ranks last compared it")
+def a_frozen_layer_written_on_one_rank(side: Side) -> None:
+    """One rank writes to a frozen layer"""
+    model = Net()
+    model.stem.requires_grad_(False)
+    shard(side, model)
+    train(side, model, steps=1, name="before")
+    if side.rank == 0 and side.is_sharded:
+        with torch.no_grad():
+            model.stem.weight.mul_(0.5)
     train(side, model)
 
 

@@ -61,8 +61,15 @@ class Comparison(NamedTuple):
     mesh: DataMesh | None
 
 
-class RankCheck(Check):
-    """Compares something between ranks. All rank checks of a root that are due at one time share an all-reduce."""
+class RankObserver(Observer):
+    """Compares something between ranks. All that is due at one time for one root shares an all-reduce.
+
+    `at_evaluation`: True if ranks are to compare, too, when the model is evaluated first after training. It must be
+    alike on all ranks.
+    """
+
+    always = False
+    at_evaluation = False
 
     def refuse(self, root: Any) -> None:
         """Raises RuntimeError if this rank, hence each one, finds a mistake. Ranks have compared nothing yet."""
@@ -70,6 +77,10 @@ class RankCheck(Check):
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         """Yields what to compare, and over which mesh. Ranks must differ in the values of the numbers only."""
         yield from ()
+
+
+class RankCheck(Check, RankObserver):
+    """Is the base class of checks that compare something between ranks."""
 
 
 class ForwardCheck(Check):

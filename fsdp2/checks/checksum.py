@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,25 @@ def checksum(tensor: Tensor) -> Tensor:
             mixed ^= mixed >> 29
             total = total * _FACTOR + (mixed * (2 * torch.arange(len(chunk), device=chunk.device) + 1)).sum()
     return total
+
+
+def joint_checksum(tensors: Iterable[Tensor]) -> Tensor | int:
+    """Returns one checksum of the bits of all `tensors`, in order: an int64 without dims, where the first of them lies.
+
+    Small ones of one element size are copied into one tensor, so that the device does little for each.
+    """
+    of_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for bits in (bits_of(part) for tensor in tensors for part in values_of(tensor)):
+        of_kind.setdefault((bits.dtype, bits.device), []).append(bits)
+    wholes = [large for parts in of_kind.values() for large in parts if len(large) > _CHUNK_NUMEL]
+    for parts in of_kind.values():
+        small = [each for each in parts if len(each) <= _CHUNK_NUMEL]
+        if small:
+            wholes.append(torch.cat(small))
+    if not wholes:
+        return 0
+    sums = [checksum(whole) for whole in wholes]
+    return checksum(torch.stack([each.to(sums[0].device) for each in sums])) if len(sums) > 1 else sums[0]
 
 
 def word_sum(tensor: Tensor) -> Tensor:

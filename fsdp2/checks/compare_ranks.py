@@ -33,7 +33,7 @@ def compare(mesh: DataMesh, compared: Sequence[ComparedNumbers], root: Any = Non
     """
     numbers = [number for each in compared for number in each.numbers]
     if numbers:
-        name = ", ".join(each.name for each in compared)
+        name = ", ".join(each.name for each in compared) if root is None else f"what checks compare of {root.state}"
         bounds = iter(bounds_over(mesh, numbers, name, root))
         for each in compared:
             each.judge([*islice(bounds, len(each.numbers))])

@@ -25,6 +25,7 @@ from .compare_ranks import ComparedNumbers, compare, groups_by_mesh
 from .levels import is_on
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MOST_NAMES = 1 << 32  # more than any group has
 
 
 # ---- marks
@@ -150,15 +151,19 @@ def _numbers_by_mesh(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMes
 
 
 def _numbers_of(groups: Sequence[FSDPParamGroup]) -> ComparedNumbers:
-    def judge(bounds: Sequence[tuple[int, int]]) -> None:
-        for group, (_, unwritten) in zip(groups, bounds, strict=True):
-            if unwritten:
-                raise RuntimeError(
-                    f"{_names_in(group)[unwritten - 1]}: to_empty gave it memory, and nobody has initialised it since. "
-                    "Initialise or load it before the first forward; a buffer that no state dict holds, too."
-                )
+    """Returns one number, whatever groups a rank has: 0, or which tensor is as `to_empty` left it."""
+    found = [i * _MOST_NAMES + index for i, index in enumerate(map(_last_unwritten, groups)) if index]
 
-    return ComparedNumbers("empty memory", [*map(_last_unwritten, groups)], judge)
+    def judge(bounds: Sequence[tuple[int, int]]) -> None:
+        ((_, unwritten),) = bounds
+        if unwritten:
+            i, index = divmod(unwritten, _MOST_NAMES)
+            raise RuntimeError(
+                f"{_names_in(groups[i])[index - 1]}: to_empty gave it memory, and nobody has initialised it since. "
+                "Initialise or load it before the first forward; a buffer that no state dict holds, too."
+            )
+
+    return ComparedNumbers("empty memory", [max(found, default=0)], judge)
 
 
 def _last_unwritten(group: FSDPParamGroup) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -33,13 +34,16 @@ class Header(NamedTuple):
     digest: Tensor
 
     @classmethod
-    def of(cls, doing: str, where: str, sizes: Sequence[Any], part: str, compared: str = "") -> Header:
+    def of(
+        cls, doing: str, where: str, sizes: Sequence[Any], part: str, compared: str = "", remark: str = ""
+    ) -> Header:
         """Returns a header that ends with the sizes and the part, as far as there is room.
 
-        `where` is not compared, `compared` is.
+        `where` and `remark` are not compared, `compared` is.
         """
         digest = hashlib.blake2b(repr((doing, compared, sizes, part)).encode(), digest_size=_DIGEST_NBYTES).digest()
-        text = f"{doing}{where}\t{', '.join(f'{numel} {str(dtype)[6:]}' for dtype, numel in sizes)}{part}"
+        shown = ", ".join(f"{numel} {str(dtype)[6:]}" for dtype, numel in sizes)
+        text = "\t".join([doing + where, *filter(None, [remark]), shown + part])
         data = (digest + text.encode()[: HEADER_NBYTES - _DIGEST_NBYTES]).ljust(HEADER_NBYTES, b"\0")
         return cls.holding(text, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
@@ -56,10 +60,11 @@ _headers: WeakKeyDictionary[Purpose, dict[Any, Header]] = WeakKeyDictionary()
 def header_of(purpose: Purpose, kind: str, tensors: Sequence[Tensor]) -> Header:
     """Returns the header of a collective that takes `tensors` of this rank; it is built once."""
     part = purpose.part if kind in (REDUCING, SUMMING) else ""
-    key = (kind, purpose.name, part, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
+    remark = purpose.remark
+    key = (kind, purpose.name, part, remark, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
     known = _headers.setdefault(purpose, {})
     if key not in known:
-        known[key] = Header.of(_doing(purpose, kind), "", key[3:], part)
+        known[key] = Header.of(_doing(purpose, kind), "", key[4:], part, remark=remark)
     return known[key]
 
 
@@ -70,7 +75,7 @@ def placed_header(purpose: Purpose, kind: str, tensors: Sequence[Tensor]) -> Hea
     phase, step = purpose.where()
     sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
     part = purpose.part if kind in (REDUCING, SUMMING) else ""
-    return Header.of(_doing(purpose, kind), f" ({phase}, step {step})", sizes, part, phase)
+    return Header.of(_doing(purpose, kind), f" ({phase}, step {step})", sizes, part, phase, purpose.remark)
 
 
 def _doing(purpose: Purpose, kind: str) -> str:
@@ -105,7 +110,44 @@ def without_sizes(text: str) -> str:
     return text.partition("\t")[0]
 
 
+def _sizes_in(text: str) -> str:
+    """Returns the sizes in the text of a header, and what follows them."""
+    return text.rpartition("\t")[2]
+
+
+def _remark_in(text: str) -> str:
+    """Returns the remark in the text of a header, or an empty text: how many parameters are trainable."""
+    parts = text.split("\t")
+    return parts[1] if len(parts) == 3 else ""
+
+
 _DTYPE = re.compile(r"\bb?float\d+\b")
+
+
+_GUESS = (
+    "All must run the same sharded modules in the same order; has one gone on after an exception, left a module out, "
+    "or built another model?"
+)
+
+
+def trainable_remark(flags: Sequence[bool]) -> str:
+    """Returns a remark for headers: how many parameters of a model are trainable, and a checksum of which."""
+    return f"{sum(flags)} of {len(flags)} #{zlib.crc32(bytes(flags)):x}"
+
+
+def _cause(texts: Mapping[int, str]) -> str:
+    """Returns what is the reason, or may be. `texts`: rank -> the text of its header."""
+    remarks = {rank: remark for rank, text in texts.items() if (remark := _remark_in(text))}
+    if len(set(remarks.values())) > 1:
+        (first, expected), *_ = remarks.items()
+        other = next(rank for rank, remark in remarks.items() if remark != expected)
+        (one, _, _), (two, _, _) = expected.partition(" #"), remarks[other].partition(" #")
+        return (
+            f"requires_grad differs between ranks: {one} parameters are trainable on rank {first}, and {two} on rank "
+            f"{other}{', other ones' * (one == two)}. Set requires_grad alike on all ranks, before the forward; "
+            "fsdp2.check(model) lists where it differs."
+        )
+    return _GUESS + _hint([*texts.values()])
 
 
 def _hint(texts: Sequence[str]) -> str:
@@ -117,20 +159,22 @@ def _hint(texts: Sequence[str]) -> str:
     if len({_DTYPE.sub("", text) for text in texts}) == 1:
         what = "give MixedPrecisionPolicy its reduce_dtype as wire_dtype"
         return f" If they accumulate different numbers of batches, {what}."
-    return " If ranks use different parameters of one group, call set_reduce_scatter_unused_params(True)."
+    return (
+        " If ranks use different parameters of one group, call set_reduce_scatter_unused_params(True); if "
+        "requires_grad differs between ranks, which fsdp2.check(model) finds, set it alike."
+    )
 
 
 def out_of_step(texts: Mapping[int, str]) -> str:
     """Returns the message of the error. `texts`: rank -> the text of its header."""
     doing = {rank: without_sizes(text) for rank, text in texts.items()}
     if len(set(doing.values())) == 1:
-        doing = {rank: text.replace("\t", ", tensors of ", 1) for rank, text in texts.items()}
+        doing = {rank: f"{doing[rank]}, tensors of {_sizes_in(text)}" for rank, text in texts.items()}
     ranks: dict[str, list[str]] = {}
     for rank, text in doing.items():
         ranks.setdefault(text, []).append(str(rank))
     parts = [f"rank{'s' * (len(own) > 1)} {', '.join(own)}: {text}" for text, own in ranks.items()]
     return (
-        f"ranks are out of step. {'; '.join(parts)}. All must run the same sharded modules in the same order; has one "
-        "gone on after an exception, left a module out, or built another model?"
-        f"{_hint([*texts.values()])} Nothing was mixed. Where every rank catches this error, the next step is exact."
+        f"ranks are out of step. {'; '.join(parts)}. {_cause(texts)} Nothing was mixed. Where every rank catches this "
+        "error, the next step is exact."
     )

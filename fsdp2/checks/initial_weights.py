@@ -20,7 +20,6 @@ from ..core.group import FSDPParamGroup
 from ..core.group_parameters import version_if_counted
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam
-from ..ext.owners import some_of
 from .before_sharding import Key, facts_of
 from .check_times import Comparison, RankCheck
 from .checksum import bits_of, checksum
@@ -189,27 +188,29 @@ def _numbers_by_mesh(groups: Iterable[FSDPParamGroup]) -> Iterator[tuple[DataMes
 
 
 def _numbers_of(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> ComparedNumbers:
-    """Returns numbers that are the same on all ranks if these have cut the groups on `mesh` from the same weights."""
-    numbers = [digest([*known_of(group).values()]) for group in groups]
+    """Returns a number that is the same on all ranks if these have cut the groups on `mesh` from the same weights."""
+    number = digest([known for group in groups for known in known_of(group).values()])
 
     def judge(bounds: Sequence[tuple[int, int]]) -> None:
-        differing = [group for group, (least, most) in zip(groups, bounds, strict=True) if least != most]
-        if differing:
-            _refuse_different(mesh, differing)
+        ((least, most),) = bounds
+        if least != most:
+            _refuse_different(mesh, groups)
         for param in (param for group in groups for param in group.params):
             forget(param)
 
-    return ComparedNumbers(f"starting weights of {some_of(map(str, groups))}", numbers, judge)
+    return ComparedNumbers("starting weights", [number], judge)
 
 
 def _refuse_different(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> None:
-    """Raises RuntimeError if a parameter of `groups` is made of parts of different tensors."""
+    """Raises RuntimeError if a parameter of `groups`, which are the same on all ranks, is made of parts of different
+    tensors.
+    """
     params = [param for group in groups for param in group.params]
     numbers: list[Tensor | int] = []
     for param in params:
         known = _known.get(param)
         numbers += [digest([known] if known else []), known.origin() if known else UNKNOWN]
-    bounds = bounds_over(mesh, numbers, f"starting weights of parameters of {some_of(map(str, groups))}")
+    bounds = bounds_over(mesh, numbers, "starting weights of parameters")
     for param, (least, most), (first, last) in zip(params, bounds[::2], bounds[1::2], strict=True):
         if first == last == BUILT and least != most:
             raise RuntimeError(

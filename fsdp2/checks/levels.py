@@ -9,10 +9,13 @@ from functools import cache
 VARIABLE = "FSDP2_CHECKS"
 LEVELS = ("off", "default", "debug")
 NAMES = (
+    "structure",
     "optimizers in backward",
     "empty memory",
     "starting weights",
+    "buffers",
     "step history",
+    "frozen parameters",
     "unmanaged parameters",
     "cast whole numbers",
     "buffers on meta",

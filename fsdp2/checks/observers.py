@@ -5,7 +5,7 @@ A steady step runs four methods of the classes here, and nothing else of this fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from ..core.inputs import HandedInputs
 from ..core.mesh import DataMesh
 from ..core.policy import ReduceWhen
 from ..ext.collectives import choice_of
+from ..ext.rank_facts import gather_by_rank
 from ..ext.unsharded_versions import UnshardedVersions, refuse_written
-from .check_times import Check, Comparison, ForwardCheck, RankCheck, is_capturing, is_check_time, next_check_time
+from .check_times import Check, Comparison, ForwardCheck, RankObserver, is_capturing, is_check_time, next_check_time
 from .compare_ranks import ComparedNumbers, compare, connects, widest_mesh
 from .moved_data import UnshardedPlaces, put_back, refuse_lost, refuse_moved
 from .reads import PassReads
@@ -31,7 +32,9 @@ class RankComparisons(Observer):
     """Has the rank checks of a root compare ranks when they are due.
 
     Times are gathers of one group that all ranks use: all ranks gather it equally often, whereas a rank need not begin
-    a pass if parameters are unsharded already.
+    a pass if parameters are unsharded already. The first time, and the first after loading, comes before the first
+    gather of any group that all ranks use: nothing may be gathered from ranks that differ. Some checks are also due
+    when the model is evaluated for the 1st, 2nd, 4th, ... time after training.
     """
 
     def __init__(self, root: Any) -> None:
@@ -40,25 +43,40 @@ class RankComparisons(Observer):
         self._group: Any = _UNKNOWN
         # How often it has communicated, and the next time at which ranks compare.
         self._times, self._next = 0, 1
-        # The next time is like the first one.
-        self._begins_anew = False
+        # The next time is the first one, or the first after loading.
+        self._begins_anew = True
         # Over which ranks compare, if it connects them; known at the first time.
         self._mesh: DataMesh | None = None
+        # True if some check is due at evaluations; whether the model has trained since the last one, and their number.
+        self._at_evaluation = self._was_training = False
+        self._evaluations = 0
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if self._group is _UNKNOWN:
             self._group = group_of_all_ranks(self._root)
-        if group is self._group:
-            number = self._times + 1
-            if number >= self._next:
-                self._compare(number)
+        is_counted = group is self._group
+        if not is_counted and not (self._begins_anew and group in groups_of_all_ranks(self._root)):
+            return
+        number, is_due = self._times + 1, self._begins_anew or self._times + 1 >= self._next
+        if self._at_evaluation and self._root.state.modules[0].training != self._was_training:
+            self._was_training = not self._was_training
+            is_due = is_due or (not self._was_training and self._is_evaluation_due())
+        if is_due:
+            self._compare(number)
+        if is_counted:
             self._times = number
 
+    def _is_evaluation_due(self) -> bool:
+        """Returns True if ranks compare before this evaluation, the first after training."""
+        self._evaluations += 1
+        return is_check_time(self._evaluations)
+
     def loaded(self, group: FSDPParamGroup) -> None:
-        self._begins_anew, self._next = True, 0  # all ranks have loaded
+        self._begins_anew = True  # all ranks have loaded
 
     def out_of_step(self, root: Any) -> None:
-        self._times, self._next, self._begins_anew = 0, 1, False  # ranks may have counted different numbers
+        # Ranks may have counted different numbers, and compare from the beginning, but not what they began with.
+        self._times, self._next, self._begins_anew, self._evaluations = 0, 1, False, 0
 
     def refresh(self) -> None:
         """Follows the levels of the checks, which have changed."""
@@ -74,24 +92,51 @@ class RankComparisons(Observer):
         if is_anew:
             widest = widest_mesh(root.groups)
             self._mesh = widest if connects(widest) else None
-        checks = [each for each in root.events.observers if isinstance(each, RankCheck)]
-        due = checks if self._begins_anew else [each for each in checks if is_check_time(number, each.always)]
+        checks = [each for each in root.events.observers if isinstance(each, RankObserver)]
+        if self._begins_anew or number < self._next:
+            due = [] if is_capturing() else checks
+        else:
+            due = [each for each in checks if is_check_time(number, each.always)]
         for check in due:
             check.refuse(root)
         comparison = Comparison(root, number, is_anew, self._mesh)
-        by_mesh: dict[DataMesh | None, list[ComparedNumbers]] = {}
+        by_mesh: dict[DataMesh, list[ComparedNumbers]] = {}
         for check in due:
             for mesh, numbers in check.numbers(comparison):
                 by_mesh.setdefault(mesh, []).append(numbers)
-        of_all = by_mesh.pop(self._mesh, [])
-        for other, compared in by_mesh.items():
-            assert other is not None, "ranks compare over meshes only"
-            compare(other, compared, root)
-        if self._mesh is not None:
-            compare(self._mesh, of_all, root)
+        of_all = by_mesh.pop(self._mesh, []) if self._mesh is not None else []
+        problem = _compare_over(by_mesh, root)
+        if self._mesh is not None and due:
+            compare(self._mesh, [*of_all, _problems(self._mesh, problem)], root)
+        elif problem is not None:
+            raise problem
         # Had a check raised, ranks would compare again next time.
         self._begins_anew = False
+        self._at_evaluation = any(each.at_evaluation for each in checks)
+        self._was_training = root.state.modules[0].training
         self._next = number + 1 if any(each.always for each in checks) else next_check_time(number)
+
+
+def _compare_over(by_mesh: Mapping[DataMesh, Sequence[ComparedNumbers]], root: Any) -> RuntimeError | None:
+    """Compares numbers over several meshes; returns the first error, of which ranks of other meshes know nothing."""
+    problem = None
+    for mesh, compared in by_mesh.items():
+        try:
+            compare(mesh, compared, root)
+        except RuntimeError as error:
+            problem = problem or error
+    return problem
+
+
+def _problems(mesh: DataMesh, problem: RuntimeError | None) -> ComparedNumbers:
+    """Returns a number by which all ranks of `mesh` raise the error of one."""
+
+    def judge(bounds: Sequence[tuple[int, int]]) -> None:
+        if bounds[0][1]:
+            texts = gather_by_rank(str(problem or ""), mesh.axis_groups, mesh.device)
+            raise problem or RuntimeError(next(f"rank {rank}: {text}" for rank, text in texts.items() if text))
+
+    return ComparedNumbers("other meshes", [int(problem is not None)], judge)
 
 
 class ReplicaComparisons(RankComparisons):
@@ -106,13 +151,21 @@ def make_rank_comparisons(root: Any) -> RankComparisons:
     return (ReplicaComparisons if widest_mesh(root.groups).size == 1 else RankComparisons)(root)
 
 
-def group_of_all_ranks(root: Any) -> FSDPParamGroup | None:
-    """Returns the first group with parameters, on the mesh of most ranks, that no rank leaves out."""
+def groups_of_all_ranks(root: Any) -> list[FSDPParamGroup]:
+    """Returns the groups with parameters, on the mesh of most ranks, that no rank leaves out."""
     mesh = widest_mesh(root.groups)
-    for group in root.groups:
-        if group.params and group.mesh == mesh and group.settings.reduce_when is not ReduceWhen.ASKED:
-            return group
-    return None
+    return [
+        group
+        for group in root.groups
+        if group.params
+        and (group.mesh is mesh or group.mesh == mesh)
+        and group.settings.reduce_when is not ReduceWhen.ASKED
+    ]
+
+
+def group_of_all_ranks(root: Any) -> FSDPParamGroup | None:
+    """Returns the first of `groups_of_all_ranks`."""
+    return next(iter(groups_of_all_ranks(root)), None)
 
 
 class ForwardChecks(Observer):

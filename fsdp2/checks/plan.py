@@ -45,6 +45,7 @@ def check_plan(plan: Plan) -> None:
         for module in plan.managed
         if _may_have_options(type(module)) or not vars(module).keys().isdisjoint(_OPTIONS)  # type: ignore[arg-type]
     }
+    _check_fsdp1(plan)
     for name, parameter in parameters.items():
         _check_parameter(name, parameter)
         for slot in plan.parameters[name].slots if with_options else ():
@@ -122,6 +123,24 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             f"{name} has a gradient, of which nobody knows whether each rank has all of it, or a part. Call step() or "
             "zero_grad() before fully_shard."
         )
+
+
+def _check_fsdp1(plan: Plan) -> None:
+    """Refuses parameters inside of FSDP1, torch's or fairscale's, which shards them by itself: ranks hold others."""
+    outers = [module for module in plan.managed if _is_fsdp1(type(module))]  # type: ignore[arg-type]
+    inside = {module for outer in outers for module in outer.modules()}
+    for name, each in plan.parameters.items() if inside else ():
+        if any(slot.module in inside for slot in each.slots):
+            raise NotImplementedError(
+                f"{name}: FullyShardedDataParallel wraps the module that has it, and shards it in its own way. "
+                "Leave FullyShardedDataParallel out, and call fully_shard on the module instead; or, if it is to stay, "
+                "put its parameters into ignored_params."
+            )
+
+
+@lru_cache
+def _is_fsdp1(cls: type[nn.Module]) -> bool:
+    return any(base.__name__ == "FullyShardedDataParallel" for base in cls.__mro__)
 
 
 def _check_options(name: str, module: nn.Module) -> None:

@@ -44,7 +44,7 @@ class RoundedInputs(RankCheck, ForwardCheck):
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         states = comparison.root.states
-        if comparison.mesh is None or all(state.input_dtype is None for state in states):
+        if comparison.mesh is None:
             return
         indices = {state: i for i, state in enumerate(states, 1)}
         known = max((indices[state] for state, found in self._rounded.items() if tells_of_numbers(found)), default=0)

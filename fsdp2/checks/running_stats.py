@@ -6,7 +6,7 @@ Training itself normalises with the statistics of a rank's own rows, as under DD
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,28 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from ..core.comm import Purpose
-from ..core.compat import local_if_any
-from ..core.events import Observer
-from ..core.group import FSDPParamGroup
+from ..core.compat import local_if_any, version_of
+from ..core.group import COPIED, FSDPParamGroup
 from ..core.mesh import DataMesh
+from ..core.policy import Hold
 from ..core.state import names_below
 from ..ext.compat import set_versions
 from ..ext.owners import some_of
 from ..ext.rank_facts import all_reduce_over
-from .compare_ranks import connects
-from .observers import group_of_all_ranks
+from .check_times import Comparison, RankObserver
+from .compare_ranks import ComparedNumbers, connects
+from .observers import groups_of_all_ranks
 
 SETTING = "average_running_stats"
 """What `set_running_stats_averaging` sets among the `extras` of the root's settings."""
 _NAMES = ("running_mean", "running_var")
 
 
-class RunningStats(Observer):
+class RunningStats(RankObserver):
     """Averages the running statistics of all modules below a root, unless a user does not want that.
 
-    Ranks average before they reduce gradients. Forwards in training mode without a backward may come between: then they
-    do before the next gather. It depends on nothing but modes and the order of gathers and reductions, which ranks have
-    in common. The statistics of a module that evaluates are left alone: a backward may be about to read them.
+    Ranks average when a forward pass ends in which modules have trained: then whoever reads the statistics finds the
+    average, whether or not a backward follows. Modules that checkpointing runs again in backward change them once more:
+    then ranks average before they reduce gradients, instead. Whether some rank does that, ranks tell each other when
+    they compare what they have (until then, they average at both times). All depends on nothing but modes and the
+    order of passes, gathers and reductions, which ranks have in common. The statistics of a module that evaluates are
+    left alone: a backward may be about to read them.
     """
 
     def __init__(self, root: Any) -> None:
@@ -45,27 +49,96 @@ class RunningStats(Observer):
         self._reduced: object = None
         # Ranks were out of step: what each has changed may differ, and which modules train, too, until they go on.
         self._begins_anew = False
+        # All ranks take part in the forward pass that runs: they have gathered in it.
+        self._has_gathered = False
+        # The last pass with grad was followed by a backward pass, or that is still to come.
+        self._expects_backward = self._has_backward = False
+        # Some rank runs modules again in backward, or nobody knows yet. This rank has done so, or has not, since ranks
+        # compared; None: it has had no backward pass.
+        self._averages_in_backward = True
+        self._runs_again: bool | None = None
+        # What counts the passes of modules in training mode, and the versions when the last pass ended.
+        self._counters = self._find_counters()
+        self._versions: list[int] = []
+
+    def pass_began(self, root: Any) -> None:
+        self._has_gathered = False
+        if self._has_backward:
+            self._runs_again = self._runs_again or self._versions != [*map(version_of, self._counters)]
 
     def before_gather(self, group: FSDPParamGroup) -> None:
-        if group is self._group:
+        self._has_gathered = self._has_gathered or group in self._groups
+        if group is self._group and self._root.backward is None:
             if self._begins_anew:
-                self._begins_anew, self._changed, self._reduced = False, self._find_training(), None
-            self._average(self._changed)
-            self._changed = self._find_training()
+                self._begins_anew, self._changed, self._reduced = False, [], None
+                self._expects_backward = self._has_backward = False
+                self._averages_in_backward, self._runs_again = True, None
+            # A pass whose end has not averaged has had no backward either.
+            if any(not module.training for module in self._changed):
+                self._average(self._changed)
+            self._note_training()
+
+    def _note_training(self) -> None:
+        """Notes, where all ranks do, that modules which train may run."""
+        self._changed = [*dict.fromkeys([*self._changed, *self._find_training()])]
+
+    def pass_ended(self, root: Any) -> None:
+        has_grad, had_backward = torch.is_grad_enabled(), self._has_backward
+        if has_grad:
+            self._expects_backward, self._has_backward = had_backward, False
+        waits = has_grad and self._expects_backward and self._averages_in_backward
+        self._versions = [*map(version_of, self._counters)]
+        if self._is_with_others():
+            self._note_training()
+            if self._changed and not waits:
+                self._average(self._changed)
+
+    def backward_began(self, root: Any) -> None:
+        self._has_backward = self._expects_backward = True
 
     def before_reduce(self, group: FSDPParamGroup) -> None:
         if group is self._group and self._reduced is not group.gradients.backward_pass:
             # All forwards of this backward pass are over.
-            self._reduced, self._changed, self._begins_anew = group.gradients.backward_pass, [], False
-            self._average(self._find_training())
+            self._reduced, self._begins_anew = group.gradients.backward_pass, False
+            if self._averages_in_backward or self._changed:
+                self._average(self._find_training())
 
     def out_of_step(self, root: Any) -> None:
         self._begins_anew = True
 
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        if comparison.mesh is None:
+            return
+        self._counters = self._find_counters()
+        is_known, runs_again = self._runs_again is not None, self._runs_again or len(self._counters) < len(self._found)
+        self._runs_again = None
+
+        def judge(bounds: Sequence[tuple[int, int]]) -> None:
+            (_, most), (known, _) = bounds
+            if known:
+                self._averages_in_backward = bool(most)
+
+        yield comparison.mesh, ComparedNumbers("running statistics", (int(runs_again), int(is_known)), judge)
+
+    def _is_with_others(self) -> bool:
+        """Returns True if all ranks run this pass. One may be alone with parameters that a user has gathered."""
+        by_hand = (group.hold is Hold.USER or group.phase is COPIED for group in self._groups)
+        return self._has_gathered or not any(by_hand)
+
+    def _find_counters(self) -> list[Tensor]:
+        """Returns the tensors in which modules count how often they have run in training mode; some may have none."""
+        found = [module._buffers.get("num_batches_tracked") for module in self._found]
+        return [each for each in found if each is not None and not each.is_inference()]
+
+    @cached_property
+    def _groups(self) -> list[FSDPParamGroup]:
+        """The groups whose gathers all ranks share. They are known when all groups are attached."""
+        return groups_of_all_ranks(self._root)
+
     @cached_property
     def _group(self) -> FSDPParamGroup | None:
-        """The group at whose collectives ranks average. It is known when all groups are attached."""
-        return group_of_all_ranks(self._root)
+        """The group at whose collectives ranks average."""
+        return next(iter(self._groups), None)
 
     @cached_property
     def _mesh(self) -> DataMesh | None:
@@ -83,6 +156,7 @@ class RunningStats(Observer):
 
     @torch.no_grad()
     def _average(self, modules: Sequence[nn.Module]) -> None:
+        self._changed = []
         if not modules or self._mesh is None or not self._root.settings.extras.get(SETTING, True):
             return
         found: list[Any] = [module._buffers[name] for module in modules for name in _NAMES]

@@ -6,25 +6,50 @@ error and no mismatch, only weights whose parts are of different models.
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from operator import is_
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..ext.compat import stepped_on_accumulation
-from ..ext.owners import some_of
+from ..ext.owners import sharded_owner, some_of
+from ..ext.rank_facts import gather_by_rank
 from .check_times import Comparison, RankCheck
 from .compare_ranks import ComparedNumbers
 
 # The classes of options whose numbers can't change. A scheduler puts another object in their place.
 _UNCHANGING = frozenset({bool, float, int, str, tuple, NoneType})
+_MOST_STEPS = 4096
+
+
+class _Followed:
+    """Follows one optimizer: its options in the last step, as bytes, and its steps since ranks last compared them.
+
+    `name`: its class and its parameters. `steps`: for each step, how many backward passes had ended since then.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.name = weakref.ref(optimizer), _name_of(optimizer)
+        self.options: list[Any] = []
+        self.encoded = b""
+        self.steps: list[int] = []
+
+
+class _Told(NamedTuple):
+    """Holds what a rank tells of one optimizer: its steps, see _Followed, and its settings."""
+
+    steps: list[int]
+    settings: list[list[tuple[str, Any]]]
 
 
 class StepHistory(RankCheck):
@@ -32,43 +57,63 @@ class StepHistory(RankCheck):
 
     def __init__(self) -> None:
         self.count = self.settings = 0
-        # Identity of an optimizer -> its options in the last step, if all are unchanging, and their numbers as bytes.
-        self._last: dict[int, tuple[list[Any], bytes]] = {}
+        self._followed: dict[int, _Followed] = {}
+        # How many backward passes had ended when ranks last compared their steps.
+        self._compared = 0
 
-    def note(self, optimizer: Optimizer) -> None:
-        """Notes that `optimizer` is about to step."""
+    def note(self, optimizer: Optimizer, num_backwards: int) -> None:
+        """Notes that `optimizer` is about to step, after so many backward passes."""
         self.count += 1
+        followed = self._followed.get(id(optimizer))
+        if followed is None or followed.optimizer() is not optimizer:
+            followed = self._followed[id(optimizer)] = _Followed(optimizer)
         options = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
-        before, encoded = self._last.get(id(optimizer), ([], b""))
-        if len(options) != len(before) or not all(map(is_, options, before)):
-            encoded = repr(_settings_of(optimizer)).encode()
+        encoded = followed.encoded
+        if len(options) != len(followed.options) or not all(map(is_, options, followed.options)):
+            encoded = f"{followed.name}{_settings_of(optimizer)!r}".encode()
             is_unchanging = _UNCHANGING.issuperset(map(type, options))
-            self._last[id(optimizer)] = (options, encoded) if is_unchanging else ([], b"")
+            followed.options, followed.encoded = (options, encoded) if is_unchanging else ([], b"")
         self.settings = zlib.crc32(encoded, self.settings)
+        if len(followed.steps) < _MOST_STEPS:
+            followed.steps.append(num_backwards - self._compared)
 
     def out_of_step(self, root: Any) -> None:
+        self._take(root)
+
+    def _take(self, root: Any) -> tuple[int, dict[str, _Told]]:
+        """Begins anew. Returns when ranks last compared steps, and what this rank has to tell of each optimizer."""
+        told: dict[str, _Told] = {}
+        for key, each in [*self._followed.items()]:
+            optimizer = each.optimizer()
+            before = told[each.name].steps if each.name in told else []
+            told[each.name] = _Told(before + each.steps, [] if optimizer is None else _settings_of(optimizer))
+            each.steps = []
+            if optimizer is None:
+                del self._followed[key]
+        since, self._compared = self._compared, root.num_backwards
         self.count = self.settings = 0
+        return since, told
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
-        if comparison.mesh is None or comparison.mesh.num_ranks == 1 or comparison.number == 1:
+        mesh = comparison.mesh
+        if mesh is None or mesh.num_ranks == 1 or comparison.number == 1:
             return
         root = comparison.root
         divisors = [group.settings.divide_factor for group in root.groups]
-        count, settings = self.count, self.settings
-        self.count = self.settings = 0
+        numbers = (zlib.crc32(repr(divisors).encode()), self.count, self.settings)
+        since, told = self._take(root)
 
         def judge(bounds: Sequence[tuple[int, int]]) -> None:
-            (least, most), counts, of_settings = bounds
+            (least, most), *of_steps = bounds
             if least != most:
                 raise RuntimeError(
                     f"{root.state}: gradients are divided by other numbers on some rank than on others. Call "
                     "set_gradient_divide_factor on all ranks, with the same factor."
                 )
-            names = [param.name for group in root.groups for param in group.params]
-            _refuse_different_steps(some_of(names), counts, of_settings)
+            if any(low != high for low, high in of_steps):
+                raise RuntimeError(_difference(gather_by_rank(told, mesh.axis_groups, mesh.device), since))
 
-        numbers = (zlib.crc32(repr(divisors).encode()), count, settings)
-        yield comparison.mesh, ComparedNumbers(f"optimizer steps of {root.state}", numbers, judge)
+        yield mesh, ComparedNumbers("optimizer steps", numbers, judge)
 
 
 def note_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
@@ -76,9 +121,21 @@ def note_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backwar
 
     `in_backward`: it steps on a few parameters at a time, which ranks do not compare.
     """
-    history = groups[0].root.events.of(StepHistory)
+    root = groups[0].root
+    history = root.events.of(StepHistory)
     if history is not None and not in_backward:
-        history.note(optimizer)
+        history.note(optimizer, root.num_backwards)
+
+
+def _name_of(optimizer: Optimizer) -> str:
+    """Returns the class of an optimizer, and its parameters."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    owners = [sharded_owner(param) if isinstance(param, DTensor) else None for param in params]
+    names = [
+        owner.param.name if owner is not None else f"a tensor of shape {tuple(param.shape)}"
+        for owner, param in zip(owners, params, strict=True)
+    ]
+    return f"{type(optimizer).__name__} of {some_of(names)}"
 
 
 def _settings_of(optimizer: Optimizer) -> list[list[tuple[str, Any]]]:
@@ -97,21 +154,62 @@ def _as_number(option: tuple[str, Any]) -> tuple[str, Any]:
     return name, tuple(map(float, several)) if all(isinstance(each, Real) for each in several) else None
 
 
-def _refuse_different_steps(names: str, counts: tuple[int, int], settings: tuple[int, int]) -> None:
-    """Raises RuntimeError if ranks differ. `counts`, `settings`: the least and the greatest of all ranks."""
+def _difference(of_ranks: Mapping[int, Mapping[str, _Told]], since: int) -> str:
+    """Returns what differs between ranks. `of_ranks`: rank -> what it tells of each optimizer, by its name.
+
+    `since`: after how many backward passes ranks last compared their steps.
+    """
     apart = "so each rank's part is of another model now. Have all ranks"
-    if counts[0] != counts[1]:
-        raise RuntimeError(
-            f"{names}: since ranks last compared it, optimizers have stepped {counts[0]} times on some rank and "
-            f"{counts[1]} times on another, {apart} decide alike whether to step (all-reduce what that depends on), "
-            "and load a checkpoint of before."
-        )
-    if settings[0] != settings[1]:
-        raise RuntimeError(
-            f"{names}: since ranks last compared it, optimizers have stepped with other settings on some rank than on "
-            f"others (lr, of a scheduler that follows each rank's own loss?), {apart} choose alike (all-reduce what "
-            "that depends on), and load a checkpoint of before."
-        )
+    for name in dict.fromkeys(name for told in of_ranks.values() for name in told):
+        steps = {rank: Counter(told[name].steps if name in told else ()) for rank, told in of_ranks.items()}
+        times = sorted({number for each in steps.values() for number in each})
+        first = next((number for number in times if len({each[number] for each in steps.values()}) > 1), None)
+        if first is not None:
+            counts = {rank: each.total() for rank, each in steps.items()}
+            of_first = {rank: each[first] for rank, each in steps.items()}
+            return (
+                f"{name}: this optimizer has stepped {_by_count(counts)}, since ranks compared steps after backward "
+                f"pass {since} of the model; the first difference is behind backward pass {since + first} "
+                f"({_by_count(of_first)}), {apart} decide alike whether to step (all-reduce what that depends on), and "
+                "load a checkpoint of before."
+            )
+    what = _option_apart(of_ranks) or f"{some_of(next(iter(of_ranks.values())))}: some settings were others in a step"
+    return (
+        f"{what}, since ranks compared steps after backward pass {since} of the model: optimizers have stepped with "
+        f"other settings on some rank than on others (lr, of a scheduler that follows each rank's own loss?), {apart} "
+        "choose alike (all-reduce what that depends on), and load a checkpoint of before."
+    )
+
+
+def _by_count(counts: Mapping[int, int]) -> str:
+    """Returns for each count the ranks that have it."""
+    ranks: dict[int, list[str]] = {}
+    for rank, count in counts.items():
+        ranks.setdefault(count, []).append(str(rank))
+    return " and ".join(
+        f"{count} time{'s' * (count != 1)} on rank{'s' * (len(own) > 1)} {some_of(own)}" for count, own in ranks.items()
+    )
+
+
+def _option_apart(of_ranks: Mapping[int, Mapping[str, _Told]]) -> str:
+    """Names an option that differs between ranks now, and its optimizer."""
+    first, *others = of_ranks
+    for name, ours in of_ranks[first].items():
+        for other in others:
+            theirs = of_ranks[other].get(name, ours)
+            for i, (group, of_other) in enumerate(zip(ours.settings, theirs.settings, strict=False)):
+                for option, value in group:
+                    there = dict(of_other).get(option)
+                    if value != there:
+                        return (
+                            f"{name}: {option} of parameter group {i} is {_shown(value)} on rank {first} and "
+                            f"{_shown(there)} on rank {other}"
+                        )
+    return ""
+
+
+def _shown(value: Any) -> str:
+    return str(value[0]) if isinstance(value, tuple) and len(value) == 1 else str(value)
 
 
 class OptimizersOnAccumulation(RankCheck):

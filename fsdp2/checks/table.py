@@ -23,8 +23,10 @@ from ..dtensor import optimizer_steps
 from ..ext.owners import all_groups
 from .before_sharding import facts_of_call
 from .check_times import Check, ForwardCheck, RankCheck
+from .compared_buffers import Buffers
 from .empty_memory import BuffersOnMeta, EmptyMemory
 from .entry_points import EntryPoints
+from .frozen_parameters import FrozenParameters
 from .initial_weights import InitialWeights, keep_sample
 from .kept_memory import KeptMemory
 from .levels import LEVELS, NAMES, change_levels, is_on, level_of
@@ -34,7 +36,8 @@ from .partial_settings import PartialSettings, check_settings
 from .rounding import RoundedInputs
 from .running_stats import make_running_stats
 from .step_history import OptimizersOnAccumulation, StepHistory, note_step
-from .unmanaged_parameters import UnmanagedParameters, note_beside
+from .structure import Structure
+from .unmanaged_parameters import UnmanagedParameters, note_plain
 from .unsharded_content import UnseenWrites
 from .unsynchronized import UnsynchronizedGradients
 
@@ -56,7 +59,14 @@ _AT_FIRST = "the first time, and the first after loading: in the same all-reduce
 _NEVER = "never"
 
 TABLE = (
-    # Order: what ranks compare first, and what is refused first at the end of a forward.
+    # Order: what ranks compare first, on which all else relies, and what is refused first at the end of a forward.
+    Row(
+        "structure",
+        "ranks whose models differ in names, order, shapes, dtypes or `requires_grad` of parameters",
+        _WHEN_DUE,
+        "when it is due, a walk over all parameters; a few bytes in headers",
+        Structure,
+    ),
     Row(
         "optimizers in backward",
         "torch's `_apply_optimizer_in_backward` on sharded parameters: it would never step",
@@ -79,6 +89,13 @@ TABLE = (
         InitialWeights,
     ),
     Row(
+        "buffers",
+        "buffers that ranks have built or loaded differently, or that each computes from its own rows",
+        "when it is due, and before evaluation after training: in the same all-reduce",
+        "when it is due, a walk over all modules and a checksum of buffers, of all of them at first",
+        Buffers,
+    ),
+    Row(
         "step history",
         "ranks whose optimizers step more often than on others, or with other settings, or divide gradients by others",
         _WHEN_DUE,
@@ -86,10 +103,19 @@ TABLE = (
         StepHistory,
     ),
     Row(
-        "unmanaged parameters",
-        "trainable parameters that no group manages, and that each rank trains with its own gradient",
+        "frozen parameters",
+        "frozen parameters that some ranks have written to, and others not",
         _WHEN_DUE,
-        "when it is due, a walk over all modules, and a checksum of each such parameter",
+        "when it is due, the version counter of each parameter",
+        FrozenParameters,
+    ),
+    Row(
+        "unmanaged parameters",
+        "trainable parameters that no group manages, also of a loss with an optimizer of its own, which each rank "
+        "trains with its own gradient",
+        _WHEN_DUE,
+        "when it is due, a walk over all modules, and a checksum of each such parameter; a hook on plain parameters of "
+        "other optimizers, until it is known which model they train with",
         UnmanagedParameters,
     ),
     Row(
@@ -281,4 +307,4 @@ def install() -> None:
     """
     extend(plan=(_remember,), observers=OBSERVERS)
     optimizer_steps.before_step += [check_settings, note_step]
-    optimizer_steps.stepped_beside.append(note_beside)
+    optimizer_steps.stepped_beside.append(note_plain)

@@ -1,108 +1,212 @@
 """Finds trainable parameters that no group manages: each rank trains them with its own gradient.
 
-Those that were the same on all ranks must stay so: they do if the user averages gradients, or broadcasts them.
+Those that were the same on all ranks must stay so: they do if the user averages gradients, or broadcasts them. They are
+in a sharded module, or outside of it, in a loss for example, and then an optimizer has them.
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..core.compat import graph_task
 from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import fqn
-from ..ext.owners import names_of_unsharded, sharded_owner, some_of
+from ..ext.owners import all_groups, names_of_unsharded, sharded_owner, some_of
+from ..ext.rank_facts import gather_by_rank
 from .check_times import Comparison, RankCheck
-from .checksum import checksum
+from .checksum import checksum, joint_checksum, read
 from .compare_ranks import ComparedNumbers
+from .observers import follow_if
+
+_MOST_GRADIENTS = 16
 
 
 class UnmanagedParameters(RankCheck):
     """Compares checksums of unmanaged parameters between ranks."""
 
+    ignored = frozenset({"backward_ended"})
+
     def __init__(self) -> None:
         # Those that were there when ranks last compared them, and those of them that were the same on all ranks.
         self._known: set[str] = set()
         self._common: set[str] = set()
-        # Plain parameters that an optimizer steps on beside sharded ones, and their checksums before it did.
-        self._beside: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
+        # Plain parameters outside of the model that optimizers step on, by what errors call them.
+        self._plain: dict[str, _PlainParameter] = {}
 
-    def note_beside(self, params: Mapping[str, Tensor]) -> None:
-        """Notes plain parameters on which an optimizer is about to step first. All ranks must call it alike."""
-        self._beside.update((name, (weakref.ref(param), checksum(param))) for name, param in params.items())
+    def note_plain(self, root: Any, optimizer: Optimizer, params: Mapping[int, Tensor], is_beside: bool) -> None:
+        """Notes plain parameters (number -> parameter) on which an optimizer is about to step first.
+
+        `is_beside`: it steps on sharded parameters, too. Else they count once they have got gradients by a backward
+        pass of the root.
+        """
+        kind = type(optimizer).__name__
+        for i, param in params.items():
+            name = usual = f"parameter {i} of {kind}, of shape {tuple(param.shape)}"
+            for number in count(2):
+                if name not in self._plain:
+                    break
+                name = f"{usual} (optimizer {number})"
+            self._plain[name] = _PlainParameter(optimizer, i, param, is_beside)
+        self._follow_backwards(root)
+
+    def backward_ended(self, root: Any) -> None:
+        for each in self._plain.values():
+            each.note_backward(root.backward.task)
+        self._follow_backwards(root)
+
+    def detached(self, root: Any) -> None:
+        for each in self._plain.values():
+            each.ignore_gradients()
+
+    def _follow_backwards(self, root: Any) -> None:
+        follow_if(any(each.is_open for each in self._plain.values()), root, self, "backward_ended")
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
-        if comparison.mesh is None or comparison.mesh.num_ranks == 1:
+        mesh = comparison.mesh
+        if mesh is None or mesh.num_ranks == 1:
             return
-        unmanaged = dict(_find_unmanaged(comparison.root))
-        if unmanaged:
-            _refuse_replaced_modules(unmanaged, comparison.root)
-            yield comparison.mesh, self._compare_unmanaged(unmanaged, is_first=comparison.number == 1)
-        else:
-            self._known = set()
-        if self._beside:
-            yield comparison.mesh, self._compare_beside()
-
-    def _compare_unmanaged(self, unmanaged: dict[str, nn.Parameter], is_first: bool) -> ComparedNumbers:
-        def judge(bounds: Sequence[tuple[int, int]]) -> None:
-            common = {name for name, (least, most) in zip(unmanaged, bounds, strict=True) if least == most}
-            late = set() if is_first else set(unmanaged) - self._known
-            apart = [name for name in unmanaged if name in (self._common | late) - common]
-            if apart:
-                raise RuntimeError(
-                    f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, or has come "
-                    "since, and is not the same: each rank trains it with its own gradient. Have it there before "
-                    "fully_shard, and out of ignored_params; or freeze it, or average its gradient before each step."
-                )
-            self._common, self._known = common, set(unmanaged)
-
-        sums = [checksum(parameter) for parameter in unmanaged.values()]
-        return ComparedNumbers(f"checksums of {some_of(unmanaged)} (unmanaged)", sums, judge)
-
-    def _compare_beside(self) -> ComparedNumbers:
-        numbers = []
-        for reference, before in self._beside.values():
-            param = reference()
-            numbers += [before, before if param is None else checksum(param)]
+        root, is_first = comparison.root, comparison.number == 1
+        unmanaged = dict(_find_unmanaged(root))
+        trained = {name: each for name, each in self._plain.items() if each.is_trained}
+        replaced = _replaced_module(unmanaged, root)
+        numbers = (
+            zlib.crc32(repr([*unmanaged]).encode()),
+            joint_checksum(unmanaged.values()),
+            int(replaced != ""),
+            zlib.crc32(repr([*trained]).encode()),
+            joint_checksum([each.now() for each in trained.values()]),
+        )
 
         def judge(bounds: Sequence[tuple[int, int]]) -> None:
-            pairs = zip(self._beside, bounds[::2], bounds[1::2], strict=True)
-            apart = [name for name, before, now in pairs if before[0] == before[1] and now[0] != now[1]]
-            if apart:
-                raise RuntimeError(
-                    f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, and is not any "
-                    "more: each rank has trained it with its own gradient. Apply fully_shard to the module around it; "
-                    "or freeze it, or average its gradient before each step."
-                )
+            differ = [least != most for least, most in bounds]
+            if bounds[2][1]:
+                texts = gather_by_rank(replaced, mesh.axis_groups, mesh.device)
+                raise RuntimeError(next(filter(None, texts.values())))
+            if differ[0] or differ[1]:
+                self._judge_unmanaged(mesh, unmanaged, is_first)
+            else:
+                self._common = self._known = set(unmanaged)
+            if differ[3] or differ[4]:
+                self._judge_plain(mesh)
 
-        return ComparedNumbers(f"checksums of {some_of(self._beside)} (unmanaged)", numbers, judge)
+        yield mesh, ComparedNumbers("unmanaged parameters", numbers, judge)
+
+    def _judge_unmanaged(self, mesh: DataMesh, unmanaged: Mapping[str, nn.Parameter], is_first: bool) -> None:
+        late = set() if is_first else set(unmanaged) - self._known
+        sums = read([checksum(parameter) for parameter in unmanaged.values()])
+        own = {name: (value, name in self._common | late) for name, value in zip(unmanaged, sums, strict=True)}
+        of_ranks = gather_by_rank(own, mesh.axis_groups, mesh.device)
+        names = dict.fromkeys(name for found in of_ranks.values() for name in found)
+        must_be = {name for found in of_ranks.values() for name, (_, must) in found.items() if must}
+        common = {name for name in names if len({found.get(name, (None,))[0] for found in of_ranks.values()}) == 1}
+        apart = [name for name in names if name in must_be - common]
+        if apart:
+            raise RuntimeError(
+                f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, or has come "
+                "since, and is not the same: each rank trains it with its own gradient. Have it there before "
+                "fully_shard, and out of ignored_params; or freeze it, or average its gradient before each step."
+            )
+        self._common, self._known = common.intersection(unmanaged), set(unmanaged)
+
+    def _judge_plain(self, mesh: DataMesh) -> None:
+        values = read([value for each in self._plain.values() for value in (each.before, checksum(each.now()))])
+        pairs = zip(self._plain.items(), values[::2], values[1::2], strict=True)
+        own = {name: (before, now, each.is_trained) for (name, each), before, now in pairs}
+        of_ranks = gather_by_rank(own, mesh.axis_groups, mesh.device)
+        first = next(iter(of_ranks.values()))
+        apart = []
+        for name in first:
+            found = [each[name] for each in of_ranks.values() if name in each]
+            befores, nows, trained = zip(*found, strict=True)
+            if len(found) == len(of_ranks) and len({*befores}) == 1 and len({*nows}) > 1 and any(trained):
+                apart.append(name)
+        if apart:
+            raise RuntimeError(
+                f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, and is not any "
+                "more: each rank has trained it with its own gradient. Apply fully_shard to the module around it; "
+                "or freeze it, or average its gradient before each step."
+            )
 
 
-def note_beside(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: Mapping[int, Tensor]) -> None:
-    """Notes that `optimizer` is about to step on these plain parameters (number -> parameter) for the first time,
-    beside sharded ones of `groups`. All ranks must call it alike.
+class _PlainParameter:
+    """Follows a plain parameter that an optimizer steps on: whether it is trained together with a sharded model.
+
+    `before`: its checksum before the optimizer's first step. `is_trained`: it has got a gradient by a backward pass of
+    the root. `is_open`: that is not known yet.
     """
-    check, kind = groups[0].root.events.of(UnmanagedParameters), type(optimizer).__name__
-    if check is not None:
-        check.note_beside({f"parameter {i} of {kind}, of shape {tuple(p.shape)}": p for i, p in params.items()})
+
+    def __init__(self, optimizer: Optimizer, index: int, param: Tensor, is_trained: bool) -> None:
+        self.is_trained, self.before = is_trained, checksum(param)
+        # Not of the parameter: torch swaps no tensor that has a weak reference.
+        self._optimizer, self._index, self._shape = weakref.ref(optimizer), index, param.shape
+        self._gradients, self._tasks = 0, set[int]()
+        self._handle = None if is_trained else param.register_post_accumulate_grad_hook(self._note_gradient)
+
+    @property
+    def is_open(self) -> bool:
+        return self._handle is not None
+
+    def now(self) -> Tensor:
+        """Returns the parameter; an empty tensor if it is gone."""
+        optimizer = self._optimizer()
+        params = [] if optimizer is None else [each for group in optimizer.param_groups for each in group["params"]]
+        param = params[self._index] if self._index < len(params) else None
+        if isinstance(param, Tensor) and param.shape == self._shape:
+            return param
+        return self.before.new_empty(0)
+
+    def _note_gradient(self, _: Tensor) -> None:
+        self._tasks.add(graph_task())
+        self._gradients += 1
+        if self._gradients >= _MOST_GRADIENTS:
+            self.ignore_gradients()
+
+    def note_backward(self, task: int) -> None:
+        """Notes that a backward pass of the root ends, which is autograd's number `task`."""
+        if task in self._tasks:
+            self.is_trained = True
+            self.ignore_gradients()
+
+    def ignore_gradients(self) -> None:
+        """Follows its gradients no more."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
 
-def _refuse_replaced_modules(unmanaged: Mapping[str, nn.Parameter], root: Any) -> None:
-    """Raises RuntimeError if an unmanaged parameter has the name of one that is managed, in a module that was there."""
+def note_plain(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: Mapping[int, Tensor]) -> None:
+    """Notes that `optimizer` is about to step on these plain parameters (number -> parameter) for the first time.
+
+    `groups`: those of sharded parameters on which it steps, too. If there are none, any model may train with it.
+    """
+    roots = [groups[0].root] if groups else dict.fromkeys(group.root for group in all_groups())
+    for root in roots:
+        check = root.events.of(UnmanagedParameters)
+        if check is not None:
+            check.note_plain(root, optimizer, params, is_beside=bool(groups))
+
+
+def _replaced_module(unmanaged: Mapping[str, nn.Parameter], root: Any) -> str:
+    """Returns an error if an unmanaged parameter has the name of one that is managed, in a module that was there."""
     managed = {name: param for group in root.groups for param in group.params for name in param.names}
     for name, parameter in unmanaged.items():
         if name in managed:
-            raise RuntimeError(
+            return (
                 f"{name}: the module around it was replaced after fully_shard, which manages the parameter of shape "
                 f"{managed[name].shape} that was there; each rank would train the new one, of shape "
                 f"{tuple(parameter.shape)}, with its own gradient. Replace or resize modules before fully_shard; or "
                 "build the model anew with the new one, apply fully_shard, and load the rest."
             )
+    return ""
 
 
 def _find_unmanaged(root: Any) -> Iterator[tuple[str, nn.Parameter]]:

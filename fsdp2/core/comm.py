@@ -29,12 +29,13 @@ class Purpose:
     """Names the group whose collectives a Comm issues, for errors and for checks that compare ranks.
 
     `name`: FQN of the group's module; `label`: the same for errors, with the class where the FQN says little. `part`:
-    which of its gradients the next reduction is about. `root`: a weak reference to the root that runs the group: a
-    collective in flight must not keep a model alive.
+    which of its gradients the next reduction is about. `remark`: what else errors of ranks that are out of step may
+    say, which is not compared. `root`: a weak reference to the root that runs the group: a collective in flight must
+    not keep a model alive.
     """
 
     def __init__(self, name: str = "facts to compare") -> None:
-        self.name, self.label, self.part = name, name, ""
+        self.name, self.label, self.part, self.remark = name, name, "", ""
         self.root: Callable[[], Any] = lambda: None
 
     def where(self) -> tuple[str, int]:

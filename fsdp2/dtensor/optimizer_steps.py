@@ -36,8 +36,8 @@ if it is a step in backward, on some of the parameters). They may raise, on all 
 """
 
 stepped_beside: list[Callable[[Optimizer, Groups, Mapping[int, Tensor]], None]] = []
-"""Functions, of checks, that are called once when an optimizer is about to step on sharded parameters and on plain ones
-that have gradients: (optimizer, the groups of the sharded ones, number of a parameter -> plain parameter).
+"""Functions, of checks, that are called once when an optimizer is about to step on plain parameters with gradients:
+(optimizer, the groups of sharded ones that it steps on, too, number of a parameter -> plain parameter).
 """
 
 
@@ -157,12 +157,12 @@ def _inspect(optimizer: Optimizer) -> _Inspected:
         owners = [sharded_owner(param) if isinstance(param, DTensor) else None for param in params]
         groups = [*dict.fromkeys(owner.group for owner in owners if owner is not None)]
         plain = {i: each for i, each in enumerate(params) if not isinstance(each, DTensor) and each.grad is not None}
-        if groups and plain:
-            for report in stepped_beside:
-                report(optimizer, groups, plain)
         others = [param for param, owner in zip(params, owners, strict=True) if owner is None]
         unsharded = _names_of_unsharded() if others else {}
         has_stale = any(SHARDED_AS in vars(param) or id(param) in unsharded for param in others)
+        if plain and (groups or not has_stale):
+            for report in stepped_beside:
+                report(optimizer, groups, plain)
         facts = _inspected[id(optimizer)] = _Inspected(counts, [ref(group) for group in groups], has_stale)
     return facts
 

@@ -114,6 +114,14 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
     return found
 
 
+def gather_by_rank(value: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> dict[int, Any]:
+    """Returns rank -> `value` of that rank, in the order of ranks, over a mesh with these groups, one for each axis.
+
+    All of these ranks must call it.
+    """
+    return dict(sorted(gather_objects((dist.get_rank(), value), groups, device), key=lambda each: each[0]))
+
+
 def moves_data(groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
     """Returns True if these groups connect ranks. A simulated backend returns at once, and leaves tensors unchanged."""
     return bool(groups) and all(backend_name(group, device) != "fake" for group in groups)

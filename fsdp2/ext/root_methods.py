@@ -99,8 +99,9 @@ class RootMethods:
     def set_running_stats_averaging(self, enabled: bool) -> None:
         """Chooses whether ranks average `running_mean` and `running_var` of BatchNorm and the like. On the root only.
 
-        They are averaged once per step, all in one all-reduce. BatchNorm still normalises with the statistics of each
-        rank's own rows. Every rank must call it.
+        They are averaged, all in one all-reduce, when a forward in training mode ends, so they are right whenever they
+        are read; where checkpointing runs a BatchNorm again in backward, when that is over. BatchNorm still normalises
+        with the statistics of each rank's own rows. Every rank must call it.
 
         Args:
             enabled: True, the default. False: each rank keeps those of its own rows. On one rank both are the same.

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..checks.checksum import checksum, read, values_of
 from ..checks.compare_ranks import widest_mesh
 from ..checks.empty_memory import find_unwritten
+from ..checks.frozen_parameters import find_written, written_by_some
 from ..checks.observers import follow_if
 from ..checks.partial_settings import find_partial
 from ..checks.rollcall import level_from_environment
@@ -38,9 +39,10 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     It finds: parameters and buffers left on meta, or without values since `to_empty` (as far as version counters
     tell); NaN and infinity in weights and gradients; unsynchronized gradients; divisors of gradients and functions of
     the user's that reach only a part of the model; trainable parameters that no group manages; an optimizer that holds
-    others than the model's, lacks some or has one twice; modules, dtypes, flags or settings that differ among ranks;
-    weights that differ, bit by bit, where they should be the same; and, as notes, buffers that differ, and weights that
-    differ among the ranks of tensor parallelism.
+    others than the model's, lacks some or has one twice; modules, their order, dtypes, flags (requires_grad) or
+    settings that differ among ranks; frozen parameters that some ranks only have written to; weights that differ, bit
+    by bit, where they should be the same; and, as notes, buffers that differ, and weights that differ among the ranks
+    of tensor parallelism.
 
     Call it before the first step, and between steps where something looks wrong. It reads every shard and gradient, but
     no unsharded parameter, and gathers a checksum of each from every rank: two small collectives per axis of the mesh,
@@ -63,14 +65,18 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     layout = _layout(model, groups, tensors)
     digest = hashlib.blake2b(repr(sorted(layout.items())).encode()).hexdigest()
     found = _find_in_values(tensors, groups) | _find_in_optimizers(tensors, _optimizers(optimizer))
-    report = _Report(dist.get_rank(), min(ranks_of(mesh)), found, digest, _read_sums(tensors, mesh))
+    sums, written = _read_sums(tensors, mesh), find_written(groups)
+    report = _Report(dist.get_rank(), min(ranks_of(mesh)), found, digest, sums, written)
     axes = [*mesh.axis_groups, *_model_parallel_axes(groups, mesh)]
     reports = {each.rank: each for each in gather_objects(report, axes, mesh.device)}
+    for name, ranks in written_by_some({rank: each.written for rank, each in sorted(reports.items())}).items():
+        for rank in ranks:
+            reports[rank].found.setdefault("written on some ranks", []).append(name)
     findings = merge({rank: each.found for rank, each in reports.items()})
     if len({each.digest for each in reports.values()}) == 1:
         names = [(held.name, held.kind) for held in tensors]
-        sums = {rank: each.sums for rank, each in reports.items()}
-        return findings + compare_sums(names, sums, {rank: each.batch for rank, each in reports.items()})
+        of_ranks = {rank: each.sums for rank, each in reports.items()}
+        return findings + compare_sums(names, of_ranks, {rank: each.batch for rank, each in reports.items()})
     layouts = gather_objects((report.rank, layout), axes, mesh.device)
     return findings + compare_layouts(dict(layouts))
 
@@ -150,6 +156,7 @@ class _Report(NamedTuple):
     `found`: kind of finding -> names.
     `digest`: the digest of all that must be the same on every rank.
     `sums`: for each tensor, a number for the part of it that the rank holds, and the checksum of that part.
+    `written`: name of a frozen parameter -> True if the rank has written to it since ranks last compared it.
     """
 
     rank: int
@@ -157,6 +164,7 @@ class _Report(NamedTuple):
     found: dict[str, list[str]]
     digest: str
     sums: list[tuple[int, int]]
+    written: dict[str, bool]
 
 
 def tensors_of(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> Iterator[Held]:
@@ -180,10 +188,12 @@ def tensors_of(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> Iterator[H
 def _layout(model: nn.Module, groups: Sequence[FSDPParamGroup], tensors: Sequence[Held]) -> dict[str, str]:
     """Returns name -> a description that must be the same on every rank."""
     layout = {f"module {name or 'root'}": f"training={module.training}" for name, module in model.named_modules()}
+    position = {param: f" at {i} of {group}" for group in groups for i, param in enumerate(group.params)}
     for held in tensors:
         tensor = held.tensor
         lies = f" {tensor.placements} on {tuple(tensor.device_mesh.shape)}" if isinstance(tensor, DTensor) else ""
-        text = f"{tuple(tensor.shape)} {tensor.dtype}{lies} requires_grad={tensor.requires_grad}"
+        place = position[held.param] if held.param is not None else ""
+        text = f"{tuple(tensor.shape)} {tensor.dtype}{lies} requires_grad={tensor.requires_grad}{place}"
         layout[f"{'buffer' if held.kind == 'buffer' else 'parameter'} {held.name}"] = text
     for i, group in enumerate(groups):
         own = group.settings

@@ -51,19 +51,21 @@ KINDS = {
     "Call the method on the sharded modules that hold the parameters.",
     "unmanaged": "Trainable, but no fully_shard call manages it, so its gradient differs from rank to rank. Create it "
     "before fully_shard, and leave it out of ignored_params; or freeze it, or reduce its gradient yourself.",
+    "written on some ranks": "Only these ranks have written to this frozen parameter since ranks last compared it, so "
+    "it is made of parts of different models. Write to it on all ranks alike, and load it from a checkpoint of before.",
     "optimizer holds strangers": "The optimizer steps tensors that are no parameters of the model, whose parameters "
     "never change. Build it from model.parameters(), after fully_shard and after whatever replaces parameters.",
     "optimizer lacks": "Trainable, and in no parameter group: it never changes. Add it to the optimizer, or freeze it.",
     "optimizer holds twice": "Each step changes it twice. Give each parameter to one group.",
-    "layouts differ": "Expected the same modules, parameters, dtypes, flags and settings on every rank. Build and set "
-    "up the model by the same code on every rank. Values were not compared.",
+    "layouts differ": "Expected the same modules, parameters, order, dtypes, flags and settings on every rank. Build "
+    "and set up the model by the same code on every rank. Values were not compared.",
     "replicas differ": "Expected the same bits in every replica. Initialise from the same seed, or broadcast; then "
     "look for a rank that steps differently.",
     "unmanaged differ": "Expected the same bits on every rank. Broadcast it; if it is trained, see 'unmanaged'.",
     "model-parallel ranks differ": "A note: if your code shards it, each rank holds another shard. Else expected the "
     "same bits: give the ranks of such an axis one seed, and the same batches.",
-    "buffers differ": "A note: running statistics of each rank's own batches differ. Other buffers hint at memory that "
-    "was never initialised since to_empty.",
+    "buffers differ": "A note: running statistics of each rank's own batches differ, if they are not averaged, and so "
+    "do caches. Expected the same in other buffers: call sync_module_states(model).",
 }
 
 

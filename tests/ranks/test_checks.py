@@ -84,6 +84,29 @@ def steps_once_more() -> None:
     train(build(), steps=5, num_updates=1 + dist.get_rank())
 
 
+def registers_in_another_order() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("ab" if dist.get_rank() == 0 else "ba")})
+    model.forward = lambda x: model["a"](x)  # type: ignore[method-assign]
+    train(fully_shard(model))
+
+
+def draws_a_buffer() -> None:
+    model = build()
+    model[0].scale.fill_(dist.get_rank())
+    train(model)
+
+
+def writes_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block().requires_grad_(False), Block())
+    fully_shard(model)
+    for _ in range(4):
+        with torch.no_grad():
+            model[0].linear.weight.mul_(0.9) if dist.get_rank() == 1 else None
+        model(torch.ones(2, WIDTH)).square().mean().backward()
+
+
 def trains_one_by_itself() -> None:
     model = build()
     train(model)
@@ -153,7 +176,10 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "optimizers in backward": (steps_where_autograd_accumulates, "_apply_optimizer_in_backward would never step"),
     "empty memory": (initialises_nothing, "to_empty gave it memory, and nobody has initialised it"),
     "starting weights": (seeds_differ, "ranks had different values of it when fully_shard was called"),
-    "step history": (steps_once_more, "optimizers have stepped . times on some rank and . times on another"),
+    "structure": (registers_in_another_order, "ranks register their modules in another order"),
+    "buffers": (draws_a_buffer, "0.scale holds other values on rank 1 than on rank 0"),
+    "frozen parameters": (writes_alone, "0.linear.weight: only rank 1 has written to this frozen parameter"),
+    "step history": (steps_once_more, "this optimizer has stepped . times? on rank 0 and . times? on rank 1"),
     "unmanaged parameters": (trains_one_by_itself, "1.extra: no fully_shard call manages it"),
     "cast whole numbers": (passes_positions, "floating-point whole numbers"),
     "buffers on meta": (forgets_a_buffer, "expected buffers on cpu, got 0.scale on meta"),
@@ -282,4 +308,4 @@ def test_a_check_that_is_raised_to_debug_is_due_at_once() -> None:
     for unseen, seen, steps in run_ranks(2, body):
         assert unseen == "nothing", "the 5th forward"
         assert "0.linear.weight was modified in place" in seen
-        assert "optimizers have stepped" in steps
+        assert "this optimizer has stepped" in steps

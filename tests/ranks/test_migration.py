@@ -491,19 +491,19 @@ def unused_parameters() -> None:
 
 @row("DDP", "`broadcast_buffers=True`")
 def running_statistics() -> None:
-    """Averaged over ranks by the time of an evaluation; another buffer stays the rank's own."""
+    """Averaged over ranks behind each forward; another buffer that differs is an error until it is synchronised."""
     torch.manual_seed(0)
     model: Any = replicate(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
     model.register_buffer("own", torch.tensor(float(dist.get_rank())))
-    model(own(0)).sum().backward()
-    model.eval()
-    with torch.no_grad():
+    with pytest.raises(RuntimeError, match=r"own holds other values .* Call fsdp2\.sync_module_states\(model\)"):
         model(own(0))
+    sync_module_states(model)
+    assert model.own == 0
+    model(own(0))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     expected = 0.1 * torch.stack([plain[0](rows).mean(0) for rows in batch(0).chunk(2)]).mean(0)
     assert_same(model[1].running_mean, expected, 1e-5, 1e-6, "running_mean")
-    assert model.own == dist.get_rank()
 
 
 @row("DDP", "`register_comm_hook(state, fp16_compress_hook)`")

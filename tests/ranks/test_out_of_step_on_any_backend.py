@@ -133,7 +133,7 @@ def amid_reductions(model: Any) -> None:
 WHERE: dict[Callable[[Any], None], str] = {
     # The rank that fails has begun to gather what follows.
     in_forward: r"\(while gathering blocks\.[23], \d+ bytes; forward, step 1\)",
-    before_a_comparison: r"\(while all-reducing optimizer steps of root; backward, step 1\)",
+    before_a_comparison: r"\(while all-reducing what checks compare of root; backward, step 1\)",
     amid_reductions: r"\(while reducing gradients of blocks\.\d; backward, step 1\)",
 }
 

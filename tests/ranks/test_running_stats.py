@@ -1,18 +1,23 @@
 """Tests that running statistics of BatchNorm and similar layers are averaged over the ranks after each step."""
 
 import copy
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import fully_shard, replicate
-from helpers import run_checks, world_sizes
+from fsdp2 import fully_shard, replicate, set_checks
+from fsdp2.checks import running_stats
+from helpers import full, run_checks, world_sizes
 
 WIDTH = 6
 STATS = ("running_mean", "running_var")
@@ -129,6 +134,7 @@ def without_backward() -> None:
 def frozen() -> None:
     """Statistics that are only used stay as they are, where ranks have others, too; so backward may read them."""
     rank = torch.distributed.get_rank()
+    set_checks("off", "buffers")  # or it would be an error
     model = build()
     on_one_mesh(model)
     with torch.no_grad():
@@ -137,9 +143,10 @@ def frozen() -> None:
     for seed in range(3):
         model(batch(seed, rank)).sum().backward()
     assert (model[1].running_mean == rank).all()
+    set_checks("default", "buffers")
 
 
-def one_rank_alone() -> None:
+def one_rank_alone(trains: bool) -> None:
     """What one does with full parameters waits for nobody; the next step averages what it left."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = build()
@@ -151,8 +158,11 @@ def one_rank_alone() -> None:
             model(batch(7, rank))
     for module in (model, model[0]):
         module.reshard()
-    model(batch(0, rank)).sum().backward()
+    if trains:
+        model(batch(0, rank)).sum().backward()
     model.eval()
+    with torch.no_grad():
+        model(batch(0, rank))
     mean = model[1].running_mean.clone()
     torch.distributed.all_reduce(mean)
     torch.testing.assert_close(mean / ranks, model[1].running_mean)
@@ -184,13 +194,170 @@ def copies_average() -> None:
         assert torch.allclose(mean / torch.distributed.get_world_size(), other[1].running_mean) == enabled
 
 
+# ---- reads behind the last forward
+
+
+def without_grad(model: Any, passes: int) -> None:
+    """As `torch.optim.swa_utils.update_bn` does it."""
+    rank = torch.distributed.get_rank()
+    with torch.no_grad():
+        for seed in range(passes):
+            model(batch(seed, rank))
+
+
+def in_inference_mode(model: Any, passes: int) -> None:
+    rank = torch.distributed.get_rank()
+    with torch.inference_mode():
+        for seed in range(passes):
+            model(batch(seed, rank))
+
+
+def with_grad(model: Any, passes: int) -> None:
+    rank = torch.distributed.get_rank()
+    for seed in range(passes):
+        model(batch(seed, rank))
+
+
+def behind_steps(model: Any, passes: int) -> None:
+    """The last forward has no backward. No parameter changes."""
+    rank = torch.distributed.get_rank()
+    for seed in range(passes):
+        loss = model(batch(seed, rank)).sum()
+        if seed < passes - 1:
+            loss.backward()
+            model.zero_grad()
+
+
+def behind_steps_without_grad(model: Any, passes: int) -> None:
+    rank = torch.distributed.get_rank()
+    for seed in range(passes):
+        with torch.set_grad_enabled(seed < passes - 1):
+            loss = model(batch(seed, rank)).sum()
+        if loss.requires_grad:
+            loss.backward()
+            model.zero_grad()
+
+
+def of_state_dict(model: Any) -> list[Tensor]:
+    return [value.clone() for name, value in model.state_dict().items() if name.endswith(STATS)]
+
+
+def of_a_copy(model: Any) -> list[Tensor]:
+    return stats_of(copy.deepcopy(model))
+
+
+def of_a_plain_model(model: Any) -> list[Tensor]:
+    plain = build()
+    plain.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    return stats_of(plain)
+
+
+def of_a_checkpoint(model: Any) -> list[Tensor]:
+    folder: list[Any] = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder[0])
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items() if name.endswith(STATS)}
+    dcp.load({"model": state}, checkpoint_id=folder[0])
+    return [*state.values()]
+
+
+def read_behind(
+    run: Callable[[Any, int], None],
+    read: Callable[[Any], list[Tensor]] = stats_of,
+    wrap: Callable[[Any], Any] = on_one_mesh,
+    passes: int = 3,
+) -> None:
+    model = build()
+    expected = expected_of(model, torch.distributed.get_world_size(), passes)
+    wrap(model)
+    run(model, passes)
+    for found, each in zip(read(model), expected, strict=True):
+        torch.testing.assert_close(found, each)
+
+
+class Checkpointed(nn.Module):
+    """Runs its normalisation again in backward, which changes the statistics once more, as in a plain model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def run_again_in_backward() -> None:
+    """Exact behind each step, the first as well as later ones."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model, of_ranks = Checkpointed(), [Checkpointed() for _ in range(ranks)]
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    for seed in range(10):
+        for each, plain in enumerate(of_ranks):
+            plain(batch(seed, each)).sum().backward()
+        model(batch(seed, rank)).sum().backward()
+        expect(model, mean_of([stats_of(plain) for plain in of_ranks]))  # weights do not change
+
+
+def number_of_averages(model: Any, run: Callable[[int], object], steps: int) -> list[int]:
+    """Returns how often ranks average in each step."""
+    found = []
+    for seed in range(steps):
+        with mock.patch.object(running_stats, "all_reduce_over", wraps=running_stats.all_reduce_over) as spy:
+            run(seed)
+        found.append(spy.call_count)
+    return found
+
+
+def once_in_a_step() -> None:
+    """In the first step, nobody knows yet whether modules run again in backward."""
+    rank = torch.distributed.get_rank()
+    for wrap in (on_one_mesh, norms_apart, partial(on_one_mesh, reshard_after_forward=True), replicate):
+        model: Any = build()
+        wrap(model)
+        counts = number_of_averages(model, lambda seed, model=model: model(batch(seed, rank)).sum().backward(), 6)
+        assert counts == [2, 1, 1, 1, 1, 1], counts
+    again: Any = fully_shard(Checkpointed())
+    assert number_of_averages(again, lambda seed: again(batch(seed, rank)).sum().backward(), 6) == [2, 1, 1, 1, 1, 1]
+    model = build()
+    on_one_mesh(model)
+    model.set_requires_gradient_sync(False)
+    assert number_of_averages(model, lambda seed: model(batch(seed, rank)).sum().backward(), 4) == [1] * 4
+
+
+READS = [
+    *(
+        (f"{run.__name__}, {read.__name__}", partial(read_behind, run, read))
+        for run in (without_grad, with_grad, behind_steps, behind_steps_without_grad)
+        for read in (stats_of, of_state_dict)
+    ),
+    *((f"{read.__name__}", partial(read_behind, without_grad, read)) for read in (of_a_copy, of_a_plain_model)),
+    ("of a checkpoint", partial(read_behind, without_grad, of_a_checkpoint)),
+    ("inference mode", partial(read_behind, in_inference_mode)),
+    *((f"one pass, {run.__name__}", partial(read_behind, run, passes=1)) for run in (without_grad, with_grad)),
+    *(
+        (f"{run.__name__}, {name}", partial(read_behind, run, wrap=wrap))
+        for name, wrap in WRAPS.items()
+        for run in (without_grad, behind_steps)
+    ),
+    ("run again in backward", run_again_in_backward),
+    ("once in a step", once_in_a_step),
+]
+
+
+@pytest.mark.parametrize("ranks", world_sizes(2, nightly=[3]))
+def test_reads_behind_the_last_forward(ranks: int) -> None:
+    run_checks(ranks, READS)
+
+
 CHECKS = [
     *((f"each step, {name}", partial(each_step, wrap)) for name, wrap in WRAPS.items()),
     ("half precision, rounded once", partial(each_step, on_one_mesh, dtype=torch.bfloat16, rtol=0, atol=0)),
     ("instance norm", partial(each_step, on_one_mesh, partial(nn.InstanceNorm1d, track_running_stats=True))),
     ("no norm", partial(each_step, on_one_mesh, nn.Identity)),
     ("no statistics", partial(each_step, on_one_mesh, partial(nn.BatchNorm1d, track_running_stats=False))),
-    *((each.__name__, each) for each in (in_an_accumulation, without_backward, frozen, one_rank_alone)),
+    *((each.__name__, each) for each in (in_an_accumulation, without_backward, frozen)),
+    *((f"one rank alone, {trains=}", partial(one_rank_alone, trains)) for trains in (False, True)),
     *((each.__name__, each) for each in (not_averaged, copies_average)),
 ]
 

@@ -1,5 +1,7 @@
 """Tests that ranks detect different optimizer steps, and that equal steps are no error."""
 
+import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fsdp2 import fully_shard
 from fsdp2.checks.compare_ranks import bounds_over
@@ -54,6 +57,126 @@ def test_an_additional_step_is_found_at_the_next_check() -> None:
         return forwards_until_raised(model, optimizer, 40), forwards_until_raised(model, optimizer, 40)
 
     assert run_ranks(2, body) == [(5, 0)] * 2, "in the 16th, once"
+
+
+def error_of_training(model: nn.Module, step: Callable[[int], None]) -> str:
+    for number in range(1, 40):
+        try:
+            model(torch.ones(2, 3)).square().mean().backward()
+        except RuntimeError as error:
+            return str(error)
+        step(number)
+        model.zero_grad()
+    return "nothing"
+
+
+def test_the_error_says_which_optimizer_has_stepped_how_often_on_which_ranks_and_since_when() -> None:
+    """Ranks compare in the 2nd, 4th, 8th, 16th forward."""
+
+    def body(rank: int, size: int) -> list[str]:
+        model = build()
+        whole, frozen = Adam(model.parameters()), SGD(model[0].parameters(), 0.1)
+
+        def skip(number: int) -> None:
+            if number < 6 or rank == 0:
+                whole.step()
+
+        def step_alone(number: int) -> None:
+            whole.step()
+            if rank == 1 and number in (5, 7):
+                frozen.step()
+
+        def other_rate(number: int) -> None:
+            whole.param_groups[0]["lr"] = 0.1 if number == 6 and rank == 2 else 0.001
+            whole.step()
+
+        found = [error_of_training(model, step) for step in (skip,)]
+        model = build()
+        whole, frozen = Adam(model.parameters()), SGD(model[0].parameters(), 0.1)
+        found.append(error_of_training(model, step_alone))
+        model = build()
+        whole = Adam(model.parameters())
+        found.append(error_of_training(model, other_rate))
+        return found
+
+    for skipped, alone, rate in run_ranks(3, body):
+        assert skipped.startswith(
+            "Adam of 0.weight, 0.bias, 1.weight and 1 more: this optimizer has stepped 4 times on rank 0 and 2 times "
+            "on ranks 1, 2, since ranks compared steps after backward pass 3 of the model; the first difference is "
+            "behind backward pass 6 (1 time on rank 0 and 0 times on ranks 1, 2), so each rank's part"
+        ), skipped
+        assert alone.startswith(
+            "SGD of 0.weight, 0.bias: this optimizer has stepped 0 times on ranks 0, 2 and 2 times on rank 1, since "
+            "ranks compared steps after backward pass 3 of the model; the first difference is behind backward pass 5 ("
+        ), alone
+        assert rate.startswith("Adam of 0.weight, 0.bias, 1.weight and 1 more: some settings were others in a step"), (
+            rate
+        )
+        assert DIFFERENT in rate
+
+
+def test_training_goes_on_from_a_checkpoint_of_before() -> None:
+    """What the error says: ranks decide alike, and load a checkpoint of before."""
+
+    def body(rank: int, size: int) -> None:
+        plain, model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), build()
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizer = SGD(model.parameters(), 0.1)
+        train(model, optimizer, 2)
+        state, of_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        model(torch.ones(2, 3)).square().mean().backward()
+        if rank == 0:
+            optimizer.step()
+        optimizer.zero_grad()
+        assert forwards_until_raised(model, optimizer, 20)
+        model.load_state_dict(state)
+        optimizer.load_state_dict(of_optimizer)
+        train(model, optimizer, 20)
+        train(plain, SGD(plain.parameters(), 0.1), 22)
+        for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.full_tensor(), expected)
+
+    run_ranks(2, body)
+
+
+def test_a_scheduler_that_follows_the_loss_of_all_ranks() -> None:
+    """What the error says: all-reduce what the choice of settings depends on."""
+
+    def body(rank: int, size: int) -> list[int]:
+        found = []
+        for averages in (False, True):
+            model = build()
+            optimizer = SGD(model.parameters(), 0.1)
+            scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+
+            def step(
+                number: int, averages: bool = averages, optimizer: Any = optimizer, scheduler: Any = scheduler
+            ) -> None:
+                loss = torch.tensor(100.0 - number * rank)
+                if averages:
+                    torch.distributed.all_reduce(loss)
+                scheduler.step(loss)
+                optimizer.step()
+
+            text = error_of_training(model, step)
+            assert text == "nothing" or "lr of parameter group 0 is" in text, text
+            found.append(text == "nothing")
+        return found
+
+    assert run_ranks(2, body) == [[False, True]] * 2
+
+
+def test_two_optimizers_of_equal_settings_are_told_apart() -> None:
+    def body(rank: int, size: int) -> str:
+        model = build()
+        first, second = (SGD(layer.parameters(), 0.1) for layer in model)
+        return error_of_training(model, lambda number: (first if number < 3 or rank == 0 else second).step())
+
+    for text in run_ranks(2, body):
+        assert re.match(
+            "SGD of 0.weight, 0.bias: this optimizer has stepped 2 times on rank 0 and 1 time on rank 1", text
+        )
 
 
 def other_betas(optimizer: Optimizer) -> None:

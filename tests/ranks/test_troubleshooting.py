@@ -212,6 +212,77 @@ def late_adapter() -> None:
         optimizer.step()
 
 
+@says("ranks register their modules in another order")
+def another_order() -> None:
+    torch.manual_seed(0)
+    names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
+    heads = nn.ModuleDict({name: nn.Linear(5, 2) for name in names})
+    heads.forward = lambda x: heads["a"](x)  # type: ignore[method-assign]
+    backward(fully_shard(heads))
+
+
+@says("expected the same on all ranks, got")
+def another_shape() -> None:
+    model = build()
+    model.head = nn.Linear(8, 4 + dist.get_rank())
+    backward(shard(model))
+
+
+@says("requires_grad differs between ranks")
+def frozen_on_one_rank() -> None:
+    model = shard(build())
+    model.block.requires_grad_(dist.get_rank() == 0)
+    backward(model)
+
+
+def with_buffer(value: float) -> Any:
+    model = build()
+    model.register_buffer("scale", torch.tensor([value]))
+    return shard(model)
+
+
+@says("a buffer that ranks have built, or loaded, differently")
+def own_buffer() -> None:
+    backward(with_buffer(float(dist.get_rank())))
+
+
+@says("a buffer that was the same on all ranks, and is not any more")
+def buffer_of_own_rows() -> None:
+    model = with_buffer(0.0)
+    for _ in range(2):
+        backward(model)
+        model.scale += dist.get_rank()
+
+
+def step_alone(model: Any, write: Callable[[], object]) -> None:
+    for _ in range(2):
+        backward(model)
+        if dist.get_rank() == 0:
+            write()
+        model.zero_grad()
+
+
+@says("this optimizer has stepped")
+def step_left_out() -> None:
+    model = shard(build())
+    step_alone(model, torch.optim.SGD(model.parameters(), lr=0.1).step)
+
+
+@says("has written to this frozen parameter")
+def frozen_parameter_written() -> None:
+    model = build()
+    model.stem.requires_grad_(False)
+    shard(model)
+    step_alone(model, lambda: torch.no_grad()(model.stem.weight.zero_)())
+
+
+@says("FullyShardedDataParallel wraps the module that has it")
+def fsdp1_inside() -> None:
+    model = build()
+    model.head = FSDP1(model.head, device_id=torch.device("cpu"))  # type: ignore[assignment]
+    shard(model)
+
+
 @says("ranks are out of step")
 def other_modules() -> None:
     model = shard(build())

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from fsdp2.checks.conversation import tell_out_of_step
-from fsdp2.checks.headers import HEADER_NBYTES, Header, differ, header_of, out_of_step, placed_header, text_of
+from fsdp2.checks.headers import (
+    HEADER_NBYTES,
+    Header,
+    differ,
+    header_of,
+    out_of_step,
+    placed_header,
+    text_of,
+    trainable_remark,
+)
 from fsdp2.checks.rollcall import level_from_environment
 from fsdp2.core.comm import Purpose
 
@@ -95,3 +104,20 @@ def test_a_level_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP2_DEBUG", "yes")
     with pytest.raises(ValueError, match="FSDP2_DEBUG: expected 0 or 1, got 'yes'"):
         level_from_environment()
+
+
+def test_the_message_says_that_ranks_train_different_parameters() -> None:
+    """Whatever they are about to do, for that is the reason."""
+    purposes = [Purpose("a"), Purpose("b")]
+    for purpose, flags in zip(purposes, ([True, True], [True, False]), strict=True):
+        purpose.remark = trainable_remark(flags)
+    one, two = (header_of(purpose, "reducing", [torch.zeros(2)]).text for purpose in purposes)
+    text = out_of_step({0: one, 1: two})
+    assert "rank 0: reducing a; rank 1: reducing b. requires_grad differs between ranks: 2 of 2 parameters are" in text
+    assert "trainable on rank 0, and 1 of 2 on rank 1. Set" in text
+    assert "set_reduce_scatter_unused_params" not in text
+    assert "set_reduce_scatter_unused_params(True); if requires_grad differs" in out_of_step(
+        {0: one, 1: "reducing b\t3"}
+    )
+    same = header_of(Purpose("a"), "reducing", [torch.zeros(2)])
+    assert not differ(message(header_of(purposes[0], "reducing", [torch.zeros(2)])), same), "it is not compared"
