@@ -109,6 +109,6 @@ def _written(apart: Mapping[str, Sequence[int]]) -> str:
     ranks = next(iter(apart.values()))
     return (
         f"{some_of(apart)}: only rank {some_of(map(str, ranks))} has written to this frozen parameter since ranks last "
-        "compared it, so each rank's part is of another model now. Write to it on all ranks alike, and load it from a "
-        "checkpoint of before."
+        "compared it, so each rank's part is of another model now. Load a checkpoint of before, and write to the "
+        "parameter on all ranks alike."
     )

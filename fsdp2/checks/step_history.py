@@ -35,7 +35,7 @@ _MOST_STEPS = 4096
 class _Followed:
     """Follows one optimizer: its options in the last step, as bytes, and its steps since ranks last compared them.
 
-    `name`: its class and its parameters. `steps`: for each step, how many backward passes had ended since then.
+    `name`: its class and its sharded parameters. `steps`: for each step, how many backward passes had ended since then.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -128,13 +128,10 @@ def note_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backwar
 
 
 def _name_of(optimizer: Optimizer) -> str:
-    """Returns the class of an optimizer, and its parameters."""
+    """Returns the class of an optimizer, and its sharded parameters. Others may be a rank's own (experts, FSDP1's)."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    owners = [sharded_owner(param) if isinstance(param, DTensor) else None for param in params]
-    names = [
-        owner.param.name if owner is not None else f"a tensor of shape {tuple(param.shape)}"
-        for owner, param in zip(owners, params, strict=True)
-    ]
+    owners = [sharded_owner(param) for param in params if isinstance(param, DTensor)]
+    names = [owner.param.name for owner in owners if owner is not None]
     return f"{type(optimizer).__name__} of {some_of(names)}"
 
 

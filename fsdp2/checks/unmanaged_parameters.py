@@ -20,6 +20,7 @@ from ..core.compat import graph_task
 from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import fqn
+from ..ext.compat import is_sharded_by_fsdp1
 from ..ext.owners import all_groups, names_of_unsharded, sharded_owner, some_of
 from ..ext.rank_facts import gather_by_rank
 from .check_times import Comparison, RankCheck
@@ -188,6 +189,7 @@ def note_plain(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: M
 
     `groups`: those of sharded parameters on which it steps, too. If there are none, any model may train with it.
     """
+    params = {number: param for number, param in params.items() if not is_sharded_by_fsdp1(param)}
     roots = [groups[0].root] if groups else dict.fromkeys(group.root for group in all_groups())
     for root in roots:
         check = root.events.of(UnmanagedParameters)
@@ -219,7 +221,7 @@ def _find_unmanaged(root: Any) -> Iterator[tuple[str, nn.Parameter]]:
             for name, parameter in module._parameters.items():
                 if parameter is None or not parameter.requires_grad or (module, name) in managed:
                     continue
-                if names_of_unsharded(parameter):
+                if names_of_unsharded(parameter) or is_sharded_by_fsdp1(parameter):
                     continue
                 if not isinstance(parameter, DTensor) or sharded_owner(parameter) is None:
                     yield fqn(prefix, name), parameter

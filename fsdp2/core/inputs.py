@@ -98,13 +98,17 @@ class HandedInputs:
     def _write(self, module: nn.Module, tensor: Tensor, copy: Tensor, before: Any) -> None:
         is_recorded = copy.requires_grad and copy.grad_fn is not before[2]
         if is_recorded and tensor.requires_grad and tensor.is_leaf:
-            self._refuse(
-                module, tensor, copy, "it is a leaf that requires a gradient, which autograd forbids to write to"
-            )
+            why = "it is a leaf that requires a gradient, which autograd forbids to write to"
+            self._refuse(module, tensor, copy, why, "Write into a clone")
         other = next((o for o, *_ in self._tensors.values() if o is not tensor and _overlap(o, tensor)), None)
         if other is not None:
             also = self.name_of(other, module)
-            self._refuse(module, tensor, copy, f"{also} shares memory with it, and its copy does not")
+            if copy.dtype == tensor.dtype:
+                instead = "Pass both on that device"
+            else:
+                instead = "Pass cast_forward_inputs=False in the policy, and cast in forward what it computes with"
+            why = f"{also} shares memory with it, and its copy does not"
+            self._refuse(module, tensor, copy, why, f"{instead}; or write into a clone")
         try:
             if not is_recorded:
                 with torch.no_grad():
@@ -115,18 +119,19 @@ class HandedInputs:
                 with torch.enable_grad():
                     _Written.apply(tensor, copy)
         except RuntimeError as error:
-            self._refuse(module, tensor, copy, str(error), error)
+            self._refuse(module, tensor, copy, str(error).rstrip("."), "Write into a clone", error)
 
-    def _refuse(self, module: nn.Module, tensor: Tensor, copy: Tensor, why: str, error: Any = None) -> None:
+    def _refuse(
+        self, module: nn.Module, tensor: Tensor, copy: Tensor, why: str, advice: str, error: Any = None
+    ) -> None:
         name, kind = self.name_of(tensor, module), type(module).__name__
         if copy.dtype == tensor.dtype:
-            made, do = f"moved to {copy.device}", "Pass it on that device"
+            made = f"moved to {copy.device}"
         else:
             made = f"cast to {copy.dtype} by the MixedPrecisionPolicy"
-            do = "Pass cast_forward_inputs=False in the policy, and cast in forward what it computes with"
         raise RuntimeError(
             f"{kind}: its forward has written in place into {name}, of shape {tuple(copy.shape)}: a copy, {made}. The "
-            f"caller's tensor can't receive that: {why}. {do}; or write into a clone."
+            f"caller's tensor can't receive that: {why}. {advice}."
         ) from error
 
 

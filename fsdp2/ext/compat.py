@@ -200,6 +200,15 @@ def stepped_on_accumulation() -> Collection[Tensor]:
     return found
 
 
+def is_sharded_by_fsdp1(parameter: Tensor) -> bool:
+    """Returns True for what FullyShardedDataParallel, torch's or fairscale's, has made of parameters: each rank holds a
+    part of its own, and trains it with a gradient that was reduced.
+    """
+    cls = type(parameter)
+    is_fairscales = cls.__name__ == "FlatParameter" and cls.__module__.startswith("fairscale.")
+    return is_fairscales or getattr(parameter, "_fsdp_flattened", False)
+
+
 def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
     """Returns the dict of the forward pre-hooks of `module`. A hook under `key` gets the keyword arguments, too.
 

@@ -28,6 +28,7 @@ from ..core.group import FSDPParamGroup
 from ..core.mesh import DataMesh
 from ..core.parameter import FSDPParam, fqn
 from ..core.state import groups_below
+from ..ext.compat import is_sharded_by_fsdp1
 from ..ext.owners import SHARDED_AS
 from ..ext.rank_facts import gather_objects, is_first, ranks_of
 from .finding import Finding, compare_layouts, compare_sums, merge
@@ -61,10 +62,11 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     """
     groups = sharded_groups(model)
     mesh = widest_mesh(groups)
-    tensors = list(tensors_of(model, groups))
+    everything = list(tensors_of(model, groups))
+    tensors = [held for held in everything if not is_sharded_by_fsdp1(held.tensor)]
     layout = _layout(model, groups, tensors)
     digest = hashlib.blake2b(repr(sorted(layout.items())).encode()).hexdigest()
-    found = _find_in_values(tensors, groups) | _find_in_optimizers(tensors, _optimizers(optimizer))
+    found = _find_in_values(tensors, groups) | _find_in_optimizers(everything, _optimizers(optimizer))
     sums, written = _read_sums(tensors, mesh), find_written(groups)
     report = _Report(dist.get_rank(), min(ranks_of(mesh)), found, digest, sums, written)
     axes = [*mesh.axis_groups, *_model_parallel_axes(groups, mesh)]

@@ -52,7 +52,7 @@ KINDS = {
     "unmanaged": "Trainable, but no fully_shard call manages it, so its gradient differs from rank to rank. Create it "
     "before fully_shard, and leave it out of ignored_params; or freeze it, or reduce its gradient yourself.",
     "written on some ranks": "Only these ranks have written to this frozen parameter since ranks last compared it, so "
-    "it is made of parts of different models. Write to it on all ranks alike, and load it from a checkpoint of before.",
+    "it is made of parts of different models. Load a checkpoint of before, and write to it on all ranks alike.",
     "optimizer holds strangers": "The optimizer steps tensors that are no parameters of the model, whose parameters "
     "never change. Build it from model.parameters(), after fully_shard and after whatever replaces parameters.",
     "optimizer lacks": "Trainable, and in no parameter group: it never changes. Add it to the optimizer, or freeze it.",

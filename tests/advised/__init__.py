@@ -1,9 +1,12 @@
 """Programs that follow what errors and warnings of the package advise; see registry.py."""
 
+from advised import check_programs as check_programs
 from advised import core_programs as core_programs
 from advised import entry_programs as entry_programs
 from advised import file_programs as file_programs
+from advised import input_programs as input_programs
 from advised import plan_programs as plan_programs
+from advised import refusal_programs as refusal_programs
 from advised import tensor_programs as tensor_programs
 from advised import tool_programs as tool_programs
 from advised.registry import ELSEWHERE as ELSEWHERE

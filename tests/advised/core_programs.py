@@ -707,23 +707,18 @@ def function_of_an_empty_group() -> None:
     assert len(seen) >= 3
 
 
-@follows("Differentiate by what full_params yields instead, inside its block, with torch.autograd.grad")
+@follows(
+    "Call the model and torch.autograd.grad(loss, list(full.values()), create_graph=True) inside `with "
+    "fsdp2.full_params(model) as full:` instead, with the same batch on every rank"
+)
 def graph_of_gradients() -> None:
     model, plain = pair()
-    texts: list[str] = []
-
-    def provoke() -> None:
-        loss_of(model(own(batch()))).backward(create_graph=True)
-
-    try:
-        warned(provoke)
-    except AssertionError:
-        texts.append(refused(lambda: model.stem.weight.grad.full_tensor().square().sum().backward()))
-    model.zero_grad()
+    loss_of(model(own(batch()))).backward(create_graph=True)
+    refused(lambda: model.stem.weight.grad.full_tensor().square().sum().backward())
     model, _ = pair()
-    with full_params(model) as whole:
-        names = [name for name, _ in plain.named_parameters()]
-        gradients = torch.autograd.grad(loss_of(model(batch())), [whole[name] for name in names], create_graph=True)
+    with full_params(model) as full:
+        loss = loss_of(model(batch()))
+        gradients = torch.autograd.grad(loss, list(full.values()), create_graph=True)
         sum(each.square().sum() for each in gradients).backward()  # type: ignore[union-attr]
     gradients = torch.autograd.grad(loss_of(plain(batch())), [*plain.parameters()], create_graph=True)
     sum(each.square().sum() for each in gradients).backward()  # type: ignore[union-attr]

@@ -85,10 +85,10 @@ def is_part(claim: str, text: str) -> bool:
 
 
 def refused(call: Callable[[], Any], *kinds: type[BaseException]) -> str:
-    """Returns the text of the error that `call` raises."""
+    """Returns the text of the error that `call` raises, with its notes."""
     with pytest.raises(kinds or Exception) as caught:
         call()
-    heard.append(str(caught.value))
+    heard.append("\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
     return heard[-1]
 
 

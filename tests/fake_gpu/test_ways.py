@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -148,3 +149,41 @@ def test_what_a_forward_writes_into_inputs_that_are_moved_reaches_the_caller() -
 
     ways = [("moved", partial(check, EXACT)), ("moved and cast", partial(check, ROUNDED, mp_policy=MP_BF16))]
     run_checks(2, ways, device=fake_gpu.KIND)
+
+
+class SharesMemory(torch.nn.Module):
+    """Writes into a state, or a clone of it, and computes with another one, which may be a view of it."""
+
+    def __init__(self, clones: bool) -> None:
+        super().__init__()
+        self.layer, self.clones = torch.nn.Linear(WIDTH, WIDTH), clones
+
+    def forward(self, x: Tensor, state: Tensor, view: Tensor) -> Tensor:
+        written = state.clone() if self.clones else state
+        written.mul_(2)
+        return self.layer(x) * written * view
+
+
+def writes_to_what_shares_memory() -> None:
+    """What is on the CPU, and written to where it was moved to, has another view. The error's advice is followed."""
+
+    def compare(clones: bool, device: str = "cpu") -> None:
+        torch.manual_seed(0)
+        plain = SharesMemory(clones)
+        model = copy.deepcopy(plain)
+        fully_shard(model, mesh=init_device_mesh(fake_gpu.KIND, (dist.get_world_size(),)))
+        x, mine, theirs = (torch.full((2, WIDTH), 0.5) for _ in range(3))
+        if device != "cpu":
+            mine = mine.to(device)
+        output, expected = model(x, mine, mine.view(2, WIDTH)), plain(x, theirs, theirs.view(2, WIDTH))
+        torch.testing.assert_close(output.cpu(), expected, **EXACT)
+        torch.testing.assert_close(mine.cpu(), theirs, **EXACT)
+
+    with pytest.raises(RuntimeError, match=r"view shares memory with it, .*Pass both on that device; or write into a"):
+        compare(clones=False)
+    compare(clones=False, device=fake_gpu.KIND)
+    compare(clones=True)
+
+
+def test_writes_that_cannot_reach_the_caller() -> None:
+    run_checks(2, [("shares memory", writes_to_what_shares_memory)], device=fake_gpu.KIND)
