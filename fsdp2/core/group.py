@@ -117,7 +117,8 @@ class FSDPParamGroup(ParamGroup):
         would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
         `keeps`: keep them for backward if the user has not set `reshard_after_forward`. `has_run`: a module's own code
         has run. If it has left one where something else can read it in backward (`ctx.weight = weight` in an autograd
-        function, hooks of a user's own for saved tensors, a list), they stay, too: nothing would gather for that.
+        function, hooks of a user's own for saved tensors, a list), their memory stays as it is until then: nothing
+        would gather for such a reader. Ranks communicate as ever, since others may have left none.
         """
         choice = self.settings.reshard_after_forward
         if not backward_follows and not failed and (self.hold is Hold.USER or choice is False):
@@ -129,20 +130,23 @@ class FSDPParamGroup(ParamGroup):
             keeps = keeps or self.root.group is self or self in self.root.prefetcher.first_in_backward
         else:
             keeps = choice is False
-        if has_run and backward_follows and not keeps and self.parameters.are_kept() and not self.frees_viewed_storage:
-            keeps = True
-            for notify in self.events.memory_kept:
-                notify(self)
         if backward_follows and keeps:
             stays = Hold.BACKWARD if self.settings.reshard_after_backward else Hold.NEXT_PASS
             self.hold = max(self.hold, stays)
             self.unregister()
-        elif backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
+            return
+        is_kept = has_run and backward_follows and self.parameters.are_kept() and not self.frees_viewed_storage
+        if is_kept:
+            self.root.kept.add(self)
+            for notify in self.events.memory_kept:
+                notify(self)
+        frees = self.root.frees_memory and not is_kept
+        if backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
             self.hold = Hold.BACKWARD
-            self.shrink()
+            self.shrink(frees)
         else:
             self.hold = Hold.NOTHING
-            self.reshard(free=self.root.frees_memory)
+            self.reshard(frees)
 
     def reshard_if_idle(self) -> None:
         """Reshards and clears `hold`, unless a forward or a full_params block uses the group."""

@@ -265,7 +265,7 @@ class GroupParameters:
         if self.buffers is not None and self.buffers.layout.aliased:
             for param in self.plain:
                 param.move_unsharded(None)
-        self.buffers, self.nbytes = None, 0
+        self.buffers, self.nbytes, self.bases = None, 0, []
         self._watch()
 
     def follow(self) -> None:
@@ -284,7 +284,7 @@ class GroupParameters:
         self.indices = {id(unsharded): i for i, unsharded in enumerate(self.unsharded)}
         self.bases = [
             each.detach() if type(each) is nn.Parameter else _plain_base(each)
-            for each in [param.unsharded for param in self.plain]
+            for each in [param.unsharded for param in self.plain if not self.buffers.layout.aliased]
         ]
         self.offsets = self.buffers.layout.unsharded_offsets
         self._follow_settings()

@@ -250,19 +250,28 @@ class ParamGroup:
         something still uses it.
         """
         buffers = self.parameters.buffers
-        return buffers is None or self.phase is not SHARDED or GroupBuffers.free(buffers)
+        if buffers is None or self.phase is not SHARDED:
+            return True
+        self.parameters.readability.allow(False)
+        return GroupBuffers.free(buffers)
 
-    def shrink(self) -> None:
-        """Registers the sharded parameters; frees the unsharded ones but for this rank's secondary shards."""
+    def shrink(self, free: bool = True) -> None:
+        """Registers the sharded parameters; frees the unsharded ones but for this rank's secondary shards.
+
+        `free=False` leaves the bytes of the unsharded ones, too.
+        """
         self.unregister()
         assert self.phase is GATHERED, "a forward has just used them"
         assert self.parameters.buffers is not None, "they are there"
         self.phase = SHARDED
-        for notify in self.events.before_free:
-            notify(self)
-        self.parameters.readability.allow(False)
-        if not self.parameters.buffers.shrink():  # type: ignore[attr-defined]
-            self._leave_viewed()
+        buffers: Any = self.parameters.buffers
+        buffers.keep_secondary()
+        if free:
+            for notify in self.events.before_free:
+                notify(self)
+            self.parameters.readability.allow(False)
+            if not GroupBuffers.free(buffers):
+                self._leave_viewed()
 
     def begin_copies(self) -> None:
         """Notes that modules are about to get copies of the parameters."""

@@ -91,6 +91,8 @@ class Root:
         self.saves_unseen = False
         # Groups whose memory could not be freed because something had a view of it.
         self.viewed: set[FSDPParamGroup] = set()
+        # Groups whose memory a forward has left for a reader in backward that nothing else notices.
+        self.kept: set[FSDPParamGroup] = set()
         # Where the inputs of a pass are moved.
         device = self.group.mesh.device
         self.input_device = None if device.type in ("cpu", "meta") else device
@@ -154,6 +156,8 @@ class Root:
             self.recover()  # it has failed, and autograd does not say so
         self.notify(self.events.pass_began)
         self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
+        if self.kept:
+            self.free_kept()
         self.prefetcher.begin_pass()
         sent = [group.gradients.sent_nbytes for group in self.groups]
         self.queue.set_limits(max([group.settings.max_reductions for group in self.groups]), sent)
@@ -196,9 +200,15 @@ class Root:
             for storage in group.parameters.storage_ids:
                 self.saved_tensors.owners[storage] = group
 
+    def free_kept(self) -> None:
+        """Frees what a forward has left for readers in backward: that has ended, or another pass begins."""
+        self.viewed |= self.kept
+        self.kept.clear()
+        self.free_viewed()
+
     def free_viewed(self) -> None:
         """Frees what could not be freed while something used it, and tells observers of what something still uses."""
-        self.viewed = {group for group in self.viewed if not group.free_if_resharded()}
+        self.viewed = {group for group in self.viewed - self.kept if not group.free_if_resharded()}
         for group in self.viewed:
             for notify in self.events.memory_kept:
                 notify(group)
@@ -278,8 +288,8 @@ class Root:
             self.notify(self.events.backward_ended)
             self.backward = None
             self.num_backwards += 1
-            if self.viewed:
-                self.free_viewed()
+            if self.viewed or self.kept:
+                self.free_kept()
         except BaseException:  # a user's hook on a parameter raised, or a peer is gone
             run_hidden(self.recover)
             raise

@@ -277,7 +277,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
             # Checkpointing runs it again: another forward of the group may free it before backward comes to this one.
             hook_outputs(state, root.tensors_in(output))
         return output
-    outputs = [output] if type(output) is Tensor else root.tensors_in(output)
+    outputs, has_run = [output] if type(output) is Tensor else root.tensors_in(output), True
     for group in state.groups:
         weights = group.parameters.storage_ids
         if not weights.isdisjoint(
@@ -285,6 +285,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
         ):
             output = _without_weights(weights, output)
             outputs = root.tensors_in(output)
+            has_run = False  # the caller's frames still have what the module has returned
     is_grad_enabled = torch.is_grad_enabled()
     differentiable = hook_outputs(state, outputs)
     if not differentiable and is_grad_enabled:
@@ -294,7 +295,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     if differentiable or (root.forward.has_grad and not is_grad_enabled):
         for group in state.groups:
             root.prefetcher.ran.append(group)
-    state.post_forward(differentiable, module=module, has_run=True)
+    state.post_forward(differentiable, module=module, has_run=has_run)
     return output
 
 

@@ -79,12 +79,9 @@ class ShrinkingBuffers(GroupBuffers):
             return self._secondary.start_gather()
         return super().start_gather(comm, more_outputs, more_inputs)
 
-    def shrink(self) -> bool:
-        """Frees the unsharded parameters, and keeps this rank's secondary shards, which the next gather reads. Returns
-        what `free` does.
-        """
+    def keep_secondary(self) -> None:
+        """Keeps this rank's secondary shards, which the next gather reads. The unsharded parameters may be freed."""
         self._secondary.fill()
-        return super().free()
 
     def free(self, although_viewed: bool = False) -> bool:
         """Frees the unsharded parameters, and the secondary shards."""
