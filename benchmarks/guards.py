@@ -115,7 +115,7 @@ class _Unchecked:
     def pack(self, tensor: Tensor) -> Any:
         kept = tensor if tensor.is_leaf else tensor.detach()
         storage = self._storage_id(kept)
-        return kept, self._of.owners.get(storage) or (self._of._outer and self._of._owner_in_outer(storage))
+        return kept, self._of.owners.get(storage)
 
     def unpack(self, saved: Any) -> Tensor:
         tensor, owner = saved

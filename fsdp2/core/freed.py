@@ -57,7 +57,8 @@ def freed_class(kind: type[Any], owner: Any) -> type | None:
 
 
 def _call(function: Any, args: Any, kwargs: Any) -> Any:
-    if function in _allowed():
+    finds_accumulator = function is Tensor.view_as and args[0] is args[1]  # so torch finds who adds up gradients
+    if function in _allowed() or finds_accumulator:
         with compat.no_torch_function():
             return function(*args, **kwargs)
     if function in (Tensor.__repr__, Tensor.__format__):

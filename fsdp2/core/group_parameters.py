@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import count
-from operator import add, is_, sub
+from itertools import compress, count
+from operator import add, gt, is_, sub
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
@@ -314,7 +314,7 @@ class GroupParameters:
         if references == self.references:
             return False
         self.references = least = list(map(min, references, self.references or references))
-        self.kept = [i for i, now in enumerate(references) if now > least[i]]
+        self.kept = list(compress(range(len(references)), map(gt, references, least)))
         return bool(self.kept)
 
     def name_of(self, unsharded: Tensor) -> str:

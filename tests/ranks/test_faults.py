@@ -30,7 +30,7 @@ from scenarios import WIDTH, Block, Run, assert_none_differ, loss_of, sgd
 MOST_EVENTS = 100
 """More than an iteration has, which the test verifies."""
 TIMEOUT_S = 2
-EVENTS = 38
+EVENTS = 32
 """Of one step without hooks."""
 on_each_device = pytest.mark.parametrize("device", ["cpu", fake_gpu.KIND])
 
@@ -195,7 +195,7 @@ def test_the_step_after_a_fault_at_any_event_is_exact(
             print(f"rank {rank}: {case}", file=sys.stderr, flush=True)  # for the report of a hang
             run = Run(rank, world_size, expected)
             count = train_between_faults(run, device, **case)
-            assert count > 40, f"expected an iteration's events, got {count}"
+            assert count > 30, f"expected an iteration's events, got {count}"
             different += [f"{case}: {text}" for text in run.different]
         return different
 
