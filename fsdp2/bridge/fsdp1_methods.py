@@ -7,8 +7,8 @@ are none. A program that came from FSDP1 would save shards as a full state dict.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..core.group import FSDPParamGroup
-from ..core.state import groups_below, groups_of
+from ..core.state import groups_below, groups_of, state_of
 from ..dtensor.switches import switched
 from .when_imported import when_imported
 
@@ -51,7 +51,7 @@ def _replace_methods(imported: ModuleType) -> None:
     fsdp1: Any = imported.FullyShardedDataParallel
     for name in _INSTEAD:
         _replace(fsdp1, name, partial(_refusing, name, fsdp1, imported.StateDictSettings))
-    _replace(fsdp1, "summon_full_params", _summoning)
+    _replace(fsdp1, "summon_full_params", partial(_summoning, fsdp1))
 
 
 def _replace(fsdp1: Any, name: str, make: Callable[..., Callable[..., Any]]) -> None:
@@ -84,7 +84,7 @@ def _refusing(name: str, fsdp1: Any, settings_of: Any, original: Callable[..., A
     return refuse
 
 
-def _summoning(original: Callable[..., Any]) -> Callable[..., Any]:
+def _summoning(fsdp1: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def summon(
         module: Any,
         recurse: bool = True,
@@ -107,18 +107,27 @@ def _summoning(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"applied to (it manages {groups[0].params[0].name}). Call p.grad.full_tensor() of each parameter, on "
                 "every rank."
             )
+        options: dict[str, Any] = {}
         if rank0_only or offload_to_cpu:
-            return full_params(
-                module, recurse=recurse, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu
-            )
-        # Not the copies that `writeback` needs: forwards may run inside, and what is written raises.
-        return full_params(module, recurse=recurse)
+            options = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
+        # Else not the copies that `writeback` needs: forwards may run inside, and what is written raises.
+        ours = partial(full_params, module, recurse=recurse, **options)
+        if not any(isinstance(each, fsdp1) for each in module.modules()):
+            return ours()
+        return _both(partial(original, module, recurse, writeback, rank0_only, offload_to_cpu), ours)
 
     return summon
 
 
+@contextmanager
+def _both(one: Callable[[], Any], other: Callable[[], Any]) -> Iterator[None]:
+    """Enters what both calls return: some parameters are FSDP1's, and some of fully_shard."""
+    with one(), other():
+        yield
+
+
 def _groups_in(module: Any, recurse: bool) -> list[FSDPParamGroup]:
     """Returns the groups with parameters of `module`, and, with `recurse`, of the sharded modules inside it."""
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module) or not (recurse or state_of(module) is not None):
         return []
     return [group for group in (groups_below(module) if recurse else groups_of(module)) if group.params]

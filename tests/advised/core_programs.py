@@ -307,26 +307,6 @@ def buffers_over_parameters() -> None:
         train(fully_shard(build(lambda way=way: Keeps(way))), build(lambda way=way: Keeps(way)))
 
 
-@follows("Give the class {}, or put the parameter into ignored_params")
-def subclasses_without_methods() -> None:
-    """To ignore it is what is tried here; a class with such methods is in tests/ranks/test_extensions.py."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    def wrapped() -> Any:
-        model = Net()
-        values = torch.randn(5, 5)
-        model.stem.weight = nn.Parameter(TwoTensor(values, values.clone()), requires_grad=False)
-        return model
-
-    refused(lambda: fully_shard(build(wrapped)))
-    model = build(wrapped)
-    fully_shard(model, ignored_params={model.stem.weight})
-    plain = build(wrapped)
-    for each, x in ((model, own(batch())), (plain, batch())):
-        backward(each, x=x)
-    same_gradients(model, plain)
-
-
 # ---- memory that nobody has filled
 
 

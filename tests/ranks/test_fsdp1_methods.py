@@ -164,8 +164,11 @@ def other_modules_are_left_alone() -> None:
     with FSDP1.state_dict_type(wrapped, FULL):
         state = wrapped.state_dict()
     assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in plain.state_dict().items()}
-    with FSDP1.summon_full_params(wrapped):
-        assert wrapped.head.weight.shape == (3, 5)
+    for recurse in (True, False):
+        with FSDP1.summon_full_params(wrapped, recurse=recurse):
+            assert wrapped.head.weight.shape == (3, 5)
+        with FSDP1.summon_full_params(plain, recurse=recurse):
+            assert plain.head.weight.shape == (3, 5)
     model, optimizer, *_ = trained()
     torchs.get_state_dict(model, optimizer)
     assert FSDP1.fsdp_modules(model) == []
@@ -174,7 +177,32 @@ def other_modules_are_left_alone() -> None:
     torch.save(plain.state_dict(), io.BytesIO())
 
 
+def modules_of_both_are_summoned() -> None:
+    """Some parameters are FSDP1's, some of fully_shard: inside, outside, and under a module that is neither."""
+    torch.manual_seed(0)
+    plain, expected = Net(), {}
+    for name, param in plain.named_parameters():
+        expected[name] = param.detach().clone()
+    cpu = torch.device("cpu")
+    outside, inside = copy.deepcopy(plain), copy.deepcopy(plain)
+    fully_shard(outside.block)
+    states = [*outside.block.parameters()]
+    around = FSDP1(outside, device_id=cpu, use_orig_params=True, ignored_states=states)
+    inside.block = FSDP1(inside.block, device_id=cpu, use_orig_params=True)
+    fully_shard(inside.head)
+    for model in (around, inside):
+        for writeback in (True, False):
+            with FSDP1.summon_full_params(model, writeback=writeback):
+                found = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
+                assert found.keys() == expected.keys()
+                for name, value in expected.items():
+                    assert_same(found[name].detach(), value, 0, 0, name)
+        x = torch.randn(2, 5)
+        assert_same(model(x), plain(x), 1e-5, 1e-6, "a forward afterwards")
+
+
 CHECKS = (
+    modules_of_both_are_summoned,
     state_dicts_are_refused,
     sharded_state_dicts_are_what_they_were,
     optimizer_states_are_refused,

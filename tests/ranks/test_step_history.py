@@ -255,6 +255,27 @@ def test_no_error_where_each_has_tensors_and_names_of_its_own() -> None:
     run_ranks(3, body)
 
 
+@pytest.mark.parametrize("own", ["sizes", "numbers", "none on one rank", "first"])
+def test_no_error_where_ranks_step_on_other_plain_tensors_besides(own: str) -> None:
+    """Experts that each rank has for itself, say."""
+
+    def body(rank: int, size: int) -> int:
+        model = build()
+        sizes = {"sizes": [2 + rank], "numbers": [2] * (1 + rank), "none on one rank": [3] * rank, "first": [rank]}[own]
+        tensors = [torch.zeros(each, requires_grad=True) for each in sizes]
+        for tensor in tensors:
+            tensor.grad = torch.ones_like(tensor)
+        params = [*tensors, *model.parameters()] if own == "first" else [*model.parameters(), *tensors]
+        optimizer = SGD(params, 0.1)
+        train(model, optimizer, 9)
+        step = optimizer.step if rank else lambda: None
+        text = error_of_training(model, lambda _: step())
+        assert text.startswith("SGD of 0.weight, 0.bias, 1.weight and 1 more: this optimizer has stepped "), text
+        return 0
+
+    run_ranks(3, body)
+
+
 def test_divisors_are_compared_where_collectives_say_nothing() -> None:
     """On NCCL, say: there ranks look in the 2nd forward."""
 
