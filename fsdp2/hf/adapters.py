@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..core.parameter import Slot
-from .skeleton import make_parts, make_skeleton
+from .skeleton import SAVE_IN_FULL, make_parts, make_skeleton
 from .tensors import ModelTensor
 from .trace import Tracer
 from .views import View
@@ -57,8 +57,7 @@ def find_adapter(
             return AdapterFile({}, [], missing)
         raise NotImplementedError(
             f"save_adapter: peft computes {', '.join(computed) or 'tensors'} from values that fsdp2 does not find "
-            f"({failed}). On every rank, write `with fsdp2.full_params(model):`, and in it call "
-            "model.save_pretrained(folder) on the first rank."
+            f"({failed}). {SAVE_IN_FULL}."
         ) from failed
     views = {name: tracer.view_of(each) for name, each in found.items() if name not in computed}
     return AdapterFile({name: view for name, view in views.items() if isinstance(view, View)}, _hold(computed), [])

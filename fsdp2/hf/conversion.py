@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from .compat import IGNORED_MISSING, IGNORED_ON_SAVE, IGNORED_UNEXPECTED, TIED, USED_CONVERSIONS, storage_key
 from .files import FileTensor, Layout
-from .skeleton import base_of, inside, make_parts, make_skeleton
+from .skeleton import SAVE_IN_FULL, base_of, inside, make_parts, make_skeleton
 from .tensors import ModelTensor
 from .trace import Tracer
 from .views import View
 
 _BY_NAMES = "Pass convert=False, and names= where files call tensors otherwise"
-_READ_ELSEWHERE = "Load the model by from_pretrained, and shard it then; or pass convert=False, and names="
+_READ_ELSEWHERE = "Load the model by from_pretrained, and shard it then"
 _SAVE_AS_IT_IS = "Pass convert=False to save it under the model's own names, which from_pretrained reads as well"
 
 
@@ -172,10 +172,24 @@ class Converter:
         views, blocks = {}, {}
         for name, found in made.items():
             tensor = found[0] if isinstance(found, list) else found
-            views[name] = _view(tracer, tensor, name, _SAVE_AS_IT_IS)
+            is_computed = not isinstance(tracer.view_of(tensor), View)
+            views[name] = _view(tracer, tensor, name, self._advice_to_save(state) if is_computed else "")
             # Views of one tensor stay together.
             blocks[name] = storage_key(tensor), tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
         return views, Layout(blocks, self._skeleton.num_parameters())
+
+    def _advice_to_save(self, names: Iterable[str]) -> str:
+        """Returns what to do where a tensor in the files is computed. Under the names of the model, its parameters can
+        be saved unless `from_pretrained` converts files with these names.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, rename_source_key
+
+        conversions = get_model_conversion_mapping(self._skeleton)
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        prefix = self._skeleton.base_model_prefix
+        patterns = [rename_source_key(name, [], converters, prefix, self._expected)[1] for name in names]
+        return _SAVE_AS_IT_IS if all(pattern is None for pattern in patterns) else SAVE_IN_FULL
 
     def _tied_names(self) -> set[str]:
         """Returns the patterns of parameters that classes say to be tied to others."""

@@ -44,7 +44,8 @@ class LoadReport:
         missing: names of parameters and buffers that no file has, with the name that was looked for if that is another;
             they were left as they were.
         unexpected: names of tensors in the files that nothing was loaded from.
-        ignored: names of such tensors that `unexpected=`, or the class of a model of Transformers, has announced.
+        ignored: names of such tensors that `unexpected=`, or the class of a model of Transformers, has announced, or that
+            `names=` leaves out (None).
         converted: name -> (dtype in the file, dtype in the model), where these differ.
         tied: name -> further names of the same parameter.
         initialised: names of buffers, and of missing parameters, that got values from the model's own code.
@@ -218,14 +219,14 @@ def _find_sources(
     wrong: dict[str, str] = {}
     in_files: dict[str, list[str]] = {}
     sources: _Sources = {}
-    used = set[str]()
+    used, left_out = set[str](), set[str]()
     for tensor in tensors:
         lacks: list[str] = []
         for name in tensor.names:
             try:
                 source = table.find(name)
                 if source is None:
-                    used.add(name)  # what a file has under that name is left out
+                    left_out.add(name)  # what a file has under that name, too
                     continue
                 shape, leaves = as_view(source).resolve(lambda key: files[key].shape)
             except KeyError as error:
@@ -273,7 +274,7 @@ def _find_sources(
         report.missing = [name for name in report.missing if not missing.search(name)]
     for name in files:
         if name not in used:
-            expected = any(pattern.fullmatch(name) for pattern in ignored)
+            expected = name in left_out or any(pattern.fullmatch(name) for pattern in ignored)
             (report.ignored if expected else report.unexpected).append(name)
     return sources
 

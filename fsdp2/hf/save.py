@@ -68,7 +68,7 @@ def save_model(
             `load_model`. Parameters that are named there are saved under these names only.
         convert: convert names and shapes of a model of Transformers as its `save_pretrained` does: experts that the
             model has in one parameter are apart in the files. False: other parameters than those in `names` keep their
-            names and shapes, which `from_pretrained` reads as well.
+            names and shapes, which `from_pretrained` reads as well, unless it converts tensors with these names.
         progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Returns:

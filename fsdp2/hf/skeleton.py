@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from ..core.state import STATE
 from .tensors import WRAPPERS, ModelTensor
 
+# What an error says where other libraries compute what is saved.
+SAVE_IN_FULL = (
+    "On every rank, write `with fsdp2.full_params(model, offload_to_cpu=True):`, and in it call "
+    "model.save_pretrained(folder) on the first rank"
+)
 # Skeletons of parameters and buffers, by their first name.
 Parts = Mapping[str, Tensor]
 

@@ -50,14 +50,25 @@ ELSEWHERE.update(
             "tests/ranks/test_offload.py::test_writes_to_shards_wait_for_their_copies"
         ),
         "Save them by fsdp2.hf.save_adapter(model, folder)": "tests/clients/test_hf_models.py::adapter",
-        # Of files of Transformers and peft. The tests named here meet these texts or do what they say; a program that
-        # does both is still to be written for each.
-        "On every rank, write `with fsdp2.full_params(model):`, and in": "tests/clients/test_peft.py::saves_prompts",
-        "Build the model with memory, not on meta": "tests/clients/test_hf_models.py::around_adapters",
-        "Pass convert=False, and names= where files call tensors": "tests/clients/test_hf_models.py::own_names",
-        "or pass convert=False, and names=": "tests/clients/test_hf_models.py::own_names",
-        "Pass convert=False to save it under the model's own names": "tests/clients/test_hf_models.py::own_names",
-        "Dequantise the files before": "tests/clients/test_hf_models.py::errors_of_contents",
+        # Of files of Transformers, peft and bitsandbytes.
+        "On every rank, write `with fsdp2.full_params(model, offload_to_cpu=True):`, and in": (
+            "tests/clients/test_hf_advice.py::computed_prompts"
+        ),
+        "Build the model with memory, not on meta": "tests/clients/test_hf_advice.py::adapters_on_meta",
+        "Build the model from the configuration of the files": (
+            "tests/clients/test_hf_advice.py::files_of_another_configuration"
+        ),
+        "Pass convert=False, and names= where files call tensors": (
+            "tests/clients/test_hf_advice.py::files_of_another_configuration"
+        ),
+        "Load the model by from_pretrained, and shard it then": ("tests/clients/test_hf_advice.py::computed_values"),
+        "Pass convert=False to save it under the model's own names": (
+            "tests/clients/test_hf_advice.py::computed_values"
+        ),
+        "Dequantise the files before": "tests/clients/test_hf_advice.py::quantised_files",
+        "Save the adapters alone (fsdp2.hf.save_adapter), or dequantise the model": (
+            "tests/clients/test_bitsandbytes.py::saves_whole_models_as_advised"
+        ),
         # Which backends a group needs for a device. Ranks of these start as the texts say, with the device's own.
         "Initialise it with the device's own backend too: init_process_group('cpu:gloo,cuda:nccl')": (
             "tests/cuda/ranks_program.py::main"

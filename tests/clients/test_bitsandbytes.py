@@ -179,14 +179,31 @@ def is_saved_and_loaded(folder: Path, target: Path) -> None:
         assert_same(param, trained.values[name], 1e-4, 1e-6, name)
 
 
-def refuses_to_save_whole_models(folder: Path, target: Path) -> None:
+def saves_whole_models_as_advised(folder: Path, target: Path) -> None:
+    """The error, and both ways that it names."""
     model = quantised(folder).unload()
     for layer in model.model.layers:
         fully_shard(layer)
-    with pytest.raises(
-        NotImplementedError, match=r"weight: its values are packed in torch\.float32.*fsdp2\.hf\.save_adapter"
-    ):
-        fsdp2.hf.save_model(fully_shard(model), target)
+    with pytest.raises(NotImplementedError, match=r"weight: its values are packed in torch\.float32") as caught:
+        fsdp2.hf.save_model(fully_shard(model), target / "whole")
+    advice = "Save the adapters alone (fsdp2.hf.save_adapter), or dequantise the model before fully_shard."
+    assert str(caught.value).endswith(advice)
+    tokens = tiny_llama.batch(0)
+    fsdp2.hf.save_adapter(sharded(folder), target / "adapter")
+    plain = quantised(folder)
+    loaded = tiny_llama.load(folder, quantization_config=plain.config.quantization_config, dtype=torch.float32)
+    again = peft.PeftModel.from_pretrained(loaded, target / "adapter")
+    for (name, param), expected in zip(again.named_parameters(), plain.parameters(), strict=True):
+        assert_same(param.data, expected.data, 0, 0, name)
+    assert_same(again.train()(input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-4, 1e-5, "the adapters")
+    plain, model = (quantised(folder).unload().dequantize() for _ in range(2))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fsdp2.hf.save_model(fully_shard(model), target / "whole")
+    again = tiny_llama.load(target / "whole")
+    for (name, param), expected in zip(again.named_parameters(), plain.parameters(), strict=True):
+        assert_same(param, expected, 0, 0, name)
+    assert_same(model(input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-4, 1e-5, "the dequantised model")
 
 
 def is_copied(folder: Path) -> None:
@@ -221,7 +238,7 @@ def test_besides_training(tmp_path: Path) -> None:
     checks = [
         ("cast", partial(is_not_cast, folder)),
         ("saved", partial(is_saved_and_loaded, folder, tmp_path / "adapter")),
-        ("whole models", partial(refuses_to_save_whole_models, folder, tmp_path / "whole")),
+        ("whole models", partial(saves_whole_models_as_advised, folder, tmp_path)),
         ("copied", partial(is_copied, folder)),
         ("8 bits", partial(keeps_8_bit_weights_whole, folder)),
     ]
