@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import unserializable_hook
 
 from ..core.comm import Purpose
 from ..core.compat import local_of
@@ -90,7 +91,7 @@ def _cross(tensor: DTensor, plain: Tensor, placements: Sequence[Any], grad_place
     alike = sorted(axis for axis in axes if placements[axis].is_replicate())
     if alike:
         refuse_differing_numbers(tensor, owner)
-        plain.register_hook(_Average(owner, alike))
+        plain.register_hook(unserializable_hook(_Average(owner, alike)))  # files hold values only
     if len(alike) < len(axes):
         note_part(plain.grad_fn, owner.param.name, _divisor(owner, set(axes).difference(alike)))
 

@@ -44,8 +44,8 @@ class LoadReport:
         missing: names of parameters and buffers that no file has, with the name that was looked for if that is another;
             they were left as they were.
         unexpected: names of tensors in the files that nothing was loaded from.
-        ignored: names of such tensors that `unexpected=`, or the class of a model of Transformers, has announced, or that
-            `names=` leaves out (None).
+        ignored: names of such tensors that `unexpected=`, or the class of a model of Transformers, has announced, or
+            that `names=` leaves out (None).
         converted: name -> (dtype in the file, dtype in the model), where these differ.
         tied: name -> further names of the same parameter.
         initialised: names of buffers, and of missing parameters, that got values from the model's own code.
