@@ -147,20 +147,23 @@ def _explain(error: RuntimeError, outputs: Any) -> None:
                 "or compute it inside `with fsdp2.full_params(model):`."
             ) from error
     if "storage of size 0" in str(error):
-        raise RuntimeError(f"backward has read an unsharded parameter after it was freed: {_why_freed()}") from error
+        why = _why_freed(all_groups())
+        raise RuntimeError(f"backward has read an unsharded parameter after it was freed: {why}") from error
     expired = [group for group in all_groups() if _is_expired(group)]
+    leaves = {id(node.variable) for node in _leaf_nodes(outputs)} if expired else set()
+    expired = [group for group in expired if any(id(param.unsharded) in leaves for param in group.params)] or expired
     if "modified by an inplace operation" in str(error) and expired:
         read = _SHAPE_READ.search(str(error))
         sizes = sorted(map(int, read[1].replace(" ", "").split(","))) if read and read[1] else None
         params = [param for group in expired for param in group.params]
         names = some_of([param.name for param in params if sizes in (None, sorted(param.gathered_shape))])
         raise RuntimeError(
-            f"{error} If it is an unsharded parameter ({names or 'a part of one'}), it was freed: {_why_freed()}"
+            f"{error} If it is an unsharded parameter ({names or 'a part of one'}), it was freed: {_why_freed(expired)}"
         ) from error
 
 
-def _why_freed() -> str:
-    has_hooks = all(group.root.settings.saved_tensor_hooks for group in all_groups())
+def _why_freed(groups: Iterable[Any]) -> str:
+    has_hooks = all(group.root.settings.saved_tensor_hooks for group in groups)
     return _FREED_GRAPH if has_hooks else _UNSEEN
 
 
