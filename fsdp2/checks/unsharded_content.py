@@ -105,7 +105,8 @@ class UnseenWrites(ForwardCheck):
             differ = [_differs_from_cast(tensor.detach(), copy.detach()) for tensor, copy in pairs]
             device = differ[0].device
             numbers = torch.stack([each.to(device) for each in differ]).to(torch.int64)
-            judge_at_end(state.root, numbers, partial(_judge_inputs, state, inputs, [tensor for tensor, _ in pairs]))
+            names = [inputs.name_of(tensor, state.modules[0]) for tensor, _ in pairs]  # the tensors may be freed
+            judge_at_end(state.root, numbers, partial(_judge_inputs, state, names))
 
     def after_forward(self, group: FSDPParamGroup) -> None:
         content = self._content.pop(group)
@@ -120,19 +121,26 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _differs_from_cast(tensor: Tensor, copy: Tensor) -> Tensor:
-    expected = tensor.to(copy.device, copy.dtype)
+    """Returns if `copy` is not what a cast makes of `tensor`. It casts chunk by chunk, to take little memory."""
+    if not (tensor.is_contiguous() and copy.is_contiguous()):
+        return _differs_from(tensor.to(copy.device, copy.dtype), copy)
+    numel = max(1024, copy.numel() // 64)
+    pairs = zip(tensor.view(-1).split(numel), copy.view(-1).split(numel), strict=True)
+    return torch.stack([_differs_from(own.to(part.device, part.dtype), part) for own, part in pairs]).any()
+
+
+def _differs_from(expected: Tensor, copy: Tensor) -> Tensor:
     return ((copy != expected) & ~(copy.isnan() & expected.isnan())).any()
 
 
-def _judge_inputs(state: FSDPState, inputs: HandedInputs, tensors: Sequence[Tensor], flags: Sequence[int]) -> None:
-    module = state.modules[0]
-    names = [inputs.name_of(tensor, module) for tensor, flag in zip(tensors, flags, strict=True) if flag]
-    if names:
+def _judge_inputs(state: FSDPState, names: Sequence[str], flags: Sequence[int]) -> None:
+    changed = [name for name, flag in zip(names, flags, strict=True) if flag]
+    if changed:
         raise RuntimeError(
-            f"{state}: a forward has changed {', '.join(names)} where no version counter shows it (`.data`, a kernel). "
-            "The policy had it cast, and what is written to the copy alone is lost. Write under torch.no_grad(), not "
-            "through `.data`; call torch.autograd.graph.increment_version(tensor) behind a kernel; or pass "
-            "cast_forward_inputs=False in the MixedPrecisionPolicy."
+            f"{state}: a forward has changed {', '.join(changed)} where no version counter shows it (`.data`, a "
+            "kernel). The policy had it cast, and what is written to the copy alone is lost. Write under "
+            "torch.no_grad(), not through `.data`; call torch.autograd.graph.increment_version(tensor) behind a kernel; "
+            "or pass cast_forward_inputs=False in the MixedPrecisionPolicy."
         )
 
 
