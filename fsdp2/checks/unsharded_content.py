@@ -139,8 +139,8 @@ def _judge_inputs(state: FSDPState, names: Sequence[str], flags: Sequence[int]) 
         raise RuntimeError(
             f"{state}: a forward has changed {', '.join(changed)} where no version counter shows it (`.data`, a "
             "kernel). The policy had it cast, and what is written to the copy alone is lost. Write under "
-            "torch.no_grad(), not through `.data`; call torch.autograd.graph.increment_version(tensor) behind a kernel; "
-            "or pass cast_forward_inputs=False in the MixedPrecisionPolicy."
+            "torch.no_grad(), not through `.data`; call torch.autograd.graph.increment_version(tensor) behind a "
+            "kernel; or pass cast_forward_inputs=False in the MixedPrecisionPolicy."
         )
 
 
