@@ -128,7 +128,7 @@ class HandedInputs:
         if copy.dtype == tensor.dtype:
             made = f"moved to {copy.device}"
         else:
-            made = f"cast to {copy.dtype} by the MixedPrecisionPolicy"
+            made = f"cast to {copy.dtype} by the MixedPrecisionPolicy (cast_forward_inputs)"
         raise RuntimeError(
             f"{kind}: its forward has written in place into {name}, of shape {tuple(copy.shape)}: a copy, {made}. The "
             f"caller's tensor can't receive that: {why}. {advice}."
