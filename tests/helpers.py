@@ -142,6 +142,7 @@ def run_checks(
                 check()
             except (Exception, pytest.fail.Exception) as error:
                 failed.append(f"{name}: {type(error).__name__}: {error}")
+                print(f"rank {rank}: {failed[-1]}", file=sys.stderr, flush=True)  # others may wait for this rank
             dist.barrier()
         return failed
 
