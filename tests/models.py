@@ -1,13 +1,16 @@
-"""Defines tiny unusual models, each named after what it exercises.
+"""Defines tiny unusual models, each named after what it exercises, and a tensor class.
 
 Every model takes one tensor whose dim 0 is the batch and returns one tensor with the same dim 0, in which no row
 depends on another row: so any equal split of a batch over ranks computes the same function. `example` makes such a
 batch.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 
 class TinyModel(nn.Module):
@@ -240,3 +243,22 @@ class NormedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Wrapper(Tensor):
+    """Holds its values in another tensor, `inner`, and does not say how it is gathered."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*args, **kwargs))

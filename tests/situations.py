@@ -24,12 +24,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, hf
-from models import TanhBlock
+from models import TanhBlock, Wrapper
 from outcomes import EXACT, LOUD, Program, Side, Situation
 
 SITUATIONS: list[Situation] = []
@@ -1647,25 +1646,6 @@ def packed_parameters_under_a_policy(side: Side) -> None:
     policy = side.policy(param_dtype=torch.float32)
     model = side.fully_shard(nn.Sequential(nn.Linear(5, 8), PackedLinear()), mp_policy=policy)
     train(side, model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5))
-
-
-class Wrapper(Tensor):
-    """Holds its values in another tensor, `inner`."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    def __tensor_flatten__(self) -> Any:
-        return ["inner"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
-        return tree_map_only(Tensor, cls, func(*args, **kwargs))
 
 
 class WithWrapper(nn.Linear):

@@ -129,13 +129,8 @@ class SavedTensors:
             if now is not before and now != before:
                 names = owner.parameters.changed_names(kept, before, now)
                 if names:
-                    shape = (
-                        kept[1]
-                        if type(kept) is tuple
-                        else owner.parameters.unsharded[kept].shape
-                        if type(kept) is int
-                        else kept.shape
-                    )
+                    weight = owner.parameters.unsharded[kept] if type(kept) is int else kept
+                    shape = weight[1] if type(weight) is tuple else weight.shape
                     _refuse(names[0] if len(names) == 1 else f"a parameter (of {owner})", shape, _DO_LATER)
             if type(kept) is int:
                 return owner.parameters.unsharded[kept]

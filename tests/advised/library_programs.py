@@ -12,7 +12,6 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
 from advised.registry import (
     Net,
@@ -32,33 +31,15 @@ from advised.registry import (
     train,
 )
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from models import Wrapper
 
 # ---- tensor subclasses
-
-
-class Wrapped(Tensor):
-    """Holds its values in another tensor, and does not say how it is gathered."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    def __tensor_flatten__(self) -> Any:
-        return ["inner"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
-        return tree_map_only(Tensor, cls, func(*args, **kwargs))
 
 
 class WrappedWeight(nn.Linear):
     """A frozen wrapped weight, and a bias that is trained."""
 
-    cls: Any = Wrapped
+    cls: Any = Wrapper
 
     def __init__(self) -> None:
         super().__init__(5, 5)
@@ -96,10 +77,10 @@ def train_the_rest(model: Any, plain: Any) -> None:
 
 @follows("Give the class {}, before the first forward at the latest{}.", ", or put the parameter into ignored_params")
 def wrappers_without_methods() -> None:
-    class Late(Wrapped):
+    class Late(Wrapper):
         pass
 
-    class Halved(Wrapped):
+    class Halved(Wrapper):
         """Lacks one of both methods."""
 
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:
