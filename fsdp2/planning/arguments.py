@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from ..core.policy import MixedPrecisionPolicy
 from ..ext.nested import tensors_in
 from .ledger import Machine
+from .network import NCCL_LATENCY, NO_LATENCY
 from .policies import OPTIONS
-from .settings import Setting, candidates
+from .settings import Setting, candidates, read_bytes, read_latency
 
 _BACKENDS = {"cpu": "gloo"}
+# Bytes per second: 80 % of what the memory of an H100 can move.
+MEMORY_LINK = 0.8 * 3.35e12
 
 
 def read_ranks(ranks: Any) -> list[Any]:
@@ -49,6 +52,34 @@ def read_backend(backend: str | None, device: str) -> str:
     if found not in ("nccl", "gloo", "other"):
         raise ValueError(f'backend: expected "nccl", "gloo", "other" or None, got {backend!r}')
     return found
+
+
+def read_machine(
+    device: str,
+    backend: str | None,
+    speeds: Mapping[str, Any],
+    latency: Any,
+    ranks_per_machine: Any,
+    cards_per_machine: Any,
+) -> Machine:
+    """Returns what each rank computes and communicates with. `speeds`: by the names that Machine has for them.
+
+    What NCCL and the memory of a device take is known where a device trains over NCCL; elsewhere it counts as nothing,
+    unless it is given.
+    """
+    counts = {"ranks_per_machine": ranks_per_machine}
+    if cards_per_machine is not None:
+        counts["cards_per_machine"] = cards_per_machine
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: expected an int of 1 or more, got {value!r}")
+    over = read_backend(backend, device)
+    read = {name: read_bytes(name, value) for name, value in speeds.items()}
+    is_on_device = torch.device(device) != torch.device("cpu")
+    if read.get("memory_link") is None and is_on_device:
+        read["memory_link"] = MEMORY_LINK
+    default = NCCL_LATENCY if over == "nccl" and is_on_device else NO_LATENCY
+    return Machine(device, over, latency=read_latency(latency, default), **counts, **read)  # type: ignore[arg-type]
 
 
 def read_policies(model: nn.Module, policy: Any) -> dict[str, Any]:

@@ -44,6 +44,9 @@ def main(arguments: Sequence[str]) -> int:
             flops=given.flops,
             machine_link=given.machine_link,
             ranks_per_machine=given.ranks_per_machine,
+            cards_per_machine=given.cards_per_machine,
+            latency=given.latency,
+            memory_link=given.memory_link,
         )
     except (ImportError, AttributeError, OSError, TypeError, ValueError, NotImplementedError) as error:
         parser.error(f"{type(error).__name__}: {error}")
@@ -80,9 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--device", default="cuda", help="type of the device that trains (%(default)s)")
     add("--backend", choices=("nccl", "gloo", "other"), help="of the process group; else as the device usually has")
-    add("--link", help='bytes per second that a rank can send: "50GB/s"')
-    add("--machine-link", help="the same, to ranks of its own machine")
+    add("--link", help='bytes per second that a network card sends to other machines: "50GB/s"')
+    add("--machine-link", help="bytes per second that a rank sends to ranks of its own machine; else as --link")
     add("--ranks-per-machine", type=int, default=8, help="how many neighbouring ranks are on one machine (%(default)s)")
+    add("--cards-per-machine", type=int, help="how many network cards they share; else one for each rank")
+    add(
+        "--latency",
+        nargs="+",
+        help='of a collective: "20us"; or a base, a hop inside a machine, one between two; else by NCCL\'s table',
+    )
+    add("--memory-link", help='bytes per second between a device and its memory: "2.7TB/s"')
     add("--flops", type=float, help="floating-point operations per second that a rank reaches: 4e14")
     return parser
 

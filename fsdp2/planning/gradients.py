@@ -101,8 +101,9 @@ class ReplayedGradients:
         direct = sum(self.nbytes(i) for i in layout.direct)
         pending = ReplayedReduction(self, layout, plan.nbytes, direct + packed)
         largest = max([layout.packed_numel, *(self.specs[i].shard_numel for i in layout.direct)])
-        pending.exchange(layout.shard_numel, direct + packed, largest)
+        pending.exchange(layout.shard_numel, direct + packed, largest, len(layout.direct) + (packed > 0))
         ledger.drop(sum(self.nbytes(i) for i in arrived) - direct)  # what was packed
+        pending.sum_replicas_beside()
         return pending
 
     def _start_in_halves(self, plan: PiecePlan, arrived: set[int]) -> ReplayedReduction:
@@ -135,6 +136,7 @@ class ReplayedGradients:
         nbytes = plan.nbytes if held else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
         pending = ReplayedReduction(self, layout, nbytes, held, earlier=running)
         ledger.drop(gradient - held)
+        pending.sum_replicas_beside()
         return pending
 
     def _start_alone(self, plan: PiecePlan, arrived: set[int]) -> ReplayedReduction:
@@ -192,9 +194,9 @@ class ReplayedReduction(Pending):
         self._is_reduced = False
         self.has_second_stage = gradients.num_replicas > 1
 
-    def exchange(self, numel: int, inputs: int, largest: int) -> None:
-        """Begins to send `numel` elements to each other rank, `largest` of them at most in one tensor. What arrives
-        takes memory where ranks sum it themselves: on gloo, and for a wire dtype.
+    def exchange(self, numel: int, inputs: int, largest: int, num_tensors: int = 1) -> None:
+        """Begins to send `numel` elements to each other rank in so many tensors, `largest` of them at most in one. What
+        arrives takes memory where ranks sum it themselves: on gloo, and for a wire dtype.
         """
         gradients, layout = self._gradients, self.layout
         others, ranks = gradients.num_shards - 1, gradients.num_shards
@@ -207,11 +209,27 @@ class ReplayedReduction(Pending):
             self._receive(inputs)
         if is_cast and not gradients.machine.launches:
             self._sum_nbytes = largest * layout.reduce_dtype.itemsize  # a slice that is cast to be added
-        self._ends = gradients.ledger.communicate("reduce_scatter", numel * layout.wire_dtype.itemsize * ranks, ranks)
+        nbytes = numel * layout.wire_dtype.itemsize * ranks
+        self._ends = gradients.ledger.communicate(
+            "reduce_scatter", nbytes, ranks, num_tensors=num_tensors, exchanges=is_cast
+        )
 
     def _receive(self, nbytes: int) -> None:
         self._gradients.ledger.add(nbytes)
         self._inputs += nbytes
+
+    @property
+    def ends(self) -> float:
+        """When the last of its collectives ends that have begun."""
+        return max([self._ends, *(each.ends for each in self._earlier)])
+
+    def sum_replicas_beside(self) -> None:
+        """Begins the all-reduce between replicas behind the reduce-scatter, where a stream beside the one that computes
+        waits for that. What was sent then stays until the end.
+        """
+        if self.has_second_stage and self._gradients.machine.has_streams:
+            self._is_reduced = True
+            self._sum_replicas(after=self.ends)
 
     def end_inputs(self) -> None:
         """Waits for the sums, and frees what they were made of."""
@@ -230,15 +248,18 @@ class ReplayedReduction(Pending):
         self._is_reduced = True
         self.end_inputs()
         if self.has_second_stage and not self.is_first:
-            nbytes = self.layout.shard_numel * self.layout.reduce_dtype.itemsize
-            self._receive(self._gradients.machine.messages_nbytes(self._gradients.num_replicas, 0))
-            self._ends = self._gradients.ledger.communicate(
-                "all_reduce", nbytes, self._gradients.num_replicas, self._gradients.group.root.setting.ranks
-            )
+            self._sum_replicas()
+
+    def _sum_replicas(self, after: float = 0.0) -> None:
+        gradients = self._gradients
+        nbytes = self.layout.shard_numel * self.layout.reduce_dtype.itemsize
+        self._receive(gradients.machine.messages_nbytes(gradients.num_replicas, 0))
+        ranks = gradients.group.root.setting.ranks
+        self._ends = gradients.ledger.communicate("all_reduce", nbytes, gradients.num_replicas, ranks, after)
 
     def finish(self) -> Any:
+        ends = self.ends
         self.advance()
-        self._gradients.ledger.wait(self._ends)
-        self._gradients.ledger.drop(self._inputs)
-        self._inputs = 0
+        self._gradients.ledger.wait(max(ends, self._ends))
+        self.end_inputs()
         return {}

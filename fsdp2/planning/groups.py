@@ -117,6 +117,7 @@ class ReplayedGroup:
             end = self.layout.packed_start + own.packed_nbytes * few + own.tail_nbytes * few
             self._storage_nbytes = max(self._storage_nbytes, end)
         self._gathered = _gathered_nbytes(self.layout)
+        self._tensors, self._tensors_again = _num_tensors(self.layout), _num_tensors(own) if own else 0
         self._messages = machine.messages_nbytes(self.num_shards, _last_nbytes(self.layout))
         self._messages_again = machine.messages_nbytes(self.num_restoring, _last_nbytes(own)) if own else 0
         self.phase, self.hold, self.reached = SHARDED, Hold.NOTHING, False
@@ -148,14 +149,18 @@ class ReplayedGroup:
         self.ledger.add(self._storage_nbytes)
         if self._has_secondary:
             self.ledger.add(self._messages_again)
-            self._gather_ends = self.ledger.communicate("all_gather", self._gathered_again, self.num_restoring)
+            self._gather_ends = self.ledger.communicate(
+                "all_gather", self._gathered_again, self.num_restoring, num_tensors=self._tensors_again
+            )
             return
         self.ledger.add(self._messages)
         staged = 0.0
         if self.offloads:  # until it is gathered
             self.ledger.add(self.shard_nbytes)
             staged = self.ledger.transfer(self.shard_nbytes)
-        self._gather_ends = self.ledger.communicate("all_gather", self._gathered, self.num_shards, after=staged)
+        self._gather_ends = self.ledger.communicate(
+            "all_gather", self._gathered, self.num_shards, after=staged, num_tensors=self._tensors
+        )
         self._gather_ends = max(self._gather_ends, staged)
 
     def unshard(self) -> None:
@@ -268,6 +273,11 @@ def _gathered_nbytes(layout: GatherLayout) -> int:
     """Returns the bytes that an all-gather fills, of all ranks."""
     direct = sum(layout.specs[i].compute_nbytes for i in layout.direct)
     return (direct + layout.packed_nbytes) * layout.world_size
+
+
+def _num_tensors(layout: GatherLayout) -> int:
+    """Returns how many tensors an all-gather fills: those that are gathered on their own, and the packed ones."""
+    return len(layout.direct) + (layout.packed_nbytes > 0)
 
 
 def _last_nbytes(layout: GatherLayout) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ from ..checks.headers import HEADER_NBYTES
 from ..checks.levels import is_on
 from ..checks.named_comm import MAX_RIDER_NBYTES
 from ..core.comm import AnyComm, CoalescedComm, SoloComm
+from ..core.layout import MAX_OPERATIONS
 from ..core.streams import costs_launches, exist_on
 from ..ext.gloo import PairwiseComm
+from .network import NO_LATENCY, Latency, Network
 from .recording import Mark
 
 _COMMS: dict[str, Any] = {"nccl": CoalescedComm, "gloo": PairwiseComm, "other": AnyComm}
@@ -26,11 +28,12 @@ class Machine:
     Args:
         device: type of the device, "cuda" or "cpu".
         backend: of the process group: "nccl" for all backends that coalesce collectives, "gloo", or "other".
-        link: bytes per second that a rank can send. None: no times are predicted.
+        link, machine_link, ranks_per_machine, cards_per_machine, latency: see `Network`. Without `link` no times are
+            predicted.
         flops: floating-point operations per second that a rank reaches in matrix products.
         host_link: bytes per second between the CPU's memory and the device, for offload.
-        machine_link: bytes per second that a rank can send to ranks of the same machine. None: as for `link`.
-        ranks_per_machine: how many neighbouring ranks are on one machine.
+        memory_link: bytes per second between the device and its memory, for the optimizer's step. None: it takes no
+            time.
     """
 
     device: str
@@ -40,6 +43,9 @@ class Machine:
     host_link: float = 25e9
     machine_link: float | None = None
     ranks_per_machine: int = 8
+    cards_per_machine: int | None = None
+    latency: Latency = NO_LATENCY
+    memory_link: float | None = None
 
     @property
     def torch_device(self) -> torch.device:
@@ -61,6 +67,19 @@ class Machine:
     @property
     def launches(self) -> bool:
         return costs_launches(self.torch_device)
+
+    @property
+    def network(self) -> Network | None:
+        """What collectives run over; None: their times are not predicted."""
+        if self.link is None:
+            return None
+        return Network(self.link, self.machine_link, self.ranks_per_machine, self.cards_per_machine, self.latency)
+
+    def num_launches(self, num_tensors: int, exchanges: bool = False) -> int:
+        """Returns in how many launches a collective on so many tensors is issued. `exchanges`: it is an all-to-all."""
+        if self.backend == "nccl" and not exchanges:
+            return -(-num_tensors // MAX_OPERATIONS)
+        return num_tensors
 
     def direct_min_bytes(self, num_ranks: int) -> int:
         """Returns from how many bytes on a parameter is gathered on its own among so many ranks."""
@@ -85,26 +104,29 @@ class Machine:
 
 
 class Ledger:
-    """Holds bytes that are alive, their peaks, bytes moved, and two clocks: of computation and of communication.
+    """Holds bytes that are alive, their peaks, bytes moved, and clocks: of computation, communicators, links, copies.
 
     `doing`: what runs, for the peak. `moved`: bytes by kind of collective, of all ranks; `sent`: bytes that this rank
     sends: of n ranks, each sends (n - 1) / n of what a ring all-gather or reduce-scatter moves, and of an all-reduce
-    twice that. Collectives follow one another on one clock; computation waits for those it needs.
+    twice that. `launched`: collectives by kind. The collectives of one communicator follow one another; those of
+    several communicators share the links. Computation waits for those it needs.
     """
 
     def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+        self.machine, self._network = machine, machine.network
         self.engine = self.activations = 0
         self.doing = ""
         self.now = self.computed = 0.0
         self.flops = 0
-        self._links = {"collectives": 0.0, "transfers": 0.0}
+        # When each is free: a communicator, by the places of its ranks; the links inside and between machines; copies.
+        self._free: defaultdict[Any, float] = defaultdict(float)
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forgets what earlier steps took."""
         self.peak, self.peak_at = 0, ""
         self.moved: Counter[str] = Counter()
+        self.launched: Counter[str] = Counter()
         self.sent = 0.0
         self.began, self.computed, self.flops = self.now, 0.0, 0
 
@@ -127,35 +149,65 @@ class Ledger:
         self.now += seconds
         self.computed += seconds
 
+    def touch(self, nbytes: float) -> float:
+        """Reads and writes so many bytes of the device's memory. Returns the seconds."""
+        speed = self.machine.memory_link if self.machine.has_speeds else None
+        seconds = nbytes / speed if speed else 0.0
+        self.now += seconds
+        return seconds
+
     def _note(self, total: int) -> None:
         if total > self.peak:
             self.peak, self.peak_at = total, self.doing
 
-    def communicate(self, kind: str, nbytes: int, num_ranks: int, span: int = 0, after: float = 0.0) -> float:
+    def communicate(
+        self,
+        kind: str,
+        nbytes: int,
+        num_ranks: int,
+        span: int = 0,
+        after: float = 0.0,
+        num_tensors: int = 1,
+        exchanges: bool = False,
+    ) -> float:
         """Begins a collective on tensors that have so many bytes together: those of all ranks, or of the sum of an
         all-reduce. Returns when it ends.
 
         `span`: among how many neighbouring ranks its ranks are; 0: they are neighbours. `after`: when it may begin.
+        `exchanges`: it runs as an all-to-all.
         """
         if num_ranks == 1:
             return self.now
+        machine, network = self.machine, self._network
+        launches = machine.num_launches(num_tensors, exchanges)
         self.moved[kind] += nbytes
-        sent = nbytes * (num_ranks - 1) / num_ranks * (2 if kind == "all_reduce" else 1)
+        self.launched[kind] += launches
+        passes = 2 if kind == "all_reduce" else 1
+        sent = nbytes * (num_ranks - 1) / num_ranks * passes
         self.sent += sent
-        machine = self.machine
-        is_inside = (span or num_ranks) <= machine.ranks_per_machine and machine.machine_link is not None
-        return self._occupy("collectives", sent, machine.machine_link if is_inside else machine.link, after)
+        if network is None:
+            return self.now
+        ranks = network.place(num_ranks, span or num_ranks)
+        # A ring: all ranks of a machine send by all its cards. Else each sends to each by the card that is its own.
+        is_ring = machine.backend != "gloo" and not exchanges
+        inside, between = network.ring_seconds(sent, ranks) if is_ring else network.exchange_seconds(sent, ranks)
+        latency = network.latency.seconds(ranks, passes) * launches
+        begin = max(self._free[ranks], self.now, after) + latency
+        for link, seconds in (("inside", inside), ("between", between)):
+            if seconds:
+                begin = max(begin, self._free[link])
+        self._free["inside"] = max(self._free["inside"], begin + inside)
+        self._free["between"] = max(self._free["between"], begin + between)
+        self._free[ranks] = begin + max(inside, between)
+        return self._free[ranks]
 
     def transfer(self, nbytes: int) -> float:
         """Begins a copy between the CPU and the device. Returns when it ends."""
         self.moved["transfer"] += nbytes
-        return self._occupy("transfers", nbytes, self.machine.host_link if self.machine.has_speeds else None)
-
-    def _occupy(self, link: str, nbytes: float, speed: float | None, after: float = 0.0) -> float:
-        if speed is None:
+        if not self.machine.has_speeds:
             return self.now
-        self._links[link] = max(self._links[link], self.now, after) + nbytes / speed
-        return self._links[link]
+        self._free["transfers"] = max(self._free["transfers"], self.now) + nbytes / self.machine.host_link
+        return self._free["transfers"]
 
     def wait(self, end: float) -> None:
         self.now = max(self.now, end)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..core.layout import ParamSpec
 from ..core.policy import MixedPrecisionPolicy
 from . import apply, arguments, table
 from .check import PlanCheck, StepMeter
@@ -92,8 +93,9 @@ class Plan:
         rows: Sequence[PlanRow],
         notes: Iterable[str],
         machine: Machine,
+        optimizer: str | float | None = None,
     ) -> None:
-        self._model, self._wrappings, self._machine = model, dict(wrappings), machine
+        self._model, self._wrappings, self._machine, self._optimizer = model, dict(wrappings), machine, optimizer
         self.rows, self.notes = tuple(rows), tuple(notes)
         self._meter: StepMeter | None = None
         self._applied: tuple[PlanRow, Prediction] | None = None
@@ -146,7 +148,7 @@ class Plan:
         wrapping = self._wrappings[row.setting.policy]
         machine = apply.machine_of(mesh, self._machine)
         # What runs may differ from what was planned for: by its device, or its process group.
-        prediction = _predict(self._model, wrapping, row.setting, machine)
+        prediction = _predict(self._model, wrapping, row.setting, machine, self._optimizer)
         model = apply.shard(self._model, wrapping.calls, self.groups(row)[0].policy, row.setting, mesh)
         self._applied = row, prediction
         self._meter = StepMeter(model)
@@ -189,6 +191,9 @@ def plan(
     host_link: str | float = 25e9,
     machine_link: str | float | None = None,
     ranks_per_machine: int = 8,
+    cards_per_machine: int | None = None,
+    latency: float | str | Sequence[float | str] | None = None,
+    memory_link: str | float | None = None,
 ) -> Plan:
     """Predicts memory, communication and time of training `model` with several settings, and chooses one.
 
@@ -203,9 +208,12 @@ def plan(
     with gradients freed before each forward. They contain what kernels return, but not their scratch memory, nor the
     temporary tensors of an optimizer's step. A tensor that gets three or more gradients may count once too often.
 
-    Time: operations in matrix products, convolutions and attention divided by `flops`, and bytes that a rank sends
-    divided by `link`. Collectives run one after the other beside computation, which waits for what it needs. Other
-    operations, latencies and the optimizer's step count as nothing.
+    Time: operations in matrix products, convolutions and attention divided by `flops`; the latency of each collective,
+    which grows with the ranks, and its bytes over the links that it uses; the bytes of the device's memory that the
+    optimizer's step reads and writes (AdamW in fp32: 28 for each parameter of a shard). The collectives of one
+    communicator run one after the other, beside computation, which waits for what it needs; those of several
+    communicators share the links. All of it is a model. Other operations, and an optimizer's step on the CPU, count as
+    nothing.
 
     The best row is the fastest that fits. Without `link` and `flops` it is the one that moves the fewest bytes, then
     the one that computes least, then the one with the smallest peak. Rows with CPU offload come behind all others that
@@ -232,11 +240,21 @@ def plan(
             ranks of a machine.
         device: type of the device that will train. "cpu" has no offload.
         backend: "nccl" (all that coalesce collectives), "gloo" or "other". None: gloo on CPUs, else nccl.
-        link: bytes per second that a rank can send, as a number or as text: "50GB/s".
+        link: bytes per second that one network card sends to other machines, as a number or as text: "50GB/s". A gather
+            or a reduction among all ranks of whole machines is a ring that uses all their cards. An all-to-all, which
+            `wire_dtype` takes, and an all-reduce between replicas on several machines use a card for each rank. On m
+            machines a card reaches 1 - 0.05 log2(m) of this.
         flops: floating-point operations per second that a rank reaches.
         host_link: bytes per second between the CPU's memory and a device, for offload.
-        machine_link: bytes per second that a rank can send to ranks of its own machine. None: as `link`.
+        machine_link: bytes per second that a rank can send to ranks of its own machine (NVLink: "370GB/s"), which
+            also bounds a ring over several machines. None: as `link`, so that a rank never sends more than that.
         ranks_per_machine: how many neighbouring ranks are on one machine.
+        cards_per_machine: how many network cards they share. None: one for each rank.
+        latency: seconds of a collective besides those of its bytes, as a number or as text: "20us"; or three: a base,
+            and what each hop of a ring adds inside a machine and between two. None: on devices over NCCL (11e-6,
+            2.6e-6, 7.5e-6), by NCCL's own table (29 us on 8 ranks, 209 us on 64, 1.65 ms on 512); elsewhere 0.
+        memory_link: bytes per second between a device and its memory, for the optimizer's step. None: on devices
+            "2.68TB/s", 80 % of an H100's; on CPUs the step takes no time.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -250,13 +268,15 @@ def plan(
         ```
     """
     worlds = arguments.read_ranks(ranks)
-    budget, sends, host = read_bytes("memory", memory), read_bytes("link", link), read_bytes("host_link", host_link)
-    precision = arguments.read_precision(param_dtype, mp_policy)
-    assert host is not None, "it has a default"
-    if isinstance(ranks_per_machine, bool) or not isinstance(ranks_per_machine, int) or ranks_per_machine < 1:
-        raise ValueError(f"ranks_per_machine: expected an int of 1 or more, got {ranks_per_machine!r}")
-    computes, inside = read_bytes("flops", flops), read_bytes("machine_link", machine_link)
-    machine = Machine(device, arguments.read_backend(backend, device), sends, computes, host, inside, ranks_per_machine)
+    budget, precision = read_bytes("memory", memory), arguments.read_precision(param_dtype, mp_policy)
+    speeds = {
+        "link": link,
+        "flops": flops,
+        "host_link": host_link,
+        "machine_link": machine_link,
+        "memory_link": memory_link,
+    }
+    machine = arguments.read_machine(device, backend, speeds, latency, ranks_per_machine, cards_per_machine)
     policies = arguments.read_policies(model, policy)
     for each in (batch, loss):
         if each is not None and not callable(each):
@@ -274,7 +294,7 @@ def plan(
         if setting.checkpointing and wrapping.checkpointed is None and (wrapping.has_activations or settings is None):
             continue
         states = sum(_optimizer_nbytes(group, setting, optimizer) for group in wrapping.groups)
-        prediction = _predict(model, wrapping, setting, machine)
+        prediction = _predict(model, wrapping, setting, machine, optimizer)
         on_host = states + sum(_host_nbytes(group, setting) for group in wrapping.groups) if setting.offload else 0
         rows.append(PlanRow(setting, prediction, states, budget, wrapping.has_activations, on_host))
     if any(row.setting.offload for row in rows):
@@ -285,7 +305,7 @@ def plan(
     if not rows:
         why = " ".join(notes) or "Each wrapped module is a single layer."
         raise ValueError(f"settings: expected one without checkpointing, which nothing can have here. {why}")
-    return Plan(model, wrappings, sorted(rows, key=_cost), notes, machine)
+    return Plan(model, wrappings, sorted(rows, key=_cost), notes, machine, optimizer)
 
 
 # ---- predictions
@@ -335,16 +355,37 @@ def _record(
         return None
 
 
-def _predict(model: nn.Module, wrapping: _Wrapping, setting: Setting, machine: Machine) -> Prediction:
+def _predict(
+    model: nn.Module, wrapping: _Wrapping, setting: Setting, machine: Machine, optimizer: str | float | None
+) -> Prediction:
     recording = (wrapping.checkpointed if setting.checkpointing else None) or wrapping.plain
-    return replay(wrapping.groups, recording, setting, machine, sum(buffer.nbytes for buffer in model.buffers()))
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    # With offload the CPU steps, in a time that no plan knows.
+    traffic = 0.0 if setting.offload else sum(_optimizer_traffic(g, setting, optimizer) for g in wrapping.groups)
+    return replay(wrapping.groups, recording, setting, machine, buffers, traffic)
 
 
 def _optimizer_nbytes(group: PlannedGroup, setting: Setting, optimizer: Any) -> int:
-    pairs = zip(group.parameters, group.specs(setting.num_shards), strict=True)
     return sum(
-        int(s.shard_numel * read_optimizer(optimizer, s.storage_dtype.itemsize)) for p, s in pairs if p.requires_grad
+        int(s.shard_numel * read_optimizer(optimizer, s.storage_dtype.itemsize)) for s in _stepped(group, setting)
     )
+
+
+def _optimizer_traffic(group: PlannedGroup, setting: Setting, optimizer: Any) -> float:
+    """Returns the bytes that a fused step reads and writes: it reads gradients, and reads and writes parameters and
+    states. AdamW in fp32: 28 for each element.
+    """
+    traffic = 0.0
+    for spec in _stepped(group, setting):
+        itemsize = spec.storage_dtype.itemsize
+        traffic += spec.shard_numel * (3 * itemsize + 2 * read_optimizer(optimizer, itemsize))
+    return traffic
+
+
+def _stepped(group: PlannedGroup, setting: Setting) -> list[ParamSpec]:
+    """Returns what is known of a group's parameters that an optimizer changes."""
+    pairs = zip(group.parameters, group.specs(setting.num_shards), strict=True)
+    return [spec for parameter, spec in pairs if parameter.requires_grad]
 
 
 def _host_nbytes(group: PlannedGroup, setting: Setting) -> int:

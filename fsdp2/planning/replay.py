@@ -9,7 +9,7 @@ allocations of real steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -37,7 +37,9 @@ class Prediction:
         sent: bytes that this rank sends in one step.
         order: names of the groups in the order of the forward.
         flops: floating-point operations of one step in matrix products, convolutions and attention.
-        compute_time, time: seconds of computation alone, and of the step; None without speeds.
+        compute_time, time: seconds of computation alone, and of the step with the optimizer's; None without speeds.
+        launched: how many collectives a step launches, by their kind.
+        optimizer_time: seconds of the optimizer's step; None without speeds.
     """
 
     shards: int
@@ -52,6 +54,15 @@ class Prediction:
     flops: int
     compute_time: float | None = None
     time: float | None = None
+    launched: dict[str, int] = field(default_factory=dict)
+    optimizer_time: float | None = None
+
+    @property
+    def exposed_time(self) -> float | None:
+        """Seconds by which communication makes the step longer; None without speeds."""
+        if self.time is None or self.compute_time is None:
+            return None
+        return self.time - self.compute_time - (self.optimizer_time or 0.0)
 
     @property
     def total(self) -> int:
@@ -65,7 +76,12 @@ def modules_of(groups: Sequence[PlannedGroup]) -> list[tuple[nn.Module, PlannedG
 
 
 def replay(
-    groups: Sequence[PlannedGroup], recording: Recording, setting: Setting, machine: Machine, buffers_nbytes: int = 0
+    groups: Sequence[PlannedGroup],
+    recording: Recording,
+    setting: Setting,
+    machine: Machine,
+    buffers_nbytes: int = 0,
+    optimizer_traffic: float = 0.0,
 ) -> Prediction:
     """Returns what a step in steady state takes: the second one, in which the order is known.
 
@@ -76,6 +92,7 @@ def replay(
         setting: how parameters are sharded.
         machine: what each rank computes and communicates with.
         buffers_nbytes: bytes of the model's buffers, which rest on the device.
+        optimizer_traffic: bytes of the device's memory that the optimizer's step reads and writes.
     """
     ledger = Ledger(machine)
     root = ReplayedRoot([*groups], setting, ledger)
@@ -83,6 +100,7 @@ def replay(
     for _ in range(2):
         ledger.begin_step()
         step.run()
+        optimizer_time = ledger.touch(optimizer_traffic)
     shards = sum(group.shard_nbytes for group in root.groups)
     rests = sum(group.shard_nbytes for group in root.groups if not group.offloads)
     return Prediction(
@@ -98,6 +116,8 @@ def replay(
         flops=ledger.flops,
         compute_time=ledger.computed if machine.has_speeds else None,
         time=ledger.now - ledger.began if machine.has_speeds else None,
+        launched=dict(ledger.launched),
+        optimizer_time=optimizer_time if machine.has_speeds else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Defines the settings that a plan compares, and reads sizes and speeds that are written as text."""
+"""Defines the settings that a plan compares, and reads sizes, speeds and times that are written as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from .network import Latency
+
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "P": 1000**5}
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _STATES = {None: 0.0, "none": 0.0, "sgd": 0.0, "momentum": 1.0, "muon": 1.0, "lion": 1.0, "adam": 2.0, "adamw": 2.0}
 
 
@@ -91,6 +94,35 @@ def read_bytes(name: str, value: Any) -> float | None:
         raise TypeError(f'{name}: expected a number or a text like "24GB", got {type(value).__name__}')
     if not value > 0:
         raise ValueError(f"{name}: expected more than 0, got {value}")
+    return float(value)
+
+
+def read_latency(value: Any, default: Latency) -> Latency:
+    """Returns the latency of collectives: of a number of seconds or a text such as "20us", or of three of them.
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    if value is None:
+        return default
+    parts = [*value] if isinstance(value, (list, tuple)) else [value]
+    if len(parts) not in (1, 3):
+        raise ValueError(
+            f"latency: expected one time, or three (the base, a hop inside a machine, one between two), got {value!r}"
+        )
+    return Latency(*map(_read_seconds, parts))
+
+
+def _read_seconds(value: Any) -> float:
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*(s|ms|us|ns|)\s*", value, re.IGNORECASE)
+        if found is None:
+            raise ValueError(f'latency: expected a number of seconds or a text like "20us", got {value!r}')
+        value = float(found[1]) * _SECONDS[found[2].lower()]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f'latency: expected a number of seconds or a text like "20us", got {type(value).__name__}')
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"latency: expected 0 seconds or more, got {value}")
     return float(value)
 
 

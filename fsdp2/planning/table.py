@@ -99,7 +99,7 @@ def _group_cells(group: Any, setting: Any) -> tuple[str, ...]:
 
 def _cells(row: Any, is_best: bool, among: Sequence[Any]) -> tuple[str, ...]:
     taken = row.prediction
-    exposed = "-" if taken.time is None else _seconds(taken.time - taken.compute_time)
+    exposed = "-" if taken.exposed_time is None else _seconds(taken.exposed_time)
     time = "-" if taken.time is None else _seconds(taken.time)
     sizes = (row.resting, taken.forward_peak, taken.step_peak, row.total, taken.sent)
     is_at_rest = row.memory is not None and row.resting > row.memory

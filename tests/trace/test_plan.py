@@ -244,16 +244,17 @@ def sharded(model: Any, name: str) -> Any:
 
 
 class Counted(NamedTuple):
-    """Holds what a step took: resting bytes, peaks above them, and bytes sent by kind of collective."""
+    """Holds what a step took: resting bytes, peaks above them, bytes sent by kind of collective, and launches."""
 
     resting: float
     forward: float
     step: float
     sent: Counter[str]
+    launches: int
 
 
-def count(meter: AllocationMeter, name: str, make: Callable[[], Any], setting: str) -> Counter[str]:
-    """Trains two steps, of which the meter sees the second, and counts what a third one sends."""
+def count(meter: AllocationMeter, name: str, make: Callable[[], Any], setting: str) -> tuple[Counter[str], int]:
+    """Trains two steps, of which the meter sees the second, and counts what a third one sends, in how many calls."""
     batch = make().example()
     gc.collect()
     with meter.region(f"sharding {name}"):
@@ -272,7 +273,7 @@ def count(meter: AllocationMeter, name: str, make: Callable[[], Any], setting: s
     sent: Counter[str] = Counter()
     for each in wire.collectives:
         sent[each.kind] += each.sent_bytes
-    return sent
+    return sent, wire.calls
 
 
 @pytest.fixture(autouse=True)
@@ -297,15 +298,17 @@ def counted(model: str) -> dict[str, Counted]:
         for setting in SETTINGS:
             sent[setting] = count(meter, setting, MODELS[model], setting)
     found = {}
-    for setting, of_step in sent.items():
+    for setting, (of_step, launches) in sent.items():
         before = meter.allocated_before(setting)
         forward, step = meter.peak_during(f"forward of {setting}") - before, meter.peak_during(setting) - before
-        found[setting] = Counted(before - meter.allocated_before(f"sharding {setting}"), forward, step, of_step)
+        found[setting] = Counted(
+            before - meter.allocated_before(f"sharding {setting}"), forward, step, of_step, launches
+        )
     return found
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_memory_is_predicted_within_three_percent_and_bytes_exactly(model: str) -> None:
+def test_memory_is_predicted_within_three_percent_bytes_and_launches_exactly(model: str) -> None:
     """The plan is made where no process group exists."""
     plans, steps = predicted(MODELS[model]()), counted(model)
     wrong = []
@@ -329,6 +332,8 @@ def test_memory_is_predicted_within_three_percent_and_bytes_exactly(model: str) 
         for kind, sent in moved.items():
             planned = found.moved[kind] * (shards - 1) / shards
             wrong += [f"{setting}: {kind} of {planned}, sent {sent}"] if planned != sent else []
+        launches = sum(found.launched.values())
+        wrong += [f"{setting}: {launches} launches, not {expected.launches}"] if launches != expected.launches else []
     assert not wrong
 
 
