@@ -20,20 +20,31 @@ from .streams import Transfer, Transfers
 class PendingGather:
     """Is an all-gather in flight. Its group's buffers stay allocated until `finish` or `abandon`."""
 
-    def __init__(self, plan: GatherPlan, work: Work | None, inputs: Sequence[Tensor] = ()) -> None:
-        self._plan, self._work, self._inputs_kept_alive = plan, work, inputs
+    def __init__(
+        self, buffers: GroupBuffers, plan: GatherPlan, work: Work | None, inputs: Sequence[Tensor] = ()
+    ) -> None:
+        self._buffers, self._plan, self._work, self._inputs_kept_alive = buffers, plan, work, inputs
 
     def finish(self) -> None:
         """Makes the current stream (on CPU: the caller) wait until the unsharded parameters are there."""
-        self.abandon()
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        if not self._plan.arrives_in_place:
+            self._buffers.allocate()
         self._plan.finish()
+        self.abandon()
 
     def abandon(self) -> None:
-        """Waits until the all-gather no longer writes to the buffers, so that they can be freed."""
+        """Waits until the all-gather no longer writes to the buffers, so that they can be freed. Frees what has arrived
+        apart from the unsharded parameters.
+        """
         work, self._work = self._work, None
         if work is not None:
             work.wait()
         self._inputs_kept_alive = ()
+        if self._plan.packs_apart and not self._buffers.keeps_storage:
+            self._plan.free()
 
 
 class GroupBuffers:
@@ -124,14 +135,22 @@ class GroupBuffers:
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
         """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
+        plan = self._plan
+        if not self.is_allocated and plan.arrives_in_place:
+            self.storage.resize_(self._nbytes)
+            self.is_allocated = True
+        if self._stage is not None:
+            if plan.packs_apart:
+                plan.allocate()  # on the stream that computes, which will free it
+            self._stage.start(partial(plan.start, comm, more_outputs, more_inputs))
+            return PendingGather(self, plan, self._stage, more_inputs)
+        return PendingGather(self, plan, plan.start(comm, more_outputs, more_inputs), more_inputs)
+
+    def allocate(self) -> None:
+        """Allocates the storage of the unsharded parameters, unless it is there."""
         if not self.is_allocated:
             self.storage.resize_(self._nbytes)
             self.is_allocated = True
-        start = self._plan.start
-        if self._stage is not None:
-            self._stage.start(partial(start, comm, more_outputs, more_inputs))
-            return PendingGather(self._plan, self._stage, more_inputs)
-        return PendingGather(self._plan, start(comm, more_outputs, more_inputs), more_inputs)
 
     def note_uses(self) -> None:
         """Takes what uses the storage now for the engine's own: unsharded parameters, and prepared views."""

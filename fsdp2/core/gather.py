@@ -70,14 +70,23 @@ class GatherPlan:
     """Prepares how one group's shards (`shards`, uint8, at rest) become its unsharded parameters (`unsharded`, uint8).
 
     The plan keeps views into both buffers. The storage of `unsharded` may be freed between gathers and must be
-    allocated again before `start`. Where operations cost launches, one copy moves all packed parameters to their
-    places, if they allow that: on CUDA it is one kernel, and a foreach copy to other strides is one for each tensor. On
-    CPU it takes half as long again, and copies the rows that are padding, too.
+    allocated again before `start`, or before `finish` if nothing `arrives_in_place`. Packed segments that lie apart are
+    the plan's own memory: `start` allocates it, unless `allocate` has, and `free` frees it.
+
+    Where operations cost launches, one copy moves all packed parameters to their places, if they allow that: on CUDA it
+    is one kernel, and a foreach copy to other strides is one for each tensor. On CPU it takes half as long again, and
+    copies the rows that are padding, too.
     """
 
     def __init__(self, layout: GatherLayout, rank: int, shards: Tensor, unsharded: Tensor) -> None:
         self._layout, self._rank, self._shards, self._unsharded = layout, rank, shards, unsharded
         self._world_size = layout.world_size
+        # Where the packed segments land, and at which byte.
+        self._segments, self._segments_start = unsharded, layout.packed_start
+        self.packs_apart = layout.packs_apart
+        if self.packs_apart:
+            self._segments = torch.empty(layout.segments_nbytes, dtype=torch.uint8, device=unsharded.device)
+            self._segments_start = 0
         # Casts write this rank's own slot of an output, which then is the collective's input too.
         self._casts: Copies = []
         self._copies_out: Copies = []
@@ -85,20 +94,36 @@ class GatherPlan:
         self.split: tuple[Tensor, list[int], list[Tensor]] | None = None
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
-        # The unsharded parameters' bytes as elements of the dtypes that are copied out of them.
-        self._typed: dict[torch.dtype, Tensor] = {}
+        # The bytes of a buffer as elements of the dtypes that are copied.
+        self._typed: dict[tuple[torch.dtype, bool], Tensor] = {}
         if not layout.aliased:
             for i in layout.direct:
                 self._plan_direct(i)
             if layout.packed_nbytes:
                 self._plan_packed(costs_launches(unsharded.device))
         self.casts, self.copies_out = group_copies(self._casts), group_copies(self._copies_out)
+        # False: all that is gathered is copied, so that the unsharded parameters are first written to by `finish`.
+        self.arrives_in_place = bool(layout.direct) or not self.packs_apart
+        if self.packs_apart:
+            self.free()
+
+    def allocate(self) -> None:
+        """Allocates memory for packed segments that lie apart, unless it is there."""
+        storage = self._segments.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self._layout.segments_nbytes)
+
+    def free(self) -> None:
+        """Frees the packed segments, which lie apart: they are copied out, or nobody sends any more."""
+        self._segments.untyped_storage().resize_(0)
 
     def start(self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()) -> Work | None:
         """Begins to gather; `more` beside the plan's parameters. Every rank of `comm` must call it, in the same order.
 
         Returns None if there is nothing to wait for. `finish` follows when the work has been waited for.
         """
+        if self.packs_apart:
+            self.allocate()
         for casts in self.casts:
             copy_all(*casts)
         outputs, inputs = self.outputs, self.inputs
@@ -131,7 +156,7 @@ class GatherPlan:
 
     def _plan_packed(self, splits: bool) -> None:
         layout, nbytes = self._layout, self._layout.packed_nbytes
-        output = self._unsharded[layout.packed_start : layout.packed_start + nbytes * self._world_size]
+        output = self._segments[self._segments_start : self._segments_start + nbytes * self._world_size]
         if layout.casts:
             own = self._slot(output, nbytes)
             for run in layout.casts:
@@ -153,19 +178,20 @@ class GatherPlan:
         """Plans one copy of all: along dim 0, each parameter's chunks, with padding, are a part of each row."""
         layout = self._layout
         rows = max(layout.specs[i].num_holders for i in layout.packed)
-        places = [(layout.unsharded_offsets[i], layout.specs[i].compute_nbytes) for i in layout.packed]
+        places = [(self._unsharded, layout.unsharded_offsets[i], layout.specs[i].compute_nbytes) for i in layout.packed]
         # Nobody reads the bytes that align the segments, but the parts must make up whole rows.
-        places.append((layout.packed_start + layout.packed_nbytes * self._world_size, layout.tail_nbytes))
-        places = [(offset, nbytes) for offset, nbytes in places if nbytes]
-        targets = [self._unsharded[offset : offset + rows * nbytes].view(rows, nbytes) for offset, nbytes in places]
-        self.split = segments.view(self._world_size, -1)[:rows], [nbytes for _, nbytes in places], targets
+        behind = self._segments_start + layout.packed_nbytes * self._world_size
+        places.append((self._segments, behind, layout.tail_nbytes))
+        places = [place for place in places if place[2]]
+        targets = [memory[offset : offset + rows * nbytes].view(rows, nbytes) for memory, offset, nbytes in places]
+        self.split = segments.view(self._world_size, -1)[:rows], [nbytes for *_, nbytes in places], targets
 
     def _plan_copy_out(self, i: int) -> None:
         spec, layout = self._layout.specs[i], self._layout
         held = spec.num_holders  # the last ranks may hold nothing of a parameter of few rows
         segment = layout.packed_nbytes // spec.compute_dtype.itemsize
-        first = layout.packed_start + layout.packed_offsets[i]
-        chunks = self._rows_at(first, (held, spec.shard_numel), segment, spec.compute_dtype)
+        first = self._segments_start + layout.packed_offsets[i]
+        chunks = self._rows_at(first, (held, spec.shard_numel), segment, spec.compute_dtype, of_segments=True)
         if spec.dim == 0:
             place = self._rows_at(layout.unsharded_offsets[i], chunks.shape, spec.shard_numel, spec.compute_dtype)
             targets, sources = [place], [chunks]
@@ -177,11 +203,13 @@ class GatherPlan:
                 sources.append(chunks[spec.whole_chunks, : targets[1].numel()].view(targets[1].shape))
         self._copies_out += zip(targets, sources, strict=True)
 
-    def _rows_at(self, offset: int, shape: Sequence[int], stride: int, dtype: torch.dtype) -> Tensor:
+    def _rows_at(
+        self, offset: int, shape: Sequence[int], stride: int, dtype: torch.dtype, of_segments: bool = False
+    ) -> Tensor:
         """Returns rows that begin at byte `offset`, `stride` elements apart: in one view instead of six."""
-        if dtype not in self._typed:
-            self._typed[dtype] = self._unsharded.view(dtype)
-        return self._typed[dtype].as_strided(shape, (stride, 1), offset // dtype.itemsize)
+        if (dtype, of_segments) not in self._typed:
+            self._typed[dtype, of_segments] = (self._segments if of_segments else self._unsharded).view(dtype)
+        return self._typed[dtype, of_segments].as_strided(shape, (stride, 1), offset // dtype.itemsize)
 
     def _slot(self, output: Tensor, nbytes: int) -> Tensor:
         return output[self._rank * nbytes : (self._rank + 1) * nbytes]

@@ -38,6 +38,10 @@ MAX_OPERATIONS = 16
 # then a further call of MAX_OPERATIONS brings 1 MiB from each rank, whose time is several times its latency. Neither
 # number is measured on several GPUs.
 LARGE_SHARD_BYTES = 64 * 1024
+# Packed segments exist beside the parameters that are copied out of them. From this size on, if they are a quarter of
+# their group, they lie in memory of their own, which is freed when they are copied: else they would double what a group
+# takes while it is unsharded, where a process group makes many parameters travel packed.
+APART_BYTES = 256 * 1024
 
 
 def align(value: int, alignment: int) -> int:
@@ -175,7 +179,8 @@ class GatherLayout:
 
     `packed_offsets[i]` is where packed parameter i lies in one rank's packed segment of `packed_nbytes`, of which the
     last `tail_nbytes` are padding; the W segments land at `packed_start` of the full storage, behind the parameters,
-    and are copied out from there. Behind them is room for the W tails, where one copy splits all of a segment.
+    or in memory of their own (`packs_apart`), and are copied out from there. Behind them is room for the W tails, where
+    one copy splits all of a segment.
     """
 
     world_size: int
@@ -195,10 +200,21 @@ class GatherLayout:
     aliased: bool
 
     @cached_property
+    def segments_nbytes(self) -> int:
+        """Bytes of the W packed segments, and of the room behind them."""
+        tails = align(self.tail_nbytes * self.world_size, RANK_ALIGNMENT)  # of which there are views in all dtypes
+        return self.packed_nbytes * self.world_size + tails
+
+    @cached_property
+    def packs_apart(self) -> bool:
+        """True if the packed segments land in memory of their own, from the beginning of a gather to its end."""
+        nbytes = self.packed_nbytes * self.world_size
+        return not self.aliased and nbytes >= APART_BYTES and 4 * nbytes >= self.packed_start
+
+    @cached_property
     def unsharded_nbytes(self) -> int:
         """Bytes of the storage of all unsharded parameters."""
-        tails = align(self.tail_nbytes * self.world_size, RANK_ALIGNMENT)  # of which there are views in all dtypes
-        return self.packed_start + self.packed_nbytes * self.world_size + tails
+        return self.packed_start + (0 if self.packs_apart else self.segments_nbytes)
 
 
 @lru_cache(1024)

@@ -60,7 +60,8 @@ class FallbackComm(AnyComm):
     # Ways to gather: fill `output` with the sources of all ranks.
 
     def _gather_into_list(self, output: Tensor, source: Tensor) -> Work:
-        own = source.clone()  # it may be a part of the output
+        is_part = source.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+        own = source.clone() if is_part else source
         return AllWork([all_gather([*output.view(self.size, -1)], own, group=self.group, async_op=True)], [own])
 
     def _gather_by_broadcasts(self, output: Tensor, source: Tensor) -> Work:

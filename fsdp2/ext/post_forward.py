@@ -73,10 +73,9 @@ class ShrinkingBuffers(GroupBuffers):
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
         if self._secondary.is_filled:
-            if not self.is_allocated:
-                self.storage.resize_(self._nbytes)
-                self.is_allocated = True
-            return self._secondary.start_gather()
+            if self._secondary.plan.arrives_in_place:
+                self.allocate()
+            return self._secondary.start_gather(self)
         return super().start_gather(comm, more_outputs, more_inputs)
 
     def keep_secondary(self) -> None:
@@ -100,7 +99,7 @@ class SecondaryShards:
         self.is_filled = False
         self._shards = torch.empty(self._nbytes, dtype=torch.uint8, device=unsharded.device)
         self._storage = self._shards.untyped_storage()
-        self._plan = GatherPlan(layout, comm.rank, self._shards, unsharded)
+        self.plan = GatherPlan(layout, comm.rank, self._shards, unsharded)
         self._copies = group_copies(self._plan_fill(layout, comm.rank, unsharded))
         self._storage.resize_(0)
 
@@ -125,8 +124,8 @@ class SecondaryShards:
             self.is_filled = False
             self._storage.resize_(0)
 
-    def start_gather(self) -> PendingGather:
-        return PendingGather(self._plan, self._plan.start(self._comm))
+    def start_gather(self, buffers: GroupBuffers) -> PendingGather:
+        return PendingGather(buffers, self.plan, self.plan.start(self._comm))
 
 
 def _secondary_layout(layout: GatherLayout, comm: Comm) -> GatherLayout:

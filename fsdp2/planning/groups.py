@@ -114,10 +114,13 @@ class ReplayedGroup:
             own = gather_layout(fewer, few, machine.direct_min_bytes(few))
             self._secondary_nbytes = own.shard_nbytes
             self._gathered_again = _gathered_nbytes(own)
-            end = self.layout.packed_start + own.packed_nbytes * few + own.tail_nbytes * few
+            end = self.layout.packed_start + (0 if own.packs_apart else own.segments_nbytes)
             self._storage_nbytes = max(self._storage_nbytes, end)
         self._gathered = _gathered_nbytes(self.layout)
         self._tensors, self._tensors_again = _num_tensors(self.layout), _num_tensors(own) if own else 0
+        # Packed segments that lie apart, and whether the storage is allocated when a gather begins, not when it ends.
+        self._segments, self._in_place = _segments(self.layout)
+        self._segments_again, self._in_place_again = _segments(own) if own else (0, True)
         self._messages = machine.messages_nbytes(self.num_shards, _last_nbytes(self.layout))
         self._messages_again = machine.messages_nbytes(self.num_restoring, _last_nbytes(own)) if own else 0
         self.phase, self.hold, self.reached = SHARDED, Hold.NOTHING, False
@@ -146,7 +149,8 @@ class ReplayedGroup:
         if self.phase is not SHARDED:
             return
         self.phase = GATHERING
-        self.ledger.add(self._storage_nbytes)
+        segments, in_place = self._arrival()
+        self.ledger.add(segments + self._storage_nbytes * in_place)
         if self._has_secondary:
             self.ledger.add(self._messages_again)
             self._gather_ends = self.ledger.communicate(
@@ -174,7 +178,16 @@ class ReplayedGroup:
         self.ledger.drop(self._messages_again if self._has_secondary else self._messages)
         if self.offloads and not self._has_secondary:
             self.ledger.drop(self.shard_nbytes)
+        segments, in_place = self._arrival()
+        self.ledger.add(self._storage_nbytes * (not in_place))
+        self.ledger.drop(segments)
         self.phase = GATHERED
+
+    def _arrival(self) -> tuple[int, bool]:
+        """Returns bytes of packed segments that lie apart, and whether anything arrives in the unsharded parameters."""
+        if self._has_secondary:
+            return self._segments_again, self._in_place_again
+        return self._segments, self._in_place
 
     def reshard(self) -> None:
         self.hold = Hold.NOTHING
@@ -278,6 +291,11 @@ def _gathered_nbytes(layout: GatherLayout) -> int:
 def _num_tensors(layout: GatherLayout) -> int:
     """Returns how many tensors an all-gather fills: those that are gathered on their own, and the packed ones."""
     return len(layout.direct) + (layout.packed_nbytes > 0)
+
+
+def _segments(layout: GatherLayout) -> tuple[int, bool]:
+    """Returns the bytes of packed segments that lie apart, and False if all that is gathered arrives there."""
+    return (layout.segments_nbytes, bool(layout.direct)) if layout.packs_apart else (0, True)
 
 
 def _last_nbytes(layout: GatherLayout) -> int:
