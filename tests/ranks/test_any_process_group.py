@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from fsdp2 import (
     fully_shard,
     replicate,
 )
+from fsdp2.core import layout as layouts
 from fsdp2.core.api import sharded_class
 from fsdp2.core.comm import Purpose
 from fsdp2.dtensor import sharded_dtensor
@@ -382,7 +384,7 @@ FUNCTIONS = {
 def over_a_python_group(cls: type[PythonGroup], rank: int, size: int) -> None:
     group = python_group(cls, [*range(size)])
     options = {"mesh": DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shards",))}
-    (model, ref), *others = pairs(4)
+    (model, ref), *others = pairs(5)
     train(shard(model, **options), ref, rank, size, max_norm=0.1)
     model, ref = others[0]
     train(shard(model, **options, reshard_after_forward=False), ref, rank, size, micro=ROWS // size)
@@ -393,6 +395,10 @@ def over_a_python_group(cls: type[PythonGroup], rank: int, size: int) -> None:
     model, ref = others[2]
     shard(model, **options).set_debug_level(1)  # type: ignore[operator]
     train(model, ref, rank, size)
+    with mock.patch.object(layouts, "APART_BYTES", 1):  # packed segments as those of large groups
+        layouts.gather_layout.cache_clear()
+        model, ref = others[3]
+        train(shard(model, **options), ref, rank, size)
     assert group.called >= FUNCTIONS[cls], group.called
 
 

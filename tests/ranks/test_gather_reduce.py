@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.core import buckets, gather, reduce
+from fsdp2.core import layout as layouts
 from fsdp2.core.buckets import ReducePlan, split_buckets
 from fsdp2.core.comm import Purpose
 from fsdp2.core.gather import GatherPlan, view_bytes
@@ -102,16 +103,20 @@ class Comm(NamedPairwiseComm):
 
 
 def check_gather(case: Case, rank: int, world_size: int) -> None:
-    """As on CPU, and as on a device that copies the packed parameters out by one kernel."""
+    """As on CPU, and as on a device that copies the packed parameters out by one kernel; from memory of their own, too."""
     check_gather_once(case, rank, world_size)
     with mock.patch.object(gather, "costs_launches", return_value=True):
+        check_gather_once(case, rank, world_size)
+        with mock.patch.object(layouts, "APART_BYTES", 1):
+            check_gather_once(case, rank, world_size)
+    with mock.patch.object(layouts, "APART_BYTES", 1):
         check_gather_once(case, rank, world_size)
 
 
 def check_gather_once(case: Case, rank: int, world_size: int) -> None:
     """Twice with one plan, as in training: new values, and a full buffer that holds the old ones."""
     specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
-    layout = gather_layout(specs, world_size, case.direct_min_bytes)
+    layout = gather_layout.__wrapped__(specs, world_size, case.direct_min_bytes)
     shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
     full = shards if layout.aliased else torch.full((layout.unsharded_nbytes,), 255, dtype=torch.uint8)
     plan = GatherPlan(layout, rank, shards, full)
@@ -124,6 +129,8 @@ def check_gather_once(case: Case, rank: int, world_size: int) -> None:
         if work is not None:
             work.wait()
         plan.finish()
+        if plan.packs_apart:
+            plan.free()
         assert torch.equal(shards, at_rest), "the shards at rest must not change"
         for i, spec in enumerate(specs):
             expected = case.whole(i, spec.storage_dtype, seed).to(spec.compute_dtype)

@@ -16,18 +16,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from benchmarks.meters import AllocationMeter, WireMeter
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.core import buckets, param_group
+from fsdp2.core import layout as layouts
 from fsdp2.core.events import Observer
+from fsdp2.core.layout import gather_layout
 from fsdp2.core.mesh import DataMesh
 from fsdp2.core.state import require_state
 from fsdp2.ext import large_gradients
 from helpers import fake_world
+from python_groups import WithTensors, python_group
 from simulated_device import DEVICE
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -354,6 +357,44 @@ def test_check_agrees(model: str, setting: str, without_onednn: None) -> None:
     assert {"forward peak", "step peak", "all_gather bytes"} <= {each.name for each in check.values}
     assert all(each.error is not None and abs(each.error) <= TOLERANCE for each in check.values), str(check)
     assert "more than 3 %" not in str(check)
+
+
+@pytest.mark.parametrize("fields", [{}, {"reshard_after_forward": 2}], ids=str)
+@pytest.mark.parametrize("model", ["equal blocks", "uneven sizes"])
+def test_memory_over_a_group_written_in_python(
+    model: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, most parameters travel packed, in memory of their own."""
+    monkeypatch.setattr(layouts, "APART_BYTES", 1)
+    gather_layout.cache_clear()
+    plain = MODELS[model]()
+    arguments: dict[str, Any] = {"settings": [fields], "device": "cpu", "backend": "other", "mp_policy": BF16}
+    planned = fsdp2.plan(plain, ranks=RANKS, batch=plain.example, loss=loss_of, **arguments).best.prediction
+    with fake_world(RANKS), AllocationMeter() as meter:
+        mesh = DeviceMesh.from_group(python_group(WithTensors, [*range(RANKS)]), "cpu", mesh_dim_names=("shards",))
+        trained = MODELS[model]()
+        for group in fsdp2.wrap_groups(trained):
+            fully_shard(group.module, mesh=mesh, mp_policy=BF16, **fields)
+        fully_shard(trained, mesh=mesh, mp_policy=BF16, **fields)
+        batch = trained.example()
+        for _ in range(2):
+            gc.collect()
+            with meter.region("step"):
+                with meter.region("forward"):
+                    output = trained(batch)
+                loss = loss_of(output)
+                del output
+                loss.backward()
+                del loss
+            trained.zero_grad()
+        with WireMeter() as wire:
+            loss_of(trained(batch)).backward()
+    gather_layout.cache_clear()
+    before = meter.allocated_before("step")
+    forward, step = meter.peak_during("forward") - before, meter.peak_during("step") - before
+    assert abs(planned.forward_peak / forward - 1) <= TOLERANCE, (planned.forward_peak, forward)
+    assert abs(planned.step_peak / step - 1) <= TOLERANCE, (planned.step_peak, step)
+    assert sum(planned.launched.values()) == wire.calls
 
 
 # ---- CPU offload, order

@@ -7,6 +7,7 @@ from itertools import chain, pairwise
 import pytest
 import torch
 
+from fsdp2.core import layout as layouts
 from fsdp2.core.buckets import split_buckets
 from fsdp2.core.layout import (
     LARGE_SHARD_BYTES,
@@ -95,6 +96,17 @@ def packed_regions(layout: GatherLayout) -> list[tuple[int, int]]:
     return [(layout.packed_offsets[i], layout.specs[i].compute_nbytes) for i in layout.packed]
 
 
+@pytest.fixture(params=[False, True], ids=["inside", "apart"])
+def _where_segments_lie(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small groups have their packed segments in the full storage, large ones apart."""
+    if request.param:
+        monkeypatch.setattr(layouts, "APART_BYTES", 1)
+    gather_layout.cache_clear()
+    yield
+    gather_layout.cache_clear()
+
+
+@pytest.mark.usefixtures("_where_segments_lie")
 def test_gather_regions_do_not_overlap() -> None:
     """Two parameters that share a byte train on each other's values."""
     for specs, world_size, direct_min_bytes in random_groups():
@@ -104,9 +116,29 @@ def test_gather_regions_do_not_overlap() -> None:
         segments = (layout.packed_start, layout.packed_nbytes * world_size)
         tails = (sum(segments), layout.tail_nbytes * world_size)
         assert_disjoint(stored, layout.shard_nbytes)
-        assert_disjoint([*full, segments, tails], layout.unsharded_nbytes)
+        if layout.packs_apart:
+            assert_disjoint(full, layout.unsharded_nbytes)
+            segments, tails = (0, segments[1]), (segments[1], tails[1])
+            assert_disjoint([segments, tails], layout.segments_nbytes)
+        else:
+            assert_disjoint([*full, segments, tails], layout.unsharded_nbytes)
         assert sum(specs[i].compute_nbytes for i in layout.packed) + layout.tail_nbytes == layout.packed_nbytes
         assert_disjoint(packed_regions(layout), layout.packed_nbytes)
+
+
+def test_packed_segments_lie_apart_if_they_are_large_and_much_of_their_group() -> None:
+    """Norms beside large weights do not; what travels packed altogether does, from 256 KiB on."""
+
+    def lies_apart(*shapes: tuple[int, ...], world_size: int = 8, direct_min_bytes: int = 512 * 1024) -> bool:
+        specs = tuple(param_spec(shape, torch.float32, torch.bfloat16, world_size, 0, False) for shape in shapes)
+        return gather_layout(specs, world_size, direct_min_bytes).packs_apart
+
+    assert not lies_apart((4096, 4096), (4096,), (4096,), direct_min_bytes=1024)
+    assert not lies_apart((4096, 4096), (1024, 256))
+    assert lies_apart((1024, 1024), (1024, 256))
+    assert lies_apart((512, 256))
+    assert not lies_apart((504, 256))
+    assert not lies_apart((512, 256), world_size=1)
 
 
 def test_gather_regions_are_aligned() -> None:
