@@ -103,7 +103,7 @@ class Comm(NamedPairwiseComm):
 
 
 def check_gather(case: Case, rank: int, world_size: int) -> None:
-    """As on CPU, and as on a device that copies the packed parameters out by one kernel; from memory of their own, too."""
+    """As on CPU, and as on a device that copies packed parameters out by one kernel; from memory of their own, too."""
     check_gather_once(case, rank, world_size)
     with mock.patch.object(gather, "costs_launches", return_value=True):
         check_gather_once(case, rank, world_size)
