@@ -30,6 +30,7 @@ class PendingGather:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
+        del work  # and memory of its own
         if not self._plan.arrives_in_place:
             self._buffers.allocate()
         self._plan.finish()

@@ -97,7 +97,8 @@ def read_settings(settings: Any, worlds: Sequence[Any], policies: Sequence[str],
     if settings is None:
         for world in worlds:
             Setting(world)  # which checks it
-        return candidates(worlds, policies, machine.can_offload, machine.ranks_per_machine)
+        joins = machine.has_speeds and machine.latency != NO_LATENCY
+        return candidates(worlds, policies, machine.can_offload, machine.ranks_per_machine, joins)
     found, names = [], {each.name for each in fields(Setting)}
     for each in settings:
         if isinstance(each, Setting):

@@ -30,7 +30,10 @@ class ReplayedGradients:
         self.sent_nbytes *= self.num_shards
         self._plans = [self._plan(indices) for indices in self.buckets]
         self._bucket_of = {i: number for number, indices in enumerate(self.buckets) for i in indices}
+        # Those that are to be reduced, by bucket; how many are still to come; and buckets of which all have come. An
+        # earlier reduction may have taken some of a bucket.
         self._arrived: dict[int, set[int]] = {}
+        self._missing: list[int] = []
         self._done: set[int] = set()
         # Bytes of sharded gradients that this step has delivered.
         self.delivered = 0
@@ -59,14 +62,15 @@ class ReplayedGradients:
         self.delivered = 0
 
     def begin_backward(self) -> None:
-        self._arrived, self._done = {}, set()
+        self._arrived, self._missing, self._done = {}, [*map(len, self.buckets)], set()
 
     def arrive(self, i: int) -> None:
         self.ledger.add(self.nbytes(i))
         number = self._bucket_of[i]
-        arrived = self._arrived.setdefault(number, set())
-        arrived.add(i)
-        if len(arrived) == len(self.buckets[number]):
+        self._arrived.setdefault(number, set()).add(i)
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            self._done.add(number)
             self._process(number)
             if len(self._done) == len(self.buckets):
                 self.group.last_gradient()
@@ -78,7 +82,6 @@ class ReplayedGradients:
 
     def _process(self, number: int) -> None:
         arrived = self._arrived.pop(number)
-        self._done.add(number)
         queue, plan = self.group.root.queue, self._plans[number]
         if len(arrived) < len(self.buckets[number]):
             plan = self._plan(sorted(arrived))

@@ -15,8 +15,8 @@ from ..core.policy import MixedPrecisionPolicy
 from . import apply, arguments, table
 from .check import PlanCheck, StepMeter
 from .ledger import Machine
-from .policies import WrapGroup, wrap_groups
-from .recording import Recording, record, without_activations
+from .policies import WrapGroup, join_blocks, wrap_groups
+from .recording import Recording, record, renumbered, without_activations
 from .replay import Prediction, modules_of, replay
 from .settings import Setting, read_bytes, read_optimizer
 from .structure import PlannedGroup, find_groups
@@ -89,7 +89,7 @@ class Plan:
     def __init__(
         self,
         model: nn.Module,
-        wrappings: Mapping[str, _Wrapping],
+        wrappings: Mapping[tuple[str, int], _Wrapping],
         rows: Sequence[PlanRow],
         notes: Iterable[str],
         machine: Machine,
@@ -110,7 +110,10 @@ class Plan:
 
     def groups(self, row: PlanRow | None = None) -> list[PlannedGroup]:
         """Returns the groups that `apply` would make, the outermost first."""
-        return [*self._wrappings[(row or self.best).setting.policy].groups]
+        return [*self._wrapping_of(row or self.best).groups]
+
+    def _wrapping_of(self, row: PlanRow) -> _Wrapping:
+        return self._wrappings[row.setting.policy, row.setting.blocks_per_call]
 
     def __str__(self) -> str:
         return table.plan_text(self)
@@ -145,7 +148,7 @@ class Plan:
                 "plan.apply was called already: its model is sharded. Make another plan for another model."
             )
         apply.check_mesh(mesh, row.setting)
-        wrapping = self._wrappings[row.setting.policy]
+        wrapping = self._wrapping_of(row)
         machine = apply.machine_of(mesh, self._machine)
         # What runs may differ from what was planned for: by its device, or its process group.
         prediction = _predict(self._model, wrapping, row.setting, machine, self._optimizer)
@@ -236,8 +239,8 @@ def plan(
             (one), "sgd" or None (none), or a number of bytes for each element.
         settings: what to compare: Settings, or dicts of their fields, in which `ranks` may be missing. None: all of
             `reshard_after_forward` None and False, each with and without checkpointing, and on accelerators with and
-            without offload; for several machines also HSDP with a replica on each, and `reshard_after_forward` of the
-            ranks of a machine.
+            without offload; for several machines also HSDP with a replica on each, `reshard_after_forward` of the
+            ranks of a machine, and, if times are predicted, two and four blocks in one call.
         device: type of the device that will train. "cpu" has no offload.
         backend: "nccl" (all that coalesce collectives), "gloo" or "other". None: gloo on CPUs, else nccl.
         link: bytes per second that one network card sends to other machines, as a number or as text: "50GB/s". A gather
@@ -283,14 +286,23 @@ def plan(
             raise TypeError(f"expected functions for batch and loss, got {type(each).__name__}")
     chosen = arguments.read_settings(settings, worlds, [*policies], machine)
     notes: list[str] = []
-    wrappings = {
-        name: _wrap(model, each, precision, batch, loss, any(s.checkpointing for s in chosen), notes)
-        for name, each in policies.items()
-    }
+    wrappings: dict[tuple[str, int], _Wrapping] = {}
+    again = any(setting.checkpointing for setting in chosen)
+    for name, each in policies.items():
+        counts = {setting.blocks_per_call for setting in chosen if setting.policy == name}
+        found = _wrap(model, each, precision, batch, loss, again, notes, counts - {1})
+        wrappings |= {(name, count): wrapping for count, wrapping in found.items()}
     read_optimizer(optimizer, 1)
     rows = []
     for setting in chosen:
-        wrapping = wrappings[setting.policy]
+        if (setting.policy, setting.blocks_per_call) not in wrappings:
+            if settings is not None:
+                raise ValueError(
+                    f"settings: blocks_per_call={setting.blocks_per_call}: expected blocks of one class side by side "
+                    "in a ModuleList or a Sequential, which the policy wraps one by one; found none"
+                )
+            continue
+        wrapping = wrappings[setting.policy, setting.blocks_per_call]
         if setting.checkpointing and wrapping.checkpointed is None and (wrapping.has_activations or settings is None):
             continue
         states = sum(_optimizer_nbytes(group, setting, optimizer) for group in wrapping.groups)
@@ -319,21 +331,63 @@ def _wrap(
     loss: Any,
     checkpoints: bool,
     notes: list[str],
-) -> _Wrapping:
+    counts: Iterable[int],
+) -> dict[int, _Wrapping]:
+    """Returns the wrapping of a policy under 1, and under each of `counts` that in which so many blocks are in one
+    call, unless there are no such blocks.
+    """
     calls = wrap_groups(model, policy)
-    groups = find_groups(model, calls, precision)
     if not calls:
         why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
         notes.append(f"Nothing but the model itself is wrapped: {why}.")
     if batch is None:
         notes.append("No batch was given: peaks are those of parameters and gradients, without activations.")
-        plain = again = None
-    else:
+    groups = find_groups(model, calls, precision)
+    found = {1: _wrapping(model, calls, groups, batch, loss, checkpoints, notes)}
+    for count in counts:
+        joined = join_blocks(model, calls, count)
+        if len(joined) < len(calls):
+            own = find_groups(model, joined, precision)
+            same = _renumbered(found[1], groups, joined, own)
+            found[count] = same or _wrapping(model, joined, own, batch, loss, checkpoints, [])
+    return found
+
+
+def _wrapping(
+    model: nn.Module,
+    calls: list[WrapGroup],
+    groups: list[PlannedGroup],
+    batch: Any,
+    loss: Any,
+    checkpoints: bool,
+    notes: list[str],
+) -> _Wrapping:
+    plain = again = None
+    if batch is not None:
         blocks = apply.blocks(calls)
         plain = _record(model, groups, batch, loss, (), notes)
         again = _record(model, groups, batch, loss, blocks, notes) if checkpoints and blocks and plain else None
     recording = plain or without_activations(model, groups)
     return _Wrapping(calls, [group.on_meta() for group in groups], recording, again, plain is not None)
+
+
+def _renumbered(
+    wrapping: _Wrapping, groups: list[PlannedGroup], calls: list[WrapGroup], own: list[PlannedGroup]
+) -> _Wrapping | None:
+    """Returns the wrapping of other calls on the same modules, with the same recordings: all modules are marked as they
+    were. Returns None if others have groups of their own: what is a large submodule depends on the groups beside it.
+
+    `groups`, `own`: the groups of both, with parameters that are not on meta yet.
+    """
+    modules = {module: i for i, (module, _) in enumerate(modules_of(own))}
+    before = [module for module, _ in modules_of(groups)]
+    if modules.keys() != {*before}:
+        return None
+    parameters = {p: i for i, p in enumerate(p for group in own for p in group.parameters)}
+    numbers = [modules[module] for module in before], [parameters[p] for group in groups for p in group.parameters]
+    again = renumbered(wrapping.checkpointed, *numbers) if wrapping.checkpointed is not None else None
+    light = [group.on_meta() for group in own]
+    return _Wrapping(calls, light, renumbered(wrapping.plain, *numbers), again, wrapping.has_activations)
 
 
 def _record(

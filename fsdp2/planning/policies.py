@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -229,6 +229,46 @@ def _text(policy: Any) -> str:
     if isinstance(policy, Collection) and not isinstance(policy, str):
         return ", ".join(_text(each) for each in policy) or "an empty collection"
     return policy.__name__ if isinstance(policy, type) else str(policy)
+
+
+# ---- several blocks in one call
+
+
+def join_blocks(model: nn.Module, calls: Sequence[WrapGroup], count: int) -> list[WrapGroup]:
+    """Returns calls in which up to `count` neighbouring blocks are one: of one class, side by side in one container,
+    with the same arguments. The first are few (1, 2, 4, ...), since forward begins when the first one is gathered,
+    and a step ends when its gradients are reduced.
+
+    Returns `calls` themselves if they have no such blocks.
+    """
+    runs: list[list[WrapGroup]] = []
+    for call in calls:
+        if runs and _follows(call, runs[-1][-1]):
+            runs[-1].append(call)
+        else:
+            runs.append([call])
+    if count == 1 or all(len(run) == 1 for run in runs):
+        return [*calls]
+    joined: list[WrapGroup] = []
+    for run in runs:
+        first, size = 0, 1
+        while first < len(run):
+            together = run[first : first + size]
+            modules = tuple(module for call in together for module in call.modules)
+            joined.append(WrapGroup(together[0].name, modules, dict(together[0].options)))
+            first += size
+            size = min(count, first + 1)
+    return _in_order(joined, modules_below(model))
+
+
+def _follows(call: WrapGroup, before: WrapGroup) -> bool:
+    """Returns True if a call is on the next block of the same list."""
+    if len(call.modules) > 1 or len(before.modules) > 1 or call.options != before.options:
+        return False
+    (list_of, _, index), (list_before, _, index_before) = call.name.rpartition("."), before.name.rpartition(".")
+    if list_of != list_before or not (index.isdecimal() and index_before.isdecimal()):
+        return False
+    return int(index) == int(index_before) + 1 and type(call.modules[0]) is type(before.modules[0])
 
 
 # ---- tied parameters, order

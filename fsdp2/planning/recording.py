@@ -57,6 +57,13 @@ class Recording:
     last_flops: int = 0
 
 
+def renumbered(recording: Recording, modules: Sequence[int], parameters: Sequence[int]) -> Recording:
+    """Returns a recording of the same step for groups in another order: the new index of each module and parameter."""
+    numbers = [parameters if mark.kind == GRADIENT else modules for mark in recording.marks]
+    marks = [mark._replace(subject=of[mark.subject]) for mark, of in zip(recording.marks, numbers, strict=True)]
+    return Recording(marks, recording.last_peak, recording.last_flops)
+
+
 class _Counter(TorchDispatchMode):
     """Counts bytes of living storages that operations have made, and floating-point operations."""
 

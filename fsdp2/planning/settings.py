@@ -29,6 +29,8 @@ class Setting:
         offload: shards, gradients and optimizer states rest on the CPU.
         wire_dtype: the dtype in which gradients travel, as for `MixedPrecisionPolicy`.
         policy: the name of the wrap policy, if there are several.
+        blocks_per_call: up to so many neighbouring blocks are in one `fully_shard` call, and gathered and reduced
+            together; the first ones are fewer.
     """
 
     ranks: int
@@ -38,9 +40,10 @@ class Setting:
     offload: bool = False
     wire_dtype: torch.dtype | None = None
     policy: str = ""
+    blocks_per_call: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas"):
+        for name in ("ranks", "replicas", "blocks_per_call"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: expected an int, got {value!r}")
@@ -62,8 +65,12 @@ class Setting:
         return self.ranks // self.replicas
 
 
-def candidates(ranks: Sequence[int], policies: Iterable[str], offloads: bool, ranks_per_machine: int) -> list[Setting]:
-    """Returns the settings that a plan compares if the user names none. `offloads`: also with CPU offload."""
+def candidates(
+    ranks: Sequence[int], policies: Iterable[str], offloads: bool, ranks_per_machine: int, joins: bool
+) -> list[Setting]:
+    """Returns the settings that a plan compares if the user names none. `offloads`: also with CPU offload. `joins`:
+    also with several blocks in one call, on several machines.
+    """
     found = []
     for policy, world in product(policies, ranks):
         machines = world // ranks_per_machine if world % ranks_per_machine == 0 else 1
@@ -73,6 +80,8 @@ def candidates(ranks: Sequence[int], policies: Iterable[str], offloads: bool, ra
         choices = (False, True) if offloads else (False,)
         for (replicas, kept), again, offload in product(meshes, (False, True), choices):
             found.append(Setting(world, kept, replicas, again, offload, policy=policy))
+        for count, again, offload in product((2, 4) if joins and machines > 1 else (), (False, True), choices):
+            found.append(Setting(world, None, 1, again, offload, policy=policy, blocks_per_call=count))
     return found
 
 

@@ -44,6 +44,8 @@ def setting_text(setting: Any, among: Sequence[Any] = ()) -> str:
         parts.append("checkpointing")
     if setting.offload:
         parts.append("CPU offload")
+    if setting.blocks_per_call > 1:
+        parts.append(f"{setting.blocks_per_call} blocks a call")
     if setting.wire_dtype is not None:
         parts.append(f"wire_dtype={dtype_text(setting.wire_dtype)}")
     return ", ".join(parts)

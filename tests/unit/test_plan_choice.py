@@ -185,6 +185,25 @@ def test_several_machines_are_compared_with_hybrid_meshes() -> None:
     assert not any(setting.offload for setting in settings)
 
 
+def test_several_machines_are_compared_with_several_blocks_in_one_call() -> None:
+    """If it predicts times, and collectives have a latency."""
+    speeds = {"flops": 1e12, "link": "50GB/s"}
+    settings = {row.setting for row in plan(ranks=[8, 16], **speeds).rows}
+    assert {each.blocks_per_call for each in settings if each.ranks == 16} == {1, 2, 4}
+    assert {each.blocks_per_call for each in settings if each.ranks == 8} == {1}
+    for arguments in ({}, {**speeds, "latency": 0}, {**speeds, "device": "cpu"}):
+        assert {row.setting.blocks_per_call for row in plan(ranks=16, **arguments).rows} == {1}
+    made = plan(ranks=16, **speeds, settings=[{"blocks_per_call": 2}])
+    assert "2 blocks a call" in str(made)
+    assert [len(group.modules) for group in made.groups()] == [1, 1, 2, 1]
+    alone = plan(nn.Sequential(TanhBlock(WIDTH, HIDDEN)), ranks=16, **speeds)
+    assert {row.setting.blocks_per_call for row in alone.rows} == {1}
+    with pytest.raises(ValueError, match="blocks_per_call=2: expected blocks of one class side by side"):
+        plan(nn.Sequential(TanhBlock(WIDTH, HIDDEN)), settings=[{"blocks_per_call": 2}])
+    with pytest.raises(ValueError, match="blocks_per_call: expected 1 or more, got 0"):
+        fsdp2.Setting(8, blocks_per_call=0)
+
+
 def test_policies_by_name_are_compared() -> None:
     made = plan(
         TinyGPT(), batch=None, policy={"blocks": CausalBlock, "layers": [nn.Linear, nn.Embedding]}, settings=[{}]
@@ -249,7 +268,8 @@ def test_two_recordings_serve_all_settings(monkeypatch: pytest.MonkeyPatch) -> N
 
     record = planning.record
     monkeypatch.setattr(planning, "record", counted)
-    assert len(plan(ranks=[8, 16, 64]).rows) > 16
+    made = plan(ranks=[8, 16, 64], flops=1e12, link="50GB/s")
+    assert len(made.rows) > 32
     assert len(calls) == 2
 
 

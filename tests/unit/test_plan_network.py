@@ -170,6 +170,7 @@ LAYERS = {"8B": 12}  # of 32, in a third of the time
 PRECISION = fsdp2.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
 DEFAULT: dict[str, Any] = {}
 FEW, KEEP, WIRE = {"reshard_after_forward": 8}, {"reshard_after_forward": False}, {"wire_dtype": BF16}
+PAIRS, FOURS = {"blocks_per_call": 2}, {"blocks_per_call": 4}
 HSDP = "a replica on each machine"
 
 
@@ -183,7 +184,7 @@ def rows_of(model: str, cards: int, *ranks: int) -> tuple[fsdp2.PlanRow, ...]:
     settings = [
         fsdp2.Setting(n, **each)
         for n in ranks
-        for each in (DEFAULT, KEEP, WIRE, *((FEW, {"replicas": n // 8}) if n > 8 else ()))
+        for each in (DEFAULT, KEEP, WIRE, PAIRS, FOURS, *((FEW, {"replicas": n // 8}) if n > 8 else ()))
     ]
     plan = fsdp2.plan(
         models.make(model, LAYERS.get(model, 0))[0],
@@ -227,6 +228,8 @@ def star(model: str, ranks: int, cards: int, among: list[Any]) -> Any:
         ("experts", 64, 8, [DEFAULT, KEEP, FEW, HSDP, WIRE], KEEP),
         ("experts", 512, 8, [DEFAULT, KEEP, FEW, HSDP, WIRE], KEEP),
         ("experts", 512, 8, [DEFAULT, HSDP, WIRE], HSDP),
+        ("1B", 512, 8, [DEFAULT, PAIRS], PAIRS),  # ranks are many: fewer, larger collectives
+        ("1B", 512, 8, [DEFAULT, FOURS], FOURS),
     ],
 )
 def test_the_star_is_that_of_the_order_by_hand(model: str, ranks: int, cards: int, among: list[Any], best: Any) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import (
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, wrap_groups
+from fsdp2.planning.policies import join_blocks
 from models import CausalBlock, TinyGPT
 
 BLOCKS = ["blocks.0", "blocks.1"]
@@ -157,6 +158,41 @@ def test_what_is_tied_to_the_model_itself_is_left_to_it() -> None:
 
 
 # ---- errors
+
+
+def joined(model: nn.Module, count: int, policy: Any = None) -> list[list[str]]:
+    found = {module: name for name, module in model.named_modules()}
+    calls = join_blocks(model, wrap_groups(model, policy), count)
+    return [[found[module] for module in call.modules] for call in calls]
+
+
+def test_neighbouring_blocks_of_one_class_are_joined() -> None:
+    """Few at first. What lies between them, or differs from them, stays alone."""
+    stack = nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)])
+    assert joined(stack, 1) == [[str(i)] for i in range(9)]
+    assert joined(stack, 2) == [["0"], ["1", "2"], ["3", "4"], ["5", "6"], ["7", "8"]]
+    assert joined(stack, 4) == [["0"], ["1", "2"], ["3", "4", "5", "6"], ["7", "8"]]
+    mixed = nn.Sequential(*[nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)])
+    mixed.add_module("more", nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert joined(mixed, 2, nn.Linear) == [["0"], ["1"], ["3"], ["more.0"], ["more.1", "more.2"]]
+    kept = functools.partial(_keeps, {"2"})
+    assert joined(nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]), 2, kept) == [["0"], ["1"], ["2"], ["3"]]
+
+
+def _keeps(names: set[str], name: str, module: nn.Module) -> bool | dict[str, Any]:
+    return isinstance(module, nn.Linear) and ({"reshard_after_forward": False} if name in names else True)
+
+
+def test_tied_blocks_and_blocks_inside_blocks_are_joined_bottom_up() -> None:
+    tied = nn.Sequential(*[nn.Linear(2, 2) for _ in range(6)])
+    tied[3].weight = tied[1].weight
+    assert joined(tied, 2) == [["0"], ["1", "3"], ["2"], ["4"], ["5"]]
+    nested = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)])
+    found = joined(nested, 2, {nn.Sequential, nn.Linear})
+    assert sorted(map(tuple, found)) == sorted(
+        [("0",), ("1", "2"), *((f"{i}.{j}",) for i in range(3) for j in range(2))]
+    )
+    assert found.index(["1", "2"]) > max(found.index([f"{i}.{j}"]) for i in (1, 2) for j in range(2))
 
 
 @pytest.mark.parametrize(
