@@ -34,6 +34,7 @@ class Machine:
         host_link: bytes per second between the CPU's memory and the device, for offload.
         memory_link: bytes per second between the device and its memory, for the optimizer's step. None: it takes no
             time.
+        apart_beyond: reductions among more ranks than that are on a communicator of their own. None: none are.
     """
 
     device: str
@@ -46,6 +47,7 @@ class Machine:
     cards_per_machine: int | None = None
     latency: Latency = NO_LATENCY
     memory_link: float | None = None
+    apart_beyond: int | None = None
 
     @property
     def torch_device(self) -> torch.device:
@@ -74,6 +76,10 @@ class Machine:
         if self.link is None:
             return None
         return Network(self.link, self.machine_link, self.ranks_per_machine, self.cards_per_machine, self.latency)
+
+    def reduces_apart(self, num_ranks: int) -> bool:
+        """Returns True if gradients are reduced on another communicator than parameters are gathered on."""
+        return self.apart_beyond is not None and num_ranks > self.apart_beyond
 
     def num_launches(self, num_tensors: int, exchanges: bool = False) -> int:
         """Returns in how many launches a collective on so many tensors is issued. `exchanges`: it is an all-to-all."""
@@ -118,7 +124,8 @@ class Ledger:
         self.doing = ""
         self.now = self.computed = 0.0
         self.flops = 0
-        # When each is free: a communicator, by the places of its ranks; the links inside and between machines; copies.
+        # When each is free: a communicator, by the places of its ranks, and whether reductions have it alone; the links
+        # inside and between machines; copies.
         self._free: defaultdict[Any, float] = defaultdict(float)
         self.begin_step()
 
@@ -192,14 +199,15 @@ class Ledger:
         is_ring = machine.backend != "gloo" and not exchanges
         inside, between = network.ring_seconds(sent, ranks) if is_ring else network.exchange_seconds(sent, ranks)
         latency = network.latency.seconds(ranks, passes) * launches
-        begin = max(self._free[ranks], self.now, after) + latency
+        communicator = ranks, kind == "reduce_scatter" and machine.reduces_apart(num_ranks)
+        begin = max(self._free[communicator], self.now, after) + latency
         for link, seconds in (("inside", inside), ("between", between)):
             if seconds:
                 begin = max(begin, self._free[link])
         self._free["inside"] = max(self._free["inside"], begin + inside)
         self._free["between"] = max(self._free["between"], begin + between)
-        self._free[ranks] = begin + max(inside, between)
-        return self._free[ranks]
+        self._free[communicator] = begin + max(inside, between)
+        return self._free[communicator]
 
     def transfer(self, nbytes: int) -> float:
         """Begins a copy between the CPU and the device. Returns when it ends."""

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.planning.network import NCCL_LATENCY, Network
+from fsdp2.planning.ledger import Ledger, Machine
+from fsdp2.planning.network import NCCL_LATENCY, Latency, Network
 from phantom import models
 
 WIDTH, DEPTH = 64, 4
@@ -141,6 +142,21 @@ def test_communicators_share_links_but_not_latencies() -> None:
     gathers, reductions, sums = (taken.launched[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce"))
     assert taken.time == pytest.approx(1e-3 * (gathers + reductions + 1))  # the last all-reduce is exposed
     assert sums == reductions
+
+
+def test_reductions_on_a_communicator_of_their_own_share_the_links() -> None:
+    """Their latencies pass beside those of gathers, their bytes do not."""
+
+    def seconds(apart_beyond: int | None, latency: float, link: float) -> float:
+        machine = Machine("cuda", "nccl", link=link, latency=Latency(latency), apart_beyond=apart_beyond)
+        ledger = Ledger(machine)
+        ends = [ledger.communicate(kind, 1000, 64) for kind in ("all_gather", "reduce_scatter") * 3]
+        return max(ends)
+
+    assert seconds(None, 1.0, INFINITE) == pytest.approx(6)
+    assert seconds(64, 1.0, INFINITE) == pytest.approx(6)
+    assert seconds(8, 1.0, INFINITE) == pytest.approx(3)
+    assert seconds(8, 0.0, 1000) == pytest.approx(seconds(None, 0.0, 1000))
 
 
 # ---- the optimizer
