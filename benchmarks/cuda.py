@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fsdp2
@@ -398,15 +398,21 @@ def _pack_times(setup: Setup) -> dict[str, list[float]]:
     gradient = torch.ones(rows, cols, dtype=torch.bfloat16, device=setup.device)
     packed = torch.empty(ranks, rows // ranks * cols, device=setup.device)
     middle = packed.shape[1] // 2
+    source = gradient.view(ranks, -1)
+    halves = [(whole[:, :middle], whole[:, middle:]) for whole in (packed, source)]
 
     def in_halves() -> None:
-        source: Tensor = gradient.view(ranks, -1)
-        packed[:, :middle] = source[:, :middle]
-        packed[:, middle:] = source[:, middle:]
+        for to, half in zip(*halves, strict=True):
+            to.copy_(half)
+
+    def row_by_row() -> None:
+        for to, half in zip(*halves, strict=True):
+            torch._foreach_copy_([*to.unbind()], [*half.unbind()])
 
     ways: dict[str, Call] = {
         "halves": in_halves,
-        "one copy": lambda: packed.copy_(gradient.view(ranks, -1)),
+        "halves, row by row": row_by_row,
+        "one copy": lambda: packed.copy_(source),
         "chunk_cat": lambda: torch._chunk_cat([gradient], 0, ranks, out=packed),
     }
     if not setup.is_cuda:  # where it does not cast

@@ -6,25 +6,24 @@ from typing import Any
 from unittest import mock
 
 from fsdp2.core import buckets
-from fsdp2.ext.large_gradients import PiecePlan
+from fsdp2.ext import large_gradients
 
 
-def _patch_buckets(count: int) -> Any:
-    return mock.patch.multiple(buckets, MAX_BUCKETS=count, MAX_BUCKETS_OF_COPIES=count)
+def _more_buckets() -> Any:
+    """Reduces a group in up to sixteen times as many buckets."""
+    return mock.patch.object(buckets, "MAX_BUCKET_BYTES", buckets.MAX_BUCKET_BYTES // 16)
 
 
-def _patch_halves() -> Any:
-    """Leaves out halves: one large gradient among others is packed and sent at once."""
-    split: Callable[..., Any] = PiecePlan._split
-    return mock.patch.object(PiecePlan, "_split", lambda plan, count: [] if count == 2 else split(plan, count))
+def _one_piece() -> Any:
+    """Reduces an embedding or a head at once."""
+    return mock.patch.object(large_gradients, "MAX_PIECES_LAUNCHED", 1)
 
 
 # Name of a variant -> the library, and what is changed of fsdp2 while a model is built and takes its first steps.
 VARIANTS: dict[str, tuple[str, tuple[Callable[[], Any], ...]]] = {
     "fsdp2": ("fsdp2", ()),
-    "no halves": ("fsdp2", (_patch_halves,)),
-    "2 buckets": ("fsdp2", (_patch_halves, lambda: _patch_buckets(2))),
-    "1 bucket": ("fsdp2", (_patch_halves, lambda: _patch_buckets(1))),
+    "more buckets": ("fsdp2", (_more_buckets,)),
+    "1 piece": ("fsdp2", (_one_piece,)),
     "torch": ("torch", ()),
 }
 

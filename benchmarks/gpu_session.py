@@ -58,7 +58,7 @@ SECONDS = 555.0  # of ten minutes, with the time that the machine takes to begin
 # With less time left than this, no part begins: it takes as long to import torch and to find the GPU.
 LEAST_S = 10.0
 # The library that all others are compared with comes last.
-COLUMNS = ("fsdp2", "no halves", "2 buckets", "1 bucket", "fsdp1", "ddp", "torch")
+COLUMNS = ("fsdp2", "more buckets", "1 piece", "fsdp1", "ddp", "torch")
 _TAIL_LINES, _TAIL_LINES_OF_FAILED = 5, 40
 
 

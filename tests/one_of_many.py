@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,9 +27,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from benchmarks.cuda_group import start_wire_group
+from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.core import buckets
-from fsdp2.ext import large_gradients
 from helpers import assert_same
 from models import TinyGPT, mean_loss
 
@@ -132,9 +130,7 @@ def run(kind: str, world: str, name: str) -> None:
         AssertionError: a result differs from the plain model's.
     """
     way = WAYS[name]
-    pieces = mock.patch.multiple(buckets, MIN_BUCKET_BYTES=1) if way.in_pieces else nullcontext()
-    halves = mock.patch.multiple(large_gradients, MIN_PIECE_BYTES=1024) if way.in_pieces else nullcontext()
-    with WORLDS[world](kind) as size, pieces, halves:
+    with WORLDS[world](kind) as size, small_pieces() if way.in_pieces else nullcontext():
         if kind == "cuda" and way.beside:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())

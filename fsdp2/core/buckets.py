@@ -18,16 +18,17 @@ from .layout import BucketLayout, ParamSpec, contiguous_stride, split_chunks
 from .policy import MixedPrecisionPolicy
 from .streams import costs_launches
 
-# A group's gradients are reduced in about four buckets, so that what has arrived can be sent and freed while the rest
-# is computed: eight where copies are sent, cast ones, which take memory, too. Buckets below this size cost more in
+# On CPU a group's gradients are reduced in about four buckets, so that what has arrived can be sent and freed while the
+# rest is computed: eight where copies are sent, cast ones, which take memory, too. Buckets below this size cost more in
 # latency than they save.
 MAX_BUCKETS = 4
 MAX_BUCKETS_OF_COPIES = 8
 MIN_BUCKET_BYTES = 1024 * 1024
-# So many times that where an operation is a launch: a block of some 30 MB, as GPT-2's, is soon computed, and the host
-# would be late with four launches instead of one, which save little memory. Among 1,024 ranks, each one's slice is
-# 16 KiB then, which takes no longer than its latency. Not measured on a GPU.
-LAUNCHES_TIMES = 16
+# Where an operation is a launch, a group's gradients are one bucket up to so many bytes in the reduce dtype. In a model
+# with a head the peak of a step is at the head, and more buckets save no memory; each costs a launch, and the latency
+# of a collective. Blocks of experts are larger, and there one bucket would be the peak. (Counted and replayed on the
+# calls of a step; not measured on a GPU.)
+MAX_BUCKET_BYTES = 1024 * 1024 * 1024
 # Below this, gradients are packed by one operation on CPU though that takes more copies: an operation costs more than
 # its bytes.
 LITTLE_BYTES = 64 * 1024
@@ -54,9 +55,11 @@ def find_buckets(
 ) -> list[tuple[int, ...]]:
     """Returns the parameter indices of each bucket. Gradients are expected in reverse order of the parameters."""
     expected = sorted(trainable, reverse=True)
+    if costs_launches(device):
+        few = len(expected) or 1, MAX_BUCKET_BYTES // 4, MAX_BUCKET_BYTES
+        return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, *few)
     count = MAX_BUCKETS if all(specs[i].arrives_in(wire_dtypes[i]) for i in expected) else MAX_BUCKETS_OF_COPIES
-    min_bytes = MIN_BUCKET_BYTES * (LAUNCHES_TIMES if costs_launches(device) else 1)
-    return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, min_bytes)
+    return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, MIN_BUCKET_BYTES)
 
 
 def split_buckets(
@@ -66,12 +69,13 @@ def split_buckets(
     indices: Iterable[int],
     max_buckets: int,
     min_bytes: int,
+    room: int = 0,
 ) -> list[tuple[int, ...]]:
     """Cuts the parameters `indices` of a group, in the order their gradients are expected, into buckets.
 
     A bucket holds one (reduce dtype, wire dtype, storage dtype) and at least `min_bytes`, unless all of that kind are
-    less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, and what is left over: there
-    may be up to twice as many buckets.
+    less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, or than `room` bytes if that
+    is more, and what is left over: there may be up to twice as many buckets.
     """
     by_dtype: dict[tuple[torch.dtype, ...], list[int]] = {}
     for i in indices:
@@ -79,7 +83,7 @@ def split_buckets(
     buckets = []
     for (reduce_dtype, *_), members in by_dtype.items():
         sizes = {i: specs[i].shard_numel * specs[i].world_size * reduce_dtype.itemsize for i in members}
-        target = max(sum(sizes.values()) / max_buckets, min_bytes)
+        target = max(sum(sizes.values()) / max_buckets, min_bytes, room)
         bucket: list[int] = []
         filled = 0
         for i in members:
@@ -139,7 +143,10 @@ class Segments:
         sources = gradients
         if not self._has_single_rows:
             sources = [part for each, spec in zip(gradients, self._specs, strict=True) for part in _parts(each, spec)]
-        compat.copy_all(self._places, sources)
+        if len(sources) == 1:  # on CUDA a foreach copy launches a kernel for each 84 MB of fp32
+            self._places[0].copy_(sources[0])
+        else:
+            compat.copy_all(self._places, sources)
 
     @cached_property
     def _places(self) -> list[Tensor]:
@@ -183,7 +190,7 @@ def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
 class ReducePlan:
     """Holds what all reductions of one bucket have in common, and packs its gradients.
 
-    `has_parts`: an extension reduces its gradient part by part.
+    `has_parts`: an extension reduces its gradient part by part. `launches`: an operation costs a launch.
     """
 
     has_parts = False
@@ -195,7 +202,7 @@ class ReducePlan:
         self.nbytes = layout.payload_nbytes * world_size  # of what is sent
         # Segments that no reduction uses: on CPU it takes as long to make their views as to fill them.
         self._spare: Segments | None = None
-        self._has_streams, self._launches = streams.exist_on(device), costs_launches(device)
+        self._has_streams, self.launches = streams.exist_on(device), costs_launches(device)
         packed = [specs[i] for i in layout.packed]
         # One operation packs all of them. On CPU it pads by a copy, and casts slowly.
         self._is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
@@ -232,7 +239,7 @@ class ReducePlan:
         if self._tail_numel and dtype not in self._tails:
             self._tails[dtype] = [out_WP.new_zeros(self._tail_numel, dtype=dtype)]
         packed += self._tails.get(dtype, [])
-        if dtype == out_WP.dtype or self._launches:
+        if dtype == out_WP.dtype or self.launches:
             compat.chunk_cat(packed, 0, self.world_size, out=out_WP)
         else:
             uncast = torch.empty_like(out_WP, dtype=dtype)
@@ -242,7 +249,7 @@ class ReducePlan:
     def _is_one_operation(self, packed: list[Tensor], wire_dtype: torch.dtype) -> bool:
         if not self._is_one_cat:
             return False
-        if self._launches:
+        if self.launches:
             takes_one_copy = self._is_even and len(packed) == 1  # a concatenation also uploads where its inputs lie
             return not takes_one_copy and len({each.dtype for each in packed}) == 1
         if self._has_single_rows or not (self._is_even or self._is_little):

@@ -177,15 +177,15 @@ class GroupGradients:
         if self.group.settings.reduce_unused:
             return
         bucket.missing, bucket.completed = bucket.size, bucket.completed + 1
-        is_together = self.group.settings.reduce_when is not ReduceWhen.BUCKET
-        if not is_together:
-            self._process(self._take(bucket.indices))
-        for each in self.buckets:
-            if not each.completed:
-                return
-        if is_together:
+        is_last = all(each.completed for each in self.buckets)
+        if self.group.settings.reduce_when is ReduceWhen.BUCKET:
+            gradients = self._take(bucket.indices)
+            if is_last:  # it gives memory back before packing takes some
+                self.group.last_gradient()
+            self._process(gradients)
+        elif is_last:
             self.flush()
-        self.group.last_gradient()
+            self.group.last_gradient()
 
     def flush(self) -> None:
         """Reduces what has arrived, also if the rest of its bucket has not."""

@@ -29,6 +29,10 @@ MAX_RETURNING = 8
 # part in which they are reduced, see buckets.py.
 PARTS_OF_WINDOW = 4
 
+# The last groups that stay unsharded after forward have at most so many bytes together, unless the user has chosen a
+# budget: the peak of a step is often at the loss, while they rest. The last one alone may have more.
+MAX_KEPT_BYTES = 1024 * 1024 * 1024
+
 # ---- gathers ahead
 
 
@@ -156,12 +160,15 @@ class Prefetcher:
 
     def _count_last(self, recorded: Sequence[Any]) -> int:
         """Returns how many groups at the end of the order stay unsharded after forward: the last one, and those that
-        backward would gather ahead together with it.
+        backward would gather ahead together with it, if they are not too large.
         """
         if not recorded or recorded[-1].settings.backward_prefetch is not None:
             return min(1, len(recorded))
         expected = takewhile(attrgetter("settings.unshard_in_backward"), reversed(recorded[:-1]))
-        return 1 + len([*within_budget(expected, _bytes_of, *self._budget)])
+        kept = within_budget(expected, _bytes_of, *self._budget)
+        if self.settings.prefetch_budget is None:
+            kept = within_budget(kept, _bytes_of, MAX_KEPT_BYTES - _bytes_of(recorded[-1]), at_least_one=False)
+        return 1 + len([*kept])
 
     def _sharded(self, chosen: Iterable[Any]) -> Iterator[Any]:
         for group in chosen:

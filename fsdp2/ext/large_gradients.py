@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import reduce, streams
+from ..core import compat, reduce, streams
 from ..core.buckets import ReducePlan
 from ..core.comm import AllWork, Work
 from ..core.gradients import GroupGradients
@@ -23,6 +23,12 @@ from ..core.reduce import Pending, PendingReduce, Reduction, Shards
 # so many are in flight at a time.
 MAX_PIECES = 16
 MIN_PIECE_BYTES = 1024 * 1024
+# Where an operation is a launch, a piece has at least so many bytes for each rank: then it takes some twenty times the
+# latency of a ring of all ranks, which grows with their number, too. That is 192 MiB among 8 ranks; among 64 the head
+# of most models is one piece. (By NCCL's own table of latencies, src/graph/tuning.cc: 30 us and 370 GB/s for 8 ranks of
+# a machine, 210 us and 340 GB/s for 64; not measured.)
+MAX_PIECES_LAUNCHED = 8
+MIN_PIECE_BYTES_OF_RANK = 24 * 1024 * 1024
 PIECES_IN_FLIGHT = 2
 
 
@@ -40,22 +46,28 @@ class PiecePlan(ReducePlan):
     """A plan that knows the pieces of a bucket of one gradient.
 
     `pieces`, `halves`: (first, last) elements of each rank's shard: many pieces if the gradient is all of its group,
-    two halves if it is copied and shares its group with others.
+    two halves if it is copied and shares its group with others. There are no halves where an operation is a launch: the
+    second half is packed when the first is reduced, for which the stream that computes would wait.
     """
 
     def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], *others: Any) -> None:
         super().__init__(layout, specs, *others)
         self.spec = specs[layout.indices[0]]
-        self.pieces = self._split(MAX_PIECES) if len(specs) == 1 else []
-        self.halves = self._split(2) if layout.packed and len(layout.indices) == 1 < len(specs) else []
+        if self.launches:
+            minimum = MIN_PIECE_BYTES_OF_RANK * self.world_size
+            self.pieces, self.halves = self._split(MAX_PIECES_LAUNCHED, minimum) if len(specs) == 1 else [], []
+        else:
+            is_half_of_group = layout.packed and len(layout.indices) == 1 < len(specs)
+            self.pieces = self._split(MAX_PIECES, MIN_PIECE_BYTES) if len(specs) == 1 else []
+            self.halves = self._split(2, MIN_PIECE_BYTES) if is_half_of_group else []
         self.has_parts = bool(self.pieces or self.halves)
 
-    def _split(self, count: int) -> list[tuple[int, int]]:
+    def _split(self, count: int, min_bytes: int) -> list[tuple[int, int]]:
         """Cuts into at most so many pieces, if the reduction takes memory, to copy to, or to receive in."""
         layout, world_size = self.layout, self.world_size
         if self.spec.dim or not (layout.packed or layout.wire_dtype != layout.reduce_dtype):
             return []
-        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, MIN_PIECE_BYTES)
+        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, min_bytes)
         return pieces if len(pieces) > 1 else []
 
     def pack_piece(self, gradient: Tensor, first: int, last: int, out_WP: Tensor) -> None:
@@ -66,10 +78,15 @@ class PiecePlan(ReducePlan):
         spec = self.spec
         flat, shard, last = gradient.reshape(-1), spec.shard_numel, min(last, spec.shard_numel)
         whole = spec.whole_chunks * shard
-        out_WP[: spec.whole_chunks, : last - first] = flat[:whole].view(spec.whole_chunks, shard)[:, first:last]
+        places = [out_WP[: spec.whole_chunks, : last - first]]
+        sources = [flat[:whole].view(spec.whole_chunks, shard)[:, first:last]]
+        if self.launches:  # row by row it is one launch, too, and reads and writes several elements at a time
+            places, sources = [*places[0].unbind()], [*sources[0].unbind()]
         rest = flat[whole:][first:last]
         if rest.numel():
-            out_WP[spec.whole_chunks, : rest.numel()] = rest
+            places.append(out_WP[spec.whole_chunks, : rest.numel()])
+            sources.append(rest)
+        compat.copy_all(places, sources)
 
 
 class FirstHalf(Pending):

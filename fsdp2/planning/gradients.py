@@ -71,9 +71,9 @@ class ReplayedGradients:
         self._missing[number] -= 1
         if not self._missing[number]:
             self._done.add(number)
-            self._process(number)
             if len(self._done) == len(self.buckets):
                 self.group.last_gradient()
+            self._process(number)
 
     def end_backward(self) -> None:
         """Reduces buckets that are not complete."""

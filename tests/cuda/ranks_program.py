@@ -20,9 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
+from cut_gradients import cut_gradients  # noqa: E402
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: E402
-from fsdp2.core import buckets  # noqa: E402
-from fsdp2.ext import large_gradients  # noqa: E402
 from helpers import assert_same  # noqa: E402
 from models import TinyGPT, mean_loss  # noqa: E402
 
@@ -69,8 +68,8 @@ def recomputed(model: Any) -> None:
 
 
 def small_pieces(_: Any) -> None:
-    """From now on gradients travel one by one, in halves, which large ones do from 1 MiB on."""
-    buckets.MIN_BUCKET_BYTES, large_gradients.MIN_PIECE_BYTES = 1, 1024
+    """From now on gradients travel one by one, in pieces, as large ones do."""
+    cut_gradients(1, 1024)
 
 
 def main() -> None:

@@ -17,21 +17,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fake_gpu
+from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.core import buckets, comm
-from fsdp2.ext import large_gradients
+from fsdp2.core import comm
 from helpers import run_checks
 
 
 @contextmanager
-def small_pieces() -> Iterator[None]:
-    """Gradients travel one by one, in pieces; parameters are gathered straight into place: as large ones are."""
-    with (
-        mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1),
-        mock.patch.object(large_gradients, "MIN_PIECE_BYTES", 64),
-        mock.patch.object(comm.CoalescedComm, "direct_min_bytes", 64),
-    ):
+def as_large_ones() -> Iterator[None]:
+    """Gradients travel one by one, in pieces; parameters are gathered straight into place."""
+    with small_pieces(piece_bytes=64), mock.patch.object(comm.CoalescedComm, "direct_min_bytes", 64):
         yield
 
 
@@ -68,7 +64,7 @@ TWO_STREAMS: dict[str, dict[str, Any]] = {
 
 
 def in_way(options: dict[str, Any], pieces: bool = False) -> None:
-    with judged(), small_pieces() if pieces else nullcontext():
+    with judged(), as_large_ones() if pieces else nullcontext():
         train(**options)
 
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import one_of_many
+from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.core import buckets
-from fsdp2.ext import large_gradients
 from models import TinyGPT, mean_loss
 from one_of_many import WAYS, Way
 
@@ -81,11 +80,10 @@ def main() -> int:
             continue
         # Sizes of the communicators that a mesh, or a setting, splits off the world's: only other ranks know them.
         os.environ["PHANTOM_SPLITS"] = ",".join(map(str, way.mesh or ()))
-        buckets.MIN_BUCKET_BYTES = 1 if way.in_pieces else 1 << 20
-        large_gradients.MIN_PIECE_BYTES = 1024 if way.in_pieces else 1 << 20
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=RANKS)
         try:
-            with torch.cuda.stream(torch.cuda.Stream()) if way.beside else nullcontext():
+            beside = torch.cuda.stream(torch.cuda.Stream()) if way.beside else nullcontext()
+            with beside, small_pieces() if way.in_pieces else nullcontext():
                 train(way)
             outcome = "ran"
         except Exception as error:  # the next way may run

@@ -115,18 +115,18 @@ gather b2    128
 run    b1
 run    b2
 back   root
-reduce root  128
 free   root
+reduce root  128
 back   b2
-reduce b2    128
 free   b2
+reduce b2    128
 gather b0    128
 back   b1
-reduce b1    128
 free   b1
+reduce b1    128
 back   b0
-reduce b0    128
-free   b0""",
+free   b0
+reduce b0    128""",
         )
 
     def test_reshard_after_forward_false(self) -> None:
@@ -143,17 +143,17 @@ gather b2    128
 run    b1
 run    b2
 back   root
-reduce root  128
 free   root
+reduce root  128
 back   b2
-reduce b2    128
 free   b2
+reduce b2    128
 back   b1
-reduce b1    128
 free   b1
+reduce b1    128
 back   b0
-reduce b0    128
-free   b0""",
+free   b0
+reduce b0    128""",
         )
 
     def test_reshard_after_forward_true_everywhere(self) -> None:
@@ -176,19 +176,19 @@ free   root
 gather root  128
 gather b2    128
 back   root
-reduce root  128
 free   root
+reduce root  128
 gather b1    128
 back   b2
-reduce b2    128
 free   b2
+reduce b2    128
 gather b0    128
 back   b1
-reduce b1    128
 free   b1
+reduce b1    128
 back   b0
-reduce b0    128
-free   b0""",
+free   b0
+reduce b0    128""",
         )
 
     def test_lists(self) -> None:
@@ -208,13 +208,13 @@ run    b2
 free   b0
 gather b0    256
 back   root
-reduce root  128
 free   root
+reduce root  128
 back   b2
 back   b1
 back   b0
-reduce b0    256
-free   b0""",
+free   b0
+reduce b0    256""",
         )
 
     def test_mixed_precision(self) -> None:
@@ -233,18 +233,18 @@ gather b2    64
 run    b1
 run    b2
 back   root
-reduce root  128
 free   root
+reduce root  128
 back   b2
-reduce b2    128
 free   b2
+reduce b2    128
 gather b0    64
 back   b1
-reduce b1    128
 free   b1
+reduce b1    128
 back   b0
-reduce b0    128
-free   b0""",
+free   b0
+reduce b0    128""",
         )
 
     def test_gradients_sent_in_a_narrower_dtype(self) -> None:
@@ -263,18 +263,18 @@ gather b2    64
 run    b1
 run    b2
 back   root
-reduce root  64
 free   root
+reduce root  64
 back   b2
-reduce b2    64
 free   b2
+reduce b2    64
 gather b0    64
 back   b1
-reduce b1    64
 free   b1
+reduce b1    64
 back   b0
-reduce b0    64
-free   b0""",
+free   b0
+reduce b0    64""",
         )
 
     def test_checkpoint_non_reentrant(self) -> None:
@@ -292,21 +292,21 @@ gather b2    128
 run    b1
 run    b2
 back   root
-reduce root  128
 free   root
+reduce root  128
 back   b2
 run    b2
-reduce b2    128
 free   b2
+reduce b2    128
 gather b0    128
 back   b1
 run    b1
-reduce b1    128
 free   b1
+reduce b1    128
 back   b0
 run    b0
-reduce b0    128
-free   b0""",
+free   b0
+reduce b0    128""",
         )
 
     def test_checkpoint_reentrant(self) -> None:
@@ -327,8 +327,8 @@ run    b2
 free   b2
 gather b2    128
 back   root
-reduce root  128
 free   root
+reduce root  128
 gather b1    128
 run    b2
 back   b2
@@ -363,21 +363,21 @@ gather b2    128
 run    b1
 run    b2
 back   root
-reduce root  128
 free   root
+reduce root  128
 back   b2
 run    b2
-reduce b2    128
 free   b2
+reduce b2    128
 gather b0    128
 back   b1
 run    b1
-reduce b1    128
 free   b1
+reduce b1    128
 back   b0
 run    b0
-reduce b0    128
-free   b0""",
+free   b0
+reduce b0    128""",
         )
 
     def test_forward_without_grad(self) -> None:
@@ -424,19 +424,19 @@ free   b1
 gather head  128
 run    b2
 back   root
-reduce head  128
 free   head
+reduce head  128
 gather b1    128
 back   b2
-reduce b2    128
 free   b2
+reduce b2    128
 gather b0    128
 back   b1
-reduce b1    128
 free   b1
+reduce b1    128
 back   b0
-reduce b0    128
 free   b0
+reduce b0    128
 free   root""",
             )
 
@@ -457,22 +457,22 @@ free   b1
 gather head  128
 run    b2
 loss
-reduce head  128
 free   head
+reduce head  128
 back   root
-reduce root  64
 free   root
+reduce root  64
 gather b1    128
 back   b2
-reduce b2    128
 free   b2
+reduce b2    128
 gather b0    128
 back   b1
-reduce b1    128
 free   b1
+reduce b1    128
 back   b0
-reduce b0    128
-free   b0""",
+free   b0
+reduce b0    128""",
         )
 
     def test_full_params_after_forward(self) -> None:
@@ -493,19 +493,19 @@ gather head  128
 loss
 free   head
 gather head  128
-reduce head  128
 free   head
+reduce head  128
 back   root
-reduce root  64
 free   root
+reduce root  64
 back   b2
-reduce b2    128
 free   b2
+reduce b2    128
 gather b0    128
 back   b1
-reduce b1    128
 free   b1
+reduce b1    128
 back   b0
-reduce b0    128
-free   b0""",
+free   b0
+reduce b0    128""",
         )

@@ -71,22 +71,22 @@ run    b1
 wait         32
 run    b2
 back   root
-reduce root  128
 free   root
+reduce root  128
 back   b2
-reduce b2    128
 free   b2
+reduce b2    128
 in           32
 gather b0    128
 back   b1
+free   b1
 out          32
 reduce b1    128
-free   b1
 wait         32
 back   b0
+free   b0
 out          32
 reduce b0    128
-free   b0
 out          32
 out          32
 land         32

@@ -49,7 +49,7 @@ from benchmarks.timed_group import Clock, Link, SimulatedClock, start_timed_grou
 from benchmarks.timing import repeat
 from benchmarks.traffic import count_step
 from fsdp2.core import buckets
-from fsdp2.ext import large_gradients
+from fsdp2.ext import large_gradients, large_submodules
 from helpers import NIGHTLY, fake_world
 
 SHAPE = Shape(blocks=2, dim=8, hidden=16, tokens=3)
@@ -301,13 +301,16 @@ def test_programs_for_a_gpu_run_on_a_cpu() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_last_parts_for_a_gpu_run_on_a_cpu() -> None:
     rows = [*measure_kernels(ON_CPU), *measure_compiled(ON_CPU)]
-    assert [(*row.values,) for row in rows] == [("halves", "one copy"), *[("fsdp2", "torch")] * 5]
+    assert [(*row.values,) for row in rows] == [("halves", "halves, row by row", "one copy"), *[("fsdp2", "torch")] * 5]
 
 
-def test_variants_cut_gradients_into_fewer_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_cut_gradients_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the step in which they are built and in all later ones."""
-    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(buckets, "costs_launches", lambda device: True)
+    monkeypatch.setattr(buckets, "MAX_BUCKET_BYTES", 1 << 14)
+    monkeypatch.setattr(large_submodules, "MIN_BYTES", 1)
+    monkeypatch.setattr(large_submodules, "MIN_SHARE_OF_A_GROUP", 0)
+    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES_OF_RANK", 16)
     (shape,) = ON_CPU.llamas.values()
     stage = Stage(ON_CPU, shape)
     counts = {}
@@ -317,7 +320,7 @@ def test_variants_cut_gradients_into_fewer_reductions(monkeypatch: pytest.Monkey
         counts[name] = stage.wire.calls - before
     stage.close()
     assert counts.pop("plain") == 0
-    assert counts["fsdp2"] > counts["no halves"] > counts["2 buckets"] > counts["1 bucket"]
+    assert counts["more buckets"] > counts["fsdp2"] > counts["1 piece"]
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="it takes 4 s: run with FSDP2_NIGHTLY=1")
