@@ -65,6 +65,7 @@ def install() -> None:
             _each(owners.Roots),
             _each(owners.ShardStorages),
             _each(RegisteredStates),
+            _each(collectives.SeparateReductions),
             _each(collectives.DebugLevelFromEnvironment),
             _each(named_comm.Goodbyes),
             _each(UnshardedVersions),

@@ -251,6 +251,9 @@ class GroupMethods:
         `init_process_group` was given a `device_id`, NCCL splits the group of all ranks, and every rank of the program
         must. It has no effect where ranks hold whole parameters.
 
+        Without a call, gradients are reduced on a group of their own on devices whose shards are spread over more than
+        8 ranks, unless there was a `device_id` and the mesh does not hold all ranks of the program.
+
         Args:
             enable: True reduces on a group of its own. False: on that of the mesh.
             recurse: True, the default, also sets it for the sharded modules inside this one.
