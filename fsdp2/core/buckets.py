@@ -172,6 +172,11 @@ class Segments:
         return places
 
 
+def _slices(gradient: Tensor, spec: ParamSpec) -> Sequence[Tensor]:
+    """Returns the slices of a gradient, each of which is cut along its first dim."""
+    return [gradient] if spec.dim == 0 else gradient.reshape(spec.num_slices, *spec.shape[spec.dim :]).unbind()
+
+
 def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
     """Returns a gradient's whole chunks, and the rest as one row; the gradient as it is, if no rank has more than a
     row.
@@ -203,9 +208,12 @@ class ReducePlan:
         # Segments that no reduction uses: on CPU it takes as long to make their views as to fill them.
         self._spare: Segments | None = None
         self._has_streams, self.launches = streams.exist_on(device), costs_launches(device)
-        packed = [specs[i] for i in layout.packed]
+        self._packed = packed = [specs[i] for i in layout.packed]
         # One operation packs all of them. On CPU it pads by a copy, and casts slowly.
-        self._is_one_cat = all(spec.dim == 0 and spec.shard_numel for spec in packed)
+        self._is_one_cat = all(spec.shard_numel for spec in packed) and all(
+            spec.has_few_slices if self.launches else spec.dim == 0 for spec in packed
+        )
+        self._has_slices = any(spec.num_slices > 1 for spec in packed)
         self._is_even = all(spec.is_even for spec in packed)
         self._is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES
         self._has_single_rows = all(spec.has_single_rows for spec in packed)
@@ -238,6 +246,8 @@ class ReducePlan:
             return
         if self._tail_numel and dtype not in self._tails:
             self._tails[dtype] = [out_WP.new_zeros(self._tail_numel, dtype=dtype)]
+        if self._has_slices:
+            packed = [part for each, spec in zip(packed, self._packed, strict=True) for part in _slices(each, spec)]
         packed += self._tails.get(dtype, [])
         if dtype == out_WP.dtype or self.launches:
             compat.chunk_cat(packed, 0, self.world_size, out=out_WP)
@@ -250,7 +260,8 @@ class ReducePlan:
         if not self._is_one_cat:
             return False
         if self.launches:
-            takes_one_copy = self._is_even and len(packed) == 1  # a concatenation also uploads where its inputs lie
+            # A concatenation also uploads where its inputs lie.
+            takes_one_copy = self._is_even and len(packed) == 1 and not self._has_slices
             return not takes_one_copy and len({each.dtype for each in packed}) == 1
         if self._has_single_rows or not (self._is_even or self._is_little):
             return False

@@ -167,18 +167,25 @@ class GatherPlan:
             own = self._shards[first : first + nbytes]
         self.outputs.append(output)
         self.inputs.append(own)
-        # Chunks along another dim interleave in the parameter.
-        if splits and all(layout.specs[i].dim == 0 for i in layout.packed):
+        if splits and all(layout.specs[i].has_few_slices for i in layout.packed):
             self._plan_split(output)
             return
         for i in layout.packed:
             self._plan_copy_out(i)
 
     def _plan_split(self, segments: Tensor) -> None:
-        """Plans one copy of all: along dim 0, each parameter's chunks, with padding, are a part of each row."""
+        """Plans one copy of all: the chunks of each parameter, or of each of its slices, with padding, are a part of
+        each row.
+        """
         layout = self._layout
         rows = max(layout.specs[i].num_holders for i in layout.packed)
-        places = [(self._unsharded, layout.unsharded_offsets[i], layout.specs[i].compute_nbytes) for i in layout.packed]
+        places = []
+        for i in layout.packed:
+            spec, offset = layout.specs[i], layout.unsharded_offsets[i]
+            nbytes = spec.compute_nbytes // (spec.num_slices or 1)
+            places += [
+                (self._unsharded, offset + j * self._world_size * nbytes, nbytes) for j in range(spec.num_slices)
+            ]
         # Nobody reads the bytes that align the segments, but the parts must make up whole rows.
         behind = self._segments_start + layout.packed_nbytes * self._world_size
         places.append((self._segments, behind, layout.tail_nbytes))

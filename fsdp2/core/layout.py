@@ -38,6 +38,9 @@ MAX_OPERATIONS = 16
 # then a further call of MAX_OPERATIONS brings 1 MiB from each rank, whose time is several times its latency. Neither
 # number is measured on several GPUs.
 LARGE_SHARD_BYTES = 64 * 1024
+# Where operations cost launches, one copies the chunks of all slices of a parameter that is not cut along dim 0, of
+# whole lines of memory. More slices would cost the host more than the copy takes, element by element.
+MAX_SLICES = 256
 # Packed segments exist beside the parameters that are copied out of them. From this size on, if they are a quarter of
 # their group, they lie in memory of their own, which is freed when they are copied: else they would double what a group
 # takes while it is unsharded, where a process group makes many parameters travel packed.
@@ -111,6 +114,16 @@ class ParamSpec:
     @property
     def is_even(self) -> bool:
         return self.num_rows % self.world_size == 0
+
+    @cached_property
+    def num_slices(self) -> int:
+        """Number of slices, one behind the other, that are each cut along their own first dim: 1 along dim 0."""
+        return math.prod(self.shape[: self.dim])
+
+    @cached_property
+    def has_few_slices(self) -> bool:
+        """True if its chunks can be cut and joined slice by slice: dim 0, or the second dim of a stack of experts."""
+        return self.dim == 0 or (self.is_even and self.num_slices <= MAX_SLICES)
 
     @property
     def whole_chunks(self) -> int:

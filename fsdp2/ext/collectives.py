@@ -194,9 +194,9 @@ class SeparateReductions(Observer):
 
     def attached(self, root: Any) -> None:
         for group in root.groups:
-            if group.comms is group.usual_comms and choice_of(group).separate is None:
-                if _separates(group, _unchecked(group.usual_comms.gathers)):
-                    follow(group)
+            is_untouched = group.comms is group.usual_comms and choice_of(group).separate is None
+            if is_untouched and _separates(group, _unchecked(group.usual_comms.gathers)):
+                follow(group)
 
 
 class DebugLevelFromEnvironment(Observer):

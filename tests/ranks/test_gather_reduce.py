@@ -36,7 +36,7 @@ class Case:
     wire_dtype: torch.dtype | None = None
 
     def specs(self, world_size: int) -> tuple[ParamSpec, ...]:
-        return tuple(ParamSpec(*param, world_size) for param in self.params)
+        return tuple(ParamSpec(*param[:3], world_size, *param[3:]) for param in self.params)
 
     def whole(self, i: int, dtype: torch.dtype, seed: int) -> Tensor:
         """Values of parameter i (or of a rank's gradient of it), the same on every rank for the same seed."""
@@ -53,6 +53,11 @@ def same(dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[tuple[tuple[int,
 
 def cast(*shapes: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], torch.dtype, torch.dtype], ...]:
     return tuple((shape, F32, BF16) for shape in shapes)
+
+
+def along(dim: int, params: Any) -> Any:
+    """Returns parameters that are cut along another dim."""
+    return tuple((*param, dim) for param in params)
 
 
 EVEN = ((12, 4), (24,), (12, 2, 8))
@@ -78,6 +83,10 @@ CASES = [
     Case("fp16", same(F16, *EVEN, *UNEVEN), 64, F16),
     Case("fp64", same(F64, *UNEVEN), 64, F64),
     Case("mixed dtypes", (*same(BF16, (3,), (5, 5)), *same(F64, (3, 3)), *same(F32, (5,)), *same(torch.uint8, (7,)))),
+    Case("the second dim", along(1, same(F32, (5, 12), (2, 6, 4), (3, 24)))),
+    Case("other dims, cast", (*along(1, cast((4, 12, 8))), *along(2, cast((2, 3, 6))), *cast((12, 4), (7,)))),
+    Case("other dims, some uneven", (*along(1, cast((4, 7, 8), (4, 12))), *cast((12, 4)))),
+    Case("the second dim, sent in bf16", along(1, cast((2, 12), (3, 6, 2))), wire_dtype=BF16),
     Case("bool and int64", (*same(torch.bool, (5,), (3, 3)), *same(torch.int64, (3,)), *same(F32, (7, 2)))),
 ]
 
@@ -102,6 +111,10 @@ class Comm(NamedPairwiseComm):
         self.direct_min_bytes = direct_min_bytes
 
 
+def own_part(whole: Tensor, spec: ParamSpec, rank: int) -> Tensor:
+    return own_rows(whole.movedim(spec.dim, 0), rank, spec.world_size).movedim(0, spec.dim).contiguous()
+
+
 def check_gather(case: Case, rank: int, world_size: int) -> None:
     """As on CPU, and as on a device that copies packed parameters out by one kernel; from memory of their own, too."""
     check_gather_once(case, rank, world_size)
@@ -122,7 +135,7 @@ def check_gather_once(case: Case, rank: int, world_size: int) -> None:
     plan = GatherPlan(layout, rank, shards, full)
     for seed in (1, 2):
         for i, spec in enumerate(specs):
-            rows = own_rows(case.whole(i, spec.storage_dtype, seed), rank, world_size)
+            rows = own_part(case.whole(i, spec.storage_dtype, seed), spec, rank)
             view_bytes(shards, layout.shard_offsets[i], rows.numel(), spec.storage_dtype).copy_(rows.reshape(-1))
         at_rest = shards.clone()
         work = plan.start(comm)
@@ -177,7 +190,7 @@ def check_reduce_once(case: Case, rank: int, world_size: int) -> None:
         assert set(shards) == set(bucket)
         for i, (flat, offset) in shards.items():
             whole = expected_mean(case, i, specs[i], case.reduce_dtype)
-            expected = own_rows(whole, rank, world_size) if whole.shape[0] else whole
+            expected = own_part(whole, specs[i], rank) if whole.shape[0] else whole
             assert flat.dtype == specs[i].storage_dtype
             stride = torch.empty(expected.shape, device="meta").stride()
             assert torch.equal(flat.as_strided(expected.shape, stride, offset), expected), f"gradient {i}: {specs[i]}"
