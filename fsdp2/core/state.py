@@ -5,7 +5,7 @@
 - after_forward: leaves hooks on the outputs for backward, reshards
 - FSDPParamGroup.pre_backward: backward has reached the module, or reads a weight: unshards, begins the gather of
   what ran before
-- FSDPParamGroup.last_gradient: all gradients are complete (each bucket was reduced with its last): reshards
+- FSDPParamGroup.last_gradient: all gradients are complete: reshards (then the last bucket is reduced)
 - post_backward: the gradients of all inputs are computed: reduces and reshards what is left of this forward
 - Root.end_backward: whatever none of these noticed
 """
