@@ -32,16 +32,17 @@ class MixedPrecisionPolicy:
             parameter is gathered and used in that dtype; None or `param_dtype` means: like the others. It must return
             the same on all ranks.
         wire_dtype: dtype in which gradients travel between the ranks of the shard group, if that is narrower than the
-            dtype in which they are summed. None: they travel in the dtype in which they are summed; on gloo, where
-            each rank sums what it receives, gradients of one backward travel in the dtype in which autograd computes
-            them, which changes no bit of the sums. Equal to `reduce_dtype`: they are cast before they travel on gloo,
-            too; ranks that accumulate different numbers of batches with parameters kept over steps need that.
+            dtype in which they are summed. None: they travel in the dtype in which they are summed; on gloo, where each
+            rank sums what it receives, gradients of one backward travel in the dtype in which autograd computes them,
+            which changes no bit of the sums. Equal to `reduce_dtype`: they are cast before they travel on gloo, too;
+            ranks that accumulate different numbers of batches with parameters kept over steps need that.
             Each rank's gradient is rounded to the wire dtype once (beyond 65504, float16 is infinite). Ranks exchange
-            the shards by an all-to-all, and sum and divide in the reduce dtype. With `param_dtype` bfloat16, gradients
-            are bfloat16 already, and nothing is rounded. A step then sends (2 + 2 + 2) (N - 1) / N bytes per parameter
-            instead of (2 + 2 + 4): two all-gathers and the gradients over N ranks. Unsynchronized gradients accumulate
-            in the reduce dtype, and are rounded when they are sent. Replica groups (HSDP) sum in the reduce dtype;
-            `replicate` therefore refuses it.
+            the shards by an all-to-all, and sum and divide in the reduce dtype. That is for one machine: across
+            machines an all-to-all uses one network card a rank, where the ring that it replaces uses all. With
+            `param_dtype` bfloat16, gradients are bfloat16 already, and nothing is rounded. A step then sends (2 + 2 +
+            2) (N - 1) / N bytes per parameter instead of (2 + 2 + 4): two all-gathers and the gradients over N ranks.
+            Unsynchronized gradients accumulate in the reduce dtype, and are rounded when they are sent. Replica groups
+            (HSDP) sum in the reduce dtype; `replicate` therefore refuses it.
 
     Raises:
         TypeError: a dtype is not a torch.dtype.
