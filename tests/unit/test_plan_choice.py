@@ -16,6 +16,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 import fsdp2
 from fsdp2.__main__ import main as main_of_package
 from fsdp2.planning import plan as planning
+from fsdp2.planning.command import main as main_of_plan
 from helpers import fake_world
 from models import CausalBlock, FrozenMix, TanhBlock, TinyGPT, TinyLSTM
 
@@ -392,6 +393,13 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     text = capsys.readouterr().out
     assert "0 ... 3 (4)  Linear" in text
     assert "of 976.6 KiB on each device" in text
+    speeds = ["--link", "1GB/s", "--flops", "1e12", "--memory-link", "1TB/s", "--cards-per-machine", "1"]
+    times = []
+    for latency in ("1ms", "1ms 0 0", "0 1us 1ms"):
+        assert main_of_plan([*arguments[1:], "--ranks", "16", *speeds, "--latency", *latency.split()]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        times.append([line.split()[-3:-1] for line in lines if "reshard_after_forward=None " in line])
+    assert times[0] == times[1] != times[2]
 
 
 def test_command_line_says_what_is_wrong(

@@ -77,6 +77,13 @@ def test_what_is_no_latency_is_refused(given: Any) -> None:
         predict(latency=given)
 
 
+@pytest.mark.parametrize("name", ["ranks_per_machine", "cards_per_machine"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, True])
+def test_numbers_of_a_machine_are_whole(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected an int of 1 or more"):
+        predict(**{name: value})
+
+
 def test_a_collective_of_many_tensors_is_several_launches() -> None:
     """Each of at most 16 operations. An exchange launches each tensor on its own."""
     block = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(40)])
