@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.policy import MixedPrecisionPolicy
+from ..ext.collectives import RANKS_OF_A_MACHINE
 from ..ext.nested import tensors_in
 from .ledger import Machine
 from .network import NCCL_LATENCY, NO_LATENCY
@@ -78,8 +79,15 @@ def read_machine(
     is_on_device = torch.device(device) != torch.device("cpu")
     if read.get("memory_link") is None and is_on_device:
         read["memory_link"] = MEMORY_LINK
-    default = NCCL_LATENCY if over == "nccl" and is_on_device else NO_LATENCY
-    return Machine(device, over, latency=read_latency(latency, default), **counts, **read)  # type: ignore[arg-type]
+    is_nccl = over == "nccl" and is_on_device
+    return Machine(
+        device,
+        over,
+        latency=read_latency(latency, NCCL_LATENCY if is_nccl else NO_LATENCY),
+        apart_beyond=RANKS_OF_A_MACHINE if is_nccl else None,
+        **counts,
+        **read,  # type: ignore[arg-type]
+    )
 
 
 def read_policies(model: nn.Module, policy: Any) -> dict[str, Any]:

@@ -166,6 +166,15 @@ def test_reductions_on_a_communicator_of_their_own_share_the_links() -> None:
     assert seconds(8, 0.0, 1000) == pytest.approx(seconds(None, 0.0, 1000))
 
 
+def test_a_plan_knows_where_the_engine_reduces_on_a_communicator_of_its_own() -> None:
+    """On devices over NCCL, beyond the ranks of a machine: the last reduction is exposed, the others beside gathers."""
+    for ranks, arguments, is_apart in ((8, {}, False), (16, {}, True), (16, {"device": "cpu"}, False)):
+        taken = predict(ranks=ranks, link=INFINITE, latency=1e-3, ranks_per_machine=16, **arguments)
+        both = 1e-3 * sum(taken.launched.values())
+        assert taken.time == pytest.approx(both) or is_apart
+        assert taken.time < 0.99 * both or not is_apart
+
+
 # ---- the optimizer
 
 
