@@ -237,13 +237,30 @@ def resumed(names: Names, expected: Names) -> None:
     """The best model is not the last one; `again` repeats what `trainer` has trained after its second step."""
     best = assert_best(names, expected)
     assert_like(values(tiny_llama.load(Path("best"))), expected["values"])
-    # The same with whole tensors, which the first rank writes, in files that `from_pretrained` reads.
     (block,) = (block for block in BLOCKS if block.heading == "Resuming, and the best model")
-    whole: Names = {"__name__": block.heading}
-    exec(GROUND.compiled(), whole)
-    exec(block.source.replace("SHARDED_STATE_DICT", "FULL_STATE_DICT").replace('"runs', '"whole'), whole)
+    whole = other_trainer(block, ("SHARDED_STATE_DICT", "FULL_STATE_DICT"), ('"runs', '"whole'), ('"resumed', '"later'))
     assert_best(whole, expected)
+    # The first rank has written whole tensors, in files that `from_pretrained` reads.
     assert_like(values(tiny_llama.load(Path("whole") / best)), expected["values"])
+    # Where the last checkpoint is the best, Trainer asks for its folder before a rank writes into it.
+    folders = ('"runs', '"last'), ('"resumed', '"last again')
+    last = other_trainer(block, *folders, ("/checkpoint-2", "/checkpoint-4"), ("data[8:]", "data[:8]"))
+    for each in last["trainer"], last["again"]:
+        losses = [entry["eval_loss"] for entry in each.state.log_history if "eval_loss" in entry]
+        assert losses == sorted(losses, reverse=True), "the last is not the best: choose other data"
+        assert each.state.best_model_checkpoint == str(Path(each.args.output_dir, "checkpoint-6"))
+
+
+def other_trainer(block: Code, *replaced: tuple[str, str]) -> Names:
+    """Returns the names of a snippet that runs with other words."""
+    source = block.source
+    for old, new in replaced:
+        assert old in source
+        source = source.replace(old, new)
+    names: Names = {"__name__": block.heading}
+    exec(GROUND.compiled(), names)
+    exec(source, names)
+    return names
 
 
 def assert_best(names: Names, expected: Names) -> str:
@@ -254,9 +271,12 @@ def assert_best(names: Names, expected: Names) -> str:
         assert min(losses) < losses[-1], "the last is the best: choose other data"
         assert_like(values(each.model), expected["values"])
     best = f"checkpoint-{2 + 2 * losses.index(min(losses))}"
-    folder = Path(names["again"].args.output_dir)
-    assert Path(names["again"].state.best_model_checkpoint).name == best
+    folder, later = (Path(names[each].args.output_dir) for each in ("trainer", "again"))
+    assert best == "checkpoint-2", "`again` starts from the best: choose other data"
+    for each in names["trainer"], names["again"]:
+        assert each.state.best_model_checkpoint == str(folder / best)
     assert {path.name for path in folder.iterdir()} == {best, "checkpoint-6"}
+    assert {path.name for path in later.iterdir()} == {"checkpoint-4", "checkpoint-6"}
     return best
 
 
