@@ -78,4 +78,5 @@ def test_the_command_line_takes_a_config(tmp_path: Path, capsys: pytest.CaptureF
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "transformer.h.0 ... transformer.h.1 (2)  GPT2Block" in text
-    assert "note" not in text
+    notes = [line for line in text.splitlines() if line.startswith("note")]
+    assert all(line.startswith("note: CPU offload: ") for line in notes), notes

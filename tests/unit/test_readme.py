@@ -31,6 +31,10 @@ def test_a_test_that_is_named_exists(file: str, name: str) -> None:
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+def test_each_file_of_tests_has_tests() -> None:
+    assert [name for name, path in TESTS.items() if not re.search(r"^ *def test_", path.read_text(), re.M)] == []
+
+
 @pytest.mark.parametrize(("file", "name"), named(r"(?<![\w./-])(?:examples|benchmarks|tests)/[a-z0-9_./-]+\.\w+"))
 def test_a_file_that_is_named_exists(file: str, name: str) -> None:
     assert (ROOT / name).is_file() or (ROOT / file).parent.joinpath(name).is_file()
