@@ -106,7 +106,11 @@ def trainer(folder: Path, output: Path, fsdp_config: dict[str, Any], **options: 
     rows = torch.cat([tiny_llama.batch(step) for step in range(tiny_llama.STEPS)])
     data = [{"input_ids": row, "labels": row} for row in rows]
     return transformers.Trainer(
-        tiny_llama.load(folder), arguments, train_dataset=data, optimizer_cls_and_kwargs=tiny_llama.SGD
+        tiny_llama.load(folder),
+        arguments,
+        train_dataset=data,
+        eval_dataset=data[:3],
+        optimizer_cls_and_kwargs=tiny_llama.SGD,
     )
 
 
@@ -150,6 +154,21 @@ def resumes(implementation: str, expected: dict[str, Tensor], folder: Path, outp
         assert torch.equal(generate(resumed.model), generated)
 
 
+def resumes_on_other_ranks(
+    implementation: str, expected: dict[str, Tensor], folder: Path, output: Path, state_dict_type: str, per_step: int
+) -> None:
+    """From a checkpoint of two ranks, with evaluations in between, on as many rows a step."""
+    with using(implementation):
+        pretend_accelerator()
+        rows = tiny_llama.ROWS // dist.get_world_size() // per_step
+        options = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": per_step}
+        options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}
+        resumed = trainer(folder, output / "resumed", {"state_dict_type": state_dict_type}, **options)
+        resumed.train(resume_from_checkpoint=str(output / "checkpoint-2"))
+        assert_sharded(resumed.model, implementation, at_least=3)
+        record_of(resumed).assert_like(expected, **TOLERANCE)
+
+
 def generate(model: Any) -> Tensor:
     return model.generate(tiny_llama.batch(0), max_new_tokens=4, do_sample=False)
 
@@ -176,6 +195,12 @@ def test_trainer(implementation: str, tmp_path: Path) -> None:
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         checks.append((kind, partial(resumes, implementation, with_generated, folder, tmp_path / kind, kind)))
     run_checks(2, checks, timeout=120)
+    for ranks, per_step in (4, 1), (1, 2):
+        checks = []
+        for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+            given = (implementation, expected, folder, tmp_path / kind, kind, per_step)
+            checks.append((kind, partial(resumes_on_other_ranks, *given)))
+        run_checks(ranks, checks, timeout=120)
 
 
 # ---- label smoothing -------------------------------------------------------------------------------------------------
