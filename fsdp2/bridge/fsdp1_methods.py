@@ -43,6 +43,9 @@ _INSTEAD = {
 def follow_fsdp1_methods() -> None:
     """Makes `summon_full_params` of FSDP1's class gather sharded modules, and its other methods raise an error that
     says what to write instead.
+
+    A block with `writeback=True` written out is for writes: they are kept, and no module of it can compute inside. In
+    other blocks modules can compute, and writes raise.
     """
     when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _replace_methods)
 
@@ -88,13 +91,15 @@ def _summoning(fsdp1: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def summon(
         module: Any,
         recurse: bool = True,
-        writeback: bool = True,
+        writeback: bool | None = None,
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[Any]:
         from .. import full_params
 
+        is_for_writes = writeback is True
+        writeback = writeback is not False  # FSDP1's default is True
         groups = _groups_in(module, recurse)
         if not groups:
             found: AbstractContextManager[Any] = original(
@@ -108,9 +113,9 @@ def _summoning(fsdp1: Any, original: Callable[..., Any]) -> Callable[..., Any]:
                 "every rank."
             )
         options: dict[str, Any] = {}
-        if rank0_only or offload_to_cpu:
+        if rank0_only or offload_to_cpu or is_for_writes:
             options = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
-        # Else not the copies that `writeback` needs: forwards may run inside, and what is written raises.
+        # Else not the copies that `writeback` needs: the default says nothing of writes, and forwards may run inside.
         ours = partial(full_params, module, recurse=recurse, **options)
         if not any(isinstance(each, fsdp1) for each in module.modules()):
             return ours()

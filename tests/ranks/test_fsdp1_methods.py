@@ -148,9 +148,18 @@ def parameters_are_summoned() -> None:
         model.head.weight.mul_(2)
     with full_params(model, writeback=True), torch.no_grad():
         model.head.weight.mul_(2)
+    # Written out, `writeback=True` says that the block is for writes, of one sharded module or of all.
+    with FSDP1.summon_full_params(model, writeback=True), torch.no_grad():
+        model.head.weight.mul_(2)
+        next(model.block.parameters()).data.add_(1)
+    with FSDP1.summon_full_params(model.block, True, True), torch.no_grad():
+        next(model.block.parameters()).data = next(model.block.parameters()).data + 1
     with torch.no_grad():
-        plain.head.weight.mul_(2)
-    assert_same(model.head.weight, plain.head.weight, 1e-5, 1e-6, "written")
+        plain.head.weight.mul_(4)
+        next(plain.block.parameters()).add_(2)
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(param, other, 1e-5, 1e-6, name)
+    assert_same(model(x), plain(x), 1e-5, 1e-6, "a forward afterwards")
     with pytest.raises(NotImplementedError, match=r"full_tensor\(\) of each parameter, on every rank"):
         FSDP1.summon_full_params(model, with_grads=True)
 

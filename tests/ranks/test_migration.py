@@ -365,6 +365,11 @@ def summoned_by_fsdp1() -> None:
     with pytest.raises(RuntimeError, match="modified inside full_params"):
         write()
     trains(model)
+    written, expected = shard(build()), build()
+    with torchs.FullyShardedDataParallel.summon_full_params(written, writeback=True), torch.no_grad():
+        written.head.weight.zero_()
+        expected.head.weight.zero_()
+    assert_like(written, expected, 0)
 
 
 @row("FSDP1", "`summon_full_params(m, recurse, writeback, rank0_only, offload_to_cpu)`")
