@@ -178,6 +178,6 @@ def test_trains_as_plain(implementation: str, tmp_path: Path) -> None:
     checks.append(("ignores", partial(ignores, implementation)))
     for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         checks.append((f"resumes {kind}", partial(resumes, implementation, expected, tmp_path, kind)))
-    run_checks(2, checks)
+    run_checks(2, checks, timeout=120)
     mesh = {"dp_replicate_size": 2, "dp_shard_size": 2}
     run_checks(4, [("replicates", partial(trains, implementation, expected, mesh=mesh))])
