@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from ..ext.owners import some_of
 from .check_times import Check
 
 _CONTAINERS = (list, tuple, dict)
+_ONE_SEARCH = threading.Lock()
 
 
 class KeptMemory(Check):
@@ -26,6 +31,7 @@ class KeptMemory(Check):
 
     def __init__(self) -> None:
         self._is_said = False
+        self._num_seen = 0
 
     def backward_failed(self, root: Any) -> None:
         self._is_said = True
@@ -35,6 +41,9 @@ class KeptMemory(Check):
 
     def memory_kept(self, group: FSDPParamGroup) -> None:
         if self._is_said or num_dispatch_modes():  # such as CommDebugMode keep the data of all parameters
+            return
+        self._num_seen += 1
+        if self._num_seen & (self._num_seen - 1):  # 1, 2, 4, ...: to search takes long
             return
         names = some_of(dict.fromkeys(_kept_names(group)))
         if names:  # else a process group has not let go of it yet, for example
@@ -50,9 +59,30 @@ class KeptMemory(Check):
             )
 
 
-def _kept_names(group: FSDPParamGroup) -> Iterator[str]:
+def _kept_names(group: FSDPParamGroup) -> list[str]:
+    kept = [group.params[i].name for i in group.parameters.kept]
+    with _no_other_thread():
+        return kept or list(_names_of_views(group))
+
+
+@contextmanager
+def _no_other_thread() -> Iterator[None]:
+    """Context: no other thread runs Python. A list of all objects is a reference to each, which a rank in another
+    thread would count as something that has kept its parameters.
+    """
+    with _ONE_SEARCH:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(10)
+        try:
+            if threading.active_count() > 1:
+                time.sleep(4 * interval)  # those that wait for their turn by the old interval get it
+            yield
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def _names_of_views(group: FSDPParamGroup) -> Iterator[str]:
     parameters = group.parameters
-    yield from (group.params[i].name for i in parameters.kept)
     buffers = parameters.buffers
     if buffers is not None:
         own = _tensors_of([buffers, parameters.bases, parameters.unsharded])
