@@ -2,9 +2,10 @@
 
     python -m phantom.run -m phantom.record --out FOLDER [--model 1B] [--ranks 8] [--tokens 4096] ... [LIBRARY ...]
 
-Several steps are logged. The time between two calls of a thread is the CPU time that the thread took, and the least of
-all steps that made the same calls: what else the machine did does not count. Where the thread changes, it is the least
-time by the clock.
+Each library has a process of its own, and they take turns at the steps that are logged. The time between two calls of a
+thread is the CPU time that the thread took, and the least of all steps that made the same calls: what else the machine
+did does not count. Where the thread changes, it is the least time by the clock. Before each logged step, one is taken
+without a log, whose CPU time is kept.
 """
 
 import argparse
@@ -14,7 +15,11 @@ import importlib
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +31,10 @@ from torch.distributed.tensor import DTensor
 from . import models
 
 MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp"}
-ABOUT = ("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "offload", "checkpoint", "prepare")
+ABOUT = (
+    *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "offload", "keep", "reshard"),
+    *("checkpoint", "optimizer", "prepare"),
+)
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
 
@@ -43,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reduce-bf16", action="store_true", help="reduce in bf16, too")
     add("--offload", action="store_true")
     add("--keep", action="store_true", help="reshard_after_forward=False")
+    add("--reshard", type=int, default=0, help="reshard_after_forward: so many ranks hold the parameters together")
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
     add("--steps", type=int, default=9, help="steps that are logged")
@@ -51,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def start(args: argparse.Namespace) -> Any:
     """Begins the process group, and returns the mesh."""
-    os.environ["PHANTOM_SPLITS"] = f"{args.replicas},{args.ranks}" if args.replicas > 1 else ""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.cuda.set_device(0)
     size, device = args.ranks * args.replicas, torch.device("cuda", 0)
@@ -76,6 +84,8 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             options["mp_policy"] = module.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
         if args.keep:
             options["reshard_after_forward"] = False
+        if args.reshard:
+            options["reshard_after_forward"] = args.reshard
         if args.offload:
             options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
             device = torch.device("cpu")
@@ -156,7 +166,30 @@ def merge(steps: list[list[Call]]) -> tuple[list[Call], int]:
     return out, len(alike)
 
 
-def record(library: str, args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
+class _Comm(ctypes.Structure):
+    """A communicator of the stub library."""
+
+    _fields_ = (("rank", ctypes.c_int), ("ranks", ctypes.c_int), ("id", ctypes.c_int))
+
+
+def find_communicators() -> dict[int, list[int]]:
+    """Returns id -> global ranks of all communicators that there are, and tells the stub library how many these are.
+
+    Of one that is split off another, only the ranks that are not there would know it.
+    """
+    found = {}
+    device = torch.device("cuda", 0)
+    for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+        address = group._get_backend(device)._comm_ptr()
+        if address:
+            comm = _Comm.from_address(address)
+            comm.ranks = len(ranks)
+            found[comm.id] = sorted(ranks)
+    return found
+
+
+def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[], object]) -> dict[str, Any]:
+    """Trains and logs. It calls `turn` before each step that is measured."""
     model, shape = build(library, args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if args.optimizer else None
     ids = torch.randint(shape.vocab, (args.rows, args.tokens)).cuda()
@@ -174,9 +207,16 @@ def record(library: str, args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
         "reserved": torch.cuda.max_memory_reserved(),
         "retries": torch.cuda.memory_stats()["num_alloc_retries"],
     }
-    steps, counts = [], {}
+    comms = find_communicators()
+    steps, counts, cpu_ms = [], {}, []
     with tempfile.NamedTemporaryFile(suffix=".txt") as file:
         for _ in range(args.steps):
+            turn()
+            gc.collect()
+            runtime.phantom_reset(0)
+            begin = time.process_time()
+            run_step(model, ids, optimizer, _mark_nothing)
+            cpu_ms.append((time.process_time() - begin) * 1e3)
             gc.collect()
             runtime.phantom_reset(1)
             run_step(model, ids, optimizer, runtime.phantom_mark)
@@ -193,26 +233,87 @@ def record(library: str, args: argparse.Namespace, mesh: Any) -> dict[str, Any]:
     return {
         "library": library,
         "about": {name: getattr(args, name) for name in ABOUT},
+        "comms": comms,
         "memory": memory,
         "counts": counts,
         "same": same,
         "host_ms": [(step[-1][0] - step[0][0]) / 1e6 for step in steps],
+        "cpu_ms": cpu_ms,
         "calls": calls,
     }
 
 
+# ---- a process for each library
+
+
+def options_of(args: argparse.Namespace) -> list[str]:
+    """Returns the options of `add_arguments` that differ from their defaults, as they are written."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    written = []
+    for name, default in vars(parser.parse_args([])).items():
+        value, option = getattr(args, name), "--" + name.replace("_", "-")
+        if value != default:
+            written += [option] if value is True else [option, str(value)]
+    return written
+
+
+def record_all(args: argparse.Namespace, libraries: Sequence[str], out: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Writes `out`/LIBRARY.json for each library, and returns the contents by library.
+
+    Raises:
+        RuntimeError: a process has failed. It has written why to stderr.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-W", "ignore", "-m", __spec__.name, *options_of(args), "--turns", "--out", str(out)]
+    processes = []
+    try:
+        for library in libraries:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            process = subprocess.Popen([*command, library], **pipes)
+            processes.append(process)
+            _wait(process, library)
+        for _ in range(args.steps):
+            for process, library in zip(processes, libraries, strict=True):
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+                _wait(process, library)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {library: json.loads((out / f"{library}.json").read_text()) for library in libraries}
+
+
+def _wait(process: Any, library: str) -> None:
+    """Waits until the process asks for its next turn, or has written its file."""
+    while (line := process.stdout.readline()) not in (b"turn\n", b"written\n"):
+        if not line:
+            raise RuntimeError(f"the process of {library} has ended with status {process.wait()}")
+        sys.stderr.write(line.decode(errors="replace"))
+
+
+def _take_turn() -> None:
+    print("turn", flush=True)
+    if not sys.stdin.readline():
+        os._exit(1)  # whoever gives turns is gone
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for LIBRARY.json")
+    parser.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)  # is one of these processes
     parser.add_argument("libraries", nargs="*", default=["plain", "fsdp2", "torch"])
     args = parser.parse_intermixed_args()
-    mesh = start(args)
-    exec(args.prepare, {})
-    args.out.mkdir(parents=True, exist_ok=True)
-    for library in args.libraries:
-        result = record(library, args, mesh)
-        (args.out / f"{library}.json").write_text(json.dumps(result))
+    if args.turns:
+        mesh = start(args)
+        exec(args.prepare, {})
+        (library,) = args.libraries
+        (args.out / f"{library}.json").write_text(json.dumps(record(library, args, mesh, _take_turn)))
+        print("written", flush=True)
+        os._exit(0)  # no other rank takes part in the end of the process group
+    for library, result in record_all(args, args.libraries, args.out).items():
         memory = {what: round(nbytes / 2**30, 3) for what, nbytes in result["memory"].items()}
         merged, spans = result["calls"][-1][0] / 1e6, " ".join(f"{span:.1f}" for span in result["host_ms"])
         same = f"same calls in {result['same']} of {args.steps} steps"
@@ -221,4 +322,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # no other rank takes part in the end of the process group

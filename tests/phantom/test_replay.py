@@ -1,15 +1,20 @@
 """Tests the replay of recorded calls on records whose times can be worked out by hand."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from phantom import timeline, unchecked
+from phantom.prices import Machine, Ring
 
-ABOUT = {"model": "1B", "tokens": 1, "rows": 1, "fp32": False, "ranks": 8, "replicas": 1}
+ABOUT = {"model": "1B", "layers": 1, "tokens": 1, "rows": 1, "fp32": False, "ranks": 8, "replicas": 1}
 FREE_HOST = {"host_scale": 0.0, "launch_us": 0.0, "event_us": 0.0, "nccl_us": 0.0, "nccl_op_us": 0.0}
-MACHINE = timeline.Machine(**FREE_HOST, flops=1e12, memory=1e12, floor_us=1.0, latency_us=10.0, bandwidth=1.0)
+MACHINE = Machine(
+    **FREE_HOST, flops=1e12, memory=1e12, floor_us=1.0, base_us=10.0, inside_us=0.0, between_us=0.0, nvlink=1.0
+)
 
 
 def call(kind: str, stream: int = 0, *numbers: int, name: str = "") -> list[Any]:
@@ -21,15 +26,20 @@ def gemm(us: int) -> list[Any]:
     return call("gemm", 0, 100, 100, us * 50, 1, 2)
 
 
-def gather(kilobytes: int, stream: int = 7) -> list[Any]:
+def gather(kilobytes: int, stream: int = 7, comm: int = 1) -> list[Any]:
     """Seven peers send so many kilobytes of bf16 each: 7 us each at 1 GB/s, and 10 of latency."""
-    return call("ncclAllGather", stream, 500 * kilobytes, 9, -1, 1, 8)
+    return call("ncclAllGather", stream, 500 * kilobytes, 9, -1, comm, 8)
 
 
-def replay(*calls: list[Any]) -> dict[str, Any]:
+def waits(*streams: int) -> list[list[Any]]:
+    """The compute stream waits for these."""
+    return [each for s in streams for each in (call("cudaEventRecord", s, s), call("cudaStreamWaitEvent", 0, s, s))]
+
+
+def replay(*calls: list[Any], machine: Machine = MACHINE, **more: Any) -> dict[str, Any]:
     """Returns a step in which streams 7 and 8 begin when the last step has ended."""
     begin = [call("cudaEventRecord", 0, 9), *(call("cudaStreamWaitEvent", stream, 9) for stream in (7, 8))]
-    return timeline.replay({"about": ABOUT, "calls": [*begin, *calls]}, MACHINE)
+    return timeline.replay({"about": ABOUT, "calls": [*begin, *calls], **more}, machine)
 
 
 def test_work_of_a_stream_is_in_order() -> None:
@@ -55,8 +65,77 @@ def test_a_group_of_collectives_has_one_latency() -> None:
 
 def test_one_collective_of_a_communicator_runs_at_a_time() -> None:
     """On whatever streams."""
-    waits = [call("cudaEventRecord", 8, 1), call("cudaStreamWaitEvent", 0, 1, 8), gemm(1)]
-    assert replay(gather(1, 7), gather(1, 8), *waits)["step"] == pytest.approx(2 * 17 + 1)
+    assert replay(gather(1, 7), gather(1, 8), *waits(8), gemm(1))["step"] == pytest.approx(2 * 17 + 1)
+
+
+def test_communicators_share_links_and_no_latency() -> None:
+    """10 us of latency each, at once; then 7 us of bytes each, one after the other."""
+    calls = (gather(1, 7, 1), gather(1, 8, 2), *waits(7, 8), gemm(1))
+    assert replay(*calls)["step"] == pytest.approx(10 + 2 * 7 + 1)
+    assert replay(*calls, machine=replace(MACHINE, own_links=True))["step"] == pytest.approx(10 + 7 + 1)
+    # Of two machines of four ranks, the second communicator has one rank of each: it uses cards, and the first NVLink.
+    apart = {"comms": {"1": [0, 1, 2, 3], "2": [0, 4]}}
+    machine = replace(MACHINE, ranks_per_machine=4, cards=4, card=1.0, decay=0.0)
+    calls = (
+        call("ncclAllGather", 7, 3500, 9, -1, 1, 4),  # 7 KB of each rank, at 1 GB/s
+        call("ncclAllReduce", 8, 3500, 9, 0, 2, 2),  # 7 KB of all, twice half of it
+        *waits(7, 8),
+        gemm(1),
+    )
+    assert replay(*calls, machine=machine, **apart)["step"] == pytest.approx(10 + 3 * 7 + 1)
+
+
+def test_bytes_fill_the_gaps_of_a_link() -> None:
+    """The second one begins before the first one, which waits for 30 us of compute, and ends after it."""
+    first = (call("cudaEventRecord", 0, 1), call("cudaStreamWaitEvent", 7, 1), gather(1, 7, 1))
+    calls = (gemm(30), *first, gather(6, 8, 2), *waits(7, 8), gemm(1))
+    result = replay(*calls)  # bytes of the second: 10 to 40, and from 47 on; of the first: 40 to 47
+    assert result["step"] == pytest.approx(10 + 6 * 7 + 7 + 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microseconds", "gbs", "by_own_card"),
+    [
+        (range(8), 11 + 7 * 2.6, 370.0, None),
+        (range(16), 11 + 14 * 2.6 + 7.5, 370.0, 50.0),  # two machines: 8 cards would do 380
+        (range(64), 11 + 56 * 2.6 + 7 * 7.5, 340.0, 50.0),
+        (range(512), 11 + 448 * 2.6 + 63 * 7.5, 280.0, 50.0),
+        (range(0, 64, 8), 11 + 7 * 7.5, 42.5, 50.0),  # a rank on each machine, as HSDP's replicas
+        (range(0, 64, 2), 11 + 24 * 2.6 + 7 * 7.5, 170.0, 50.0),  # every second rank: half of the cards
+        ((0, 1), 11 + 2.6, 370.0, None),
+        ((0, 8), 11 + 7.5, 47.5, 50.0),
+    ],
+)
+def test_a_ring_by_where_its_ranks_are(
+    ranks: Sequence[int], microseconds: float, gbs: float, by_own_card: float | None
+) -> None:
+    machine, ring = Machine(), Ring.of(ranks, Machine())
+    for kind in ("ncclAllGather", "ncclReduceScatter"):
+        assert ring.latency(machine, kind) == pytest.approx(microseconds)
+        assert ring.latency(replace(machine, latency=0.5), kind) == pytest.approx(microseconds / 2)
+    assert ring.latency(machine, "ncclAllReduce") == pytest.approx(2 * microseconds - 11)
+    peers = len(ranks) - 1
+    assert ring.time(machine, "ncclAllGather", 1e6) == pytest.approx(peers * 1e3 / gbs)
+    assert ring.time(machine, "ncclReduceScatter", 1e6) == pytest.approx(peers * 1e3 / gbs)
+    assert ring.time(machine, "ncclAllReduce", 1e6 * len(ranks)) == pytest.approx(2 * peers * 1e3 / gbs)
+    far = sum(rank >= 8 for rank in ranks)
+    expected = far * 1e3 / by_own_card if by_own_card else peers * 1e3 / 370
+    assert ring.time(machine, "ncclAlltoAll", 1e6) == pytest.approx(expected)
+
+
+def test_cards_of_a_machine_are_shared_by_its_ranks() -> None:
+    """With one card for eight ranks a ring has all of it, and each of eight rings, or all-to-alls, an eighth."""
+    machine = Machine(cards=1, decay=0.0)
+    everyone, few = Ring.of(range(64), machine), Ring.of(range(0, 64, 8), machine)
+    assert everyone.gbs(machine) == pytest.approx(50)
+    assert few.gbs(machine) == pytest.approx(50 / 8)
+    assert everyone.time(machine, "ncclAlltoAll", 1e6) == pytest.approx(56 * 1e3 / (50 / 8))
+    pairs = Machine(ranks_per_machine=2, cards=2, decay=0.0)
+    assert Ring.of(range(64), pairs) == Ring(64, 32, 2)
+    assert Ring.of(range(64), pairs).gbs(pairs) == pytest.approx(100)
+    assert Ring.of(range(64), replace(pairs, card=500.0)).gbs(replace(pairs, card=500.0)) == pytest.approx(370), (
+        "NVLink"
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,9 +150,41 @@ def test_one_collective_of_a_communicator_runs_at_a_time() -> None:
     ],
 )
 def test_bytes_of_collectives(kind: str, kilobytes: float) -> None:
-    prices = timeline.Prices(MACHINE, ABOUT)
-    assert prices.collective(kind, 500, 9, 8) == pytest.approx(kilobytes)
-    assert prices.collective(kind, 500, 9, 1) == 0
+    assert Ring.of(range(8), MACHINE).time(MACHINE, kind, 1000) == pytest.approx(kilobytes)
+    assert Ring.of(range(1), MACHINE).time(MACHINE, kind, 1000) == 0
+
+
+def test_sends_to_all_others_take_as_long_as_an_all_to_all() -> None:
+    for ranks in (range(8), range(64), range(0, 64, 8)):
+        ring, machine = Ring.of(ranks, Machine()), Machine()
+        sends = (len(ranks) - 1) * ring.time(machine, "ncclSend", 1e6)
+        assert sends == pytest.approx(ring.time(machine, "ncclAlltoAll", 1e6))
+
+
+def test_the_optimizer_reads_and_writes_the_shard() -> None:
+    """After the compute stream has waited for all reductions; not if its kernels were recorded."""
+    calls = (gemm(5), call("mark", name="optimizer"))
+    elements = timeline.elements_of_shard(ABOUT)
+    assert elements == pytest.approx((2 * 128256 * 2048 + 2048 + 60_821_504) / 8)
+    assert replay(*calls)["step"] == pytest.approx(5 + 28 * elements / 1e6)
+    assert replay(*calls, about={**ABOUT, "optimizer": True})["step"] == pytest.approx(5)
+    assert replay(*calls, machine=replace(MACHINE, optimizer=0.0))["step"] == pytest.approx(5)
+
+
+def test_extremes_whose_answer_is_known() -> None:
+    """A wire without bytes or latency exposes nothing; latencies alone add up where nothing hides them."""
+    calls = [call("mark", name="forward"), gather(4), *waits(7), gemm(3), gather(1), *waits(7), gemm(2)]
+    record = {"about": ABOUT, "calls": [*calls, call("mark", name="optimizer")]}
+    found = timeline.check(record, Machine(**FREE_HOST))
+    assert found["parts / step"] == pytest.approx(1)
+    assert found["lost"] == 0
+    assert found["waits, host free"] == 0
+    assert found["exposed, wire free"] == pytest.approx(0, abs=1e-3)
+    assert found["collectives"] == 2
+    plain = {"about": ABOUT, "calls": [gemm(3), gemm(2)]}
+    result = timeline.replay(plain, MACHINE)
+    assert result["step"] == result["busy"] == pytest.approx(5)
+    assert timeline.sweep({"fsdp2": record, "torch": record}, MACHINE, "latency", [1, 2]).count("ratio 1.000") == 2
 
 
 def test_where_values_are_not_compared_shapes_and_dtypes_are() -> None:

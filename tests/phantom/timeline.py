@@ -11,143 +11,15 @@ without a pause; the third is reported. What it doesn't know: README.md.
 import argparse
 import json
 import pathlib
-import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from . import models
-
-ITEM = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}  # of NCCL's dtypes
-
-
-@dataclass(frozen=True)
-class Machine:
-    host_scale: float = 1.0  # of the measured host times
-    launch_us: float = 2.0  # the driver's time for a kernel or copy
-    event_us: float = 0.5  # for an event recorded, waited for, made or asked
-    nccl_us: float = 5.0  # for a group of collectives,
-    nccl_op_us: float = 1.0  # and for each of them
-    latency_us: float = 0.0  # of a group of collectives; 0: 20 up to 8 ranks, else 60
-    bandwidth: float = 0.0  # GB/s, (N - 1) / N of the bytes take bytes / bandwidth; 0: 370 up to 8 ranks, else 45
-    flops: float = 0.6 * 989e12
-    fp32_flops: float = 0.6 * 67e12
-    attention: float = 0.4 * 989e12
-    memory: float = 0.8 * 3.35e12  # bytes per second
-    strided: float = 0.5  # of it, for copies between differently strided tensors
-    pcie: float = 50e9
-    floor_us: float = 2.5  # no kernel takes less
-    wait_us: float = 0.0  # a stream's own time for a wait on another stream's event
-    contention: float = 0.0  # by what fraction computing slows down while a collective runs,
-    copy_contention: float = 1.0  # and while a copy runs on another stream; 1: they take turns at the memory
-    parallel_comm: bool = False  # collectives of one communicator on two streams overlap, each at full bandwidth
-    sync: bool = False  # the host waits for the GPU at the end of each step
-
-    def for_ranks(self, n: int) -> "Machine":
-        return replace(
-            self,
-            latency_us=self.latency_us or (20 if n <= 8 else 60),
-            bandwidth=self.bandwidth or (370 if n <= 8 else 45),
-        )
-
-
-# ---- prices
-
-
-class Prices:
-    def __init__(self, machine: Machine, about: dict[str, Any]) -> None:
-        self.machine, self.fp32 = machine, about["fp32"]
-        self.shape, self.tokens = models.SHAPES[about["model"]], about["tokens"] * about["rows"]
-        self._bytes: dict[tuple[Any, ...], float] = {}
-        self.guessed: Counter[str] = Counter()
-
-    def gemm(self, m: int, n: int, k: int, batch: int, dtype: int) -> float:
-        if not m:
-            self.guessed["matrix product of unknown size"] += 1
-        flops = 2.0 * m * n * k * max(batch, 1)
-        item = 4 if dtype == 0 else 2
-        nbytes = item * max(batch, 1) * (m * n + m * k + k * n)
-        rate = self.machine.fp32_flops if dtype == 0 else self.machine.flops
-        return max(flops / rate * 1e6, nbytes / self.machine.memory * 1e6, self.machine.floor_us)
-
-    def collective(self, kind: str, count: int, dtype: int, ranks: int) -> float:
-        """Returns the time of its bytes, without latency, in us."""
-        nbytes = count * ITEM.get(dtype, 4)
-        if kind in ("ncclAllGather", "ncclReduceScatter", "ncclAlltoAll"):  # count: of one rank, or for one rank
-            moved = nbytes * (ranks - 1)
-        elif kind == "ncclAllReduce":
-            moved = 2 * nbytes * (ranks - 1) / ranks
-        elif kind == "ncclRecv":  # both directions of a link work at once; what is sent counts
-            moved = 0.0
-        else:
-            moved = nbytes
-        return moved / (self.machine.bandwidth * 1e9) * 1e6 if ranks > 1 else 0.0
-
-    def copy(self, nbytes: int, direction: int) -> float:
-        rate = self.machine.memory / 2 if direction == 3 else self.machine.pcie
-        return max(nbytes / rate * 1e6, self.machine.floor_us)
-
-    def kernel(self, name: str, x: int, y: int, z: int, threads: int, n: int) -> float:
-        m = self.machine
-        if (flops := self._attention(name, x, y, z)) is not None:
-            return max(flops / m.attention * 1e6, m.floor_us)
-        key = (name, x, y, z, threads, n)
-        if key not in self._bytes:
-            self._bytes[key] = self._bytes_of(name, x * y * z, threads, n)
-        return max(self._bytes[key] / m.memory * 1e6, m.floor_us)
-
-    @staticmethod
-    def _attention(name: str, x: int, y: int, z: int) -> float | None:
-        found = re.search(r"flash_(fwd_kernel|bwd_dq_dk_dv).*?traitsILi(\d+)ELi(\d+)ELi(\d+)", name)
-        if not found:
-            return None
-        forward, head, rows, columns = found[1] == "fwd_kernel", int(found[2]), int(found[3]), int(found[4])
-        length = x * (rows if forward else columns)
-        return 4.0 * length**2 / 2 * head * y * z * (1 if forward else 2.5)  # causal
-
-    def _bytes_of(self, name: str, grid: int, threads: int, n: int) -> float:
-        item = 2 if "BFloat16" in name else 4
-        tokens, dim = self.tokens, self.shape.dim
-        if "elementwise_kernel" in name and n:
-            arrays = re.search(r"arrayIPcLm(\d)E", name)
-            if "copy_kernel" in name:
-                moved = n * (8 if self.fp32 else 6)
-            else:
-                moved = n * item * (int(arrays[1]) if arrays else 2)
-            return moved / (self.machine.strided if "18elementwise_kernelI" in name else 1)
-        if "multi_tensor_apply" in name:
-            if "CopyFunctor" in name:
-                both = re.search(r"CopyFunctorI(f|N3c108BFloat16E)(f|N3c108BFloat16E|S\w*_)", name)
-                return n * (6 if both and ("f" in both.groups()) and "BFloat16" in name else 2 * item)
-            lists = re.search(r"TensorListMetadataILi(\d)E", name)
-            return n * 4 * 7 if "Adam" in name else n * item * (int(lists[1]) if lists else 2)
-        if "split_with_sizes" in name:
-            return 2 * n
-        if "chunk_cat" in name:
-            return grid * threads * 16 * (1.5 if "kernelIfN3c108BFloat16E" in name else 2)
-        if "layer_norm" in name:
-            return grid * dim * item * (3 if "grad" in name else 2)
-        if "GammaBetaBackward" in name:
-            return tokens * dim * item * 2
-        if "SoftMaxForward" in name:
-            return grid * self.shape.vocab * 4 * 2
-        if "SoftMaxBackward" in name:
-            return grid * self.shape.vocab * 4 * 3
-        if "gather_kernel" in name or "EmbeddingBackward" in name:
-            return tokens * dim * item * 2
-        if "reduce_kernel" in name:
-            return tokens * dim * item * 1.25
-        if "flash_bwd_dot_do_o" in name or "flash_bwd_convert_dq" in name:
-            return tokens * dim * 6
-        if "radix_sort" in name or "scan" in name or "nll_loss" in name or "unique" in name:
-            return 0
-        self.guessed[name[:100]] += 1
-        return grid * threads * 4 * 2 * item  # four elements of two operands a thread
-
-
-# ---- replay
+from .prices import ITEM, Machine, Prices, Ring
 
 
 @dataclass
@@ -163,147 +35,228 @@ class Work:
 
 
 @dataclass
-class Stream:
+class Queue:
+    """A stream or a communicator: when it will have done what was issued, and the last of it."""
+
     ready: float = 0.0
     by: Work | None = None
 
 
-def replay(record: dict[str, Any], machine: Machine, steps: int = 3) -> dict[str, Any]:
-    """Returns times in us, and counts of the last step."""
-    about = record["about"]
-    machine = machine.for_ranks(about["ranks"] if about["replicas"] == 1 else about["ranks"] * about["replicas"])
-    prices = Prices(machine, about)
-    streams: dict[int, Stream] = defaultdict(Stream)
-    events: dict[int, tuple[float, Work | None]] = {}
-    comms: dict[int, Stream] = defaultdict(Stream)  # NCCL lets no two kernels of a communicator run at once
-    works: list[Work] = []
-    busy_until = 0.0  # of collectives, for contention
-    beside: list[tuple[float, float]] = []  # when copies on other streams run
-    host, ends, host_ends, counts = 0.0, [0.0], [0.0], Counter()
-    host_stalled = 0.0
+@dataclass(frozen=True)
+class Collective:
+    kind: str
+    stream: int
+    nbytes: int
+    comm: int
+    ranks: int
 
-    phase = ""
 
-    def issue(stream: int, what: str, duration: float, step: int, name: str) -> None:
-        nonlocal busy_until
-        s = streams[stream]
-        start, cause = (s.ready, s.by) if s.ready >= host else (host, None)
-        if machine.contention and what == "compute" and busy_until > start:
-            slow = 1 + machine.contention
-            together = min(duration * slow, busy_until - start)
+NAMES = {"ncclAllGather": "gather", "ncclReduceScatter": "reduce"}  # all others: "collective"
+OF_ORDER = ("ncclCommInit", "ncclCommSplit", "ncclGroupStart", "ncclGroupEnd")
+
+
+class Replay:
+    """Runs the calls of one step several times, and keeps what ran when."""
+
+    def __init__(self, record: dict[str, Any], machine: Machine) -> None:
+        self.about, self.calls, self.machine = record["about"], record["calls"], machine
+        # Records without communicators: the ranks of each are in a row.
+        self.members = {int(comm): ranks for comm, ranks in record.get("comms", {}).items()}
+        self.rings: dict[tuple[int, int], Ring] = {}
+        self.prices = Prices(machine, self.about)
+        self.streams: dict[int, Queue] = defaultdict(Queue)
+        self.comms: dict[int, Queue] = defaultdict(Queue)  # NCCL lets no two kernels of a communicator run at once
+        self.links: dict[str, list[tuple[float, float]]] = defaultdict(list)  # when each is busy
+        self.events: dict[int, tuple[float, Work | None]] = {}
+        self.works: list[Work] = []
+        self.communicates_until = 0.0
+        self.beside: list[tuple[float, float]] = []  # when copies on other streams run
+        self.host = self.host_stalled = 0.0
+        self.counts: Counter[str] = Counter()  # of the last step
+        self.phase, self.turn, self.is_counted = "", 0, False
+        self.number: Counter[str] = Counter()  # of the collectives of a step, by kind
+        self.depth, self.group = 0, list[Collective]()
+
+    def step(self, is_counted: bool) -> None:
+        before, self.phase, self.depth, self.group = 0, "", 0, []
+        self.is_counted = is_counted
+        self.number.clear()
+        for ns, _, kind, stream, *numbers, name in self.calls:
+            self.host += (ns - before) / 1e3 * self.machine.host_scale
+            before = ns
+            self._call(kind, stream, numbers, name)
+            if self.group and self.depth == 0:
+                self._communicate()
+        if self.machine.sync:
+            self.host = max(self.host, *(s.ready for s in self.streams.values()))
+        self.turn += 1
+
+    def _call(self, kind: str, stream: int, numbers: list[int], name: str) -> None:
+        m = self.machine
+        a, b, c, d, e = numbers
+        on_device = {
+            "kernel": lambda: (self.prices.kernel(name, a, b, c, d, e), name),
+            "gemm": lambda: (self.prices.gemm(a, b, c, d, e), f"gemm {a} {b} {c}"),
+            "cudaMemcpyAsync": lambda: (self.prices.copy(a, b), "memcpy"),
+            "cudaMemcpy": lambda: (self.prices.copy(a, b), "memcpy"),
+            "cudaMemsetAsync": lambda: (max(a / m.memory * 1e6, m.floor_us), "memset"),
+        }
+        if kind in on_device:
+            self.host += m.launch_us
+            duration, name = on_device[kind]()
+            self._issue(stream, "compute" if stream == 0 or kind == "gemm" else "copy", duration, name)
+            if kind == "cudaMemcpy" or (kind == "cudaMemcpyAsync" and c and b == 2):
+                self._stall(self.streams[stream].ready)
+        elif kind == "cudaEventRecord":
+            self.host += m.event_us
+            self.events[a] = self._next(stream)
+            self.counts["records"] += self.is_counted
+        elif kind == "cudaStreamWaitEvent":
+            self.host += m.event_us
+            queue, (time, by) = self.streams[stream], self.events.get(a, (0.0, None))
+            self.counts["waits"] += self.is_counted
+            if time > queue.ready:
+                queue.ready, queue.by = time, by
+            queue.ready += m.wait_us
+        elif kind == "mark":
+            self.phase = name
+            if name == "optimizer" and m.optimizer and not self.about.get("optimizer"):
+                self.host += m.launch_us
+                duration = m.optimizer * elements_of_shard(self.about) / m.memory * 1e6
+                self._issue(0, "compute", duration, "optimizer")
+        elif kind in ("ncclGroupStart", "ncclGroupEnd"):
+            self.depth += 1 if kind == "ncclGroupStart" else -1
+        elif kind.startswith("nccl") and kind not in OF_ORDER:
+            self.group.append(Collective(kind, stream, a * ITEM.get(b, 4), d, e))
+        elif kind in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"):
+            until = max((s.ready for s in self.streams.values()), default=0.0)
+            if kind == "cudaStreamSynchronize":
+                until = self.streams[stream].ready
+            elif kind == "cudaEventSynchronize":
+                until = self.events.get(a, (0.0, None))[0]
+            self._stall(until)
+            self.counts["synchronisations"] += self.is_counted
+        elif kind in ("cudaEventCreate", "cudaEventQuery"):
+            self.host += m.event_us
+
+    def _stall(self, until: float) -> None:
+        stalled = max(0.0, until - self.host)
+        self.host += stalled
+        self.host_stalled += stalled
+
+    def _next(self, stream: int) -> tuple[float, Work | None]:
+        """Returns when the stream can begin what is issued now, and what it waits for until then."""
+        queue = self.streams[stream]
+        return (queue.ready, queue.by) if queue.ready >= self.host else (self.host, None)
+
+    def _issue(self, stream: int, what: str, duration: float, name: str) -> None:
+        m = self.machine
+        start, _ = self._next(stream)
+        if m.contention and what == "compute" and self.communicates_until > start:
+            slow = 1 + m.contention
+            together = min(duration * slow, self.communicates_until - start)
             duration = together + max(0.0, duration - together / slow)
-        if machine.copy_contention and what == "compute":
-            beside[:] = sorted(each for each in beside if each[1] > start)
-            for first, last in beside:
+        if m.copy_contention and what == "compute":
+            self.beside = sorted(each for each in self.beside if each[1] > start)
+            for first, last in self.beside:
                 overlap = min(start + duration, last) - max(start, first)
                 if overlap > 0:
-                    duration += overlap * machine.copy_contention
-        work = Work(start, start + duration, stream, what, cause, step, name, phase)
-        works.append(work)
-        s.ready, s.by = work.end, work
-        if what in ("gather", "reduce", "collective"):
-            busy_until = max(busy_until, work.end)
+                    duration += overlap * m.copy_contention
+        work = self._run(stream, what, start + duration, name)
         if what == "copy" and name != "memcpy":
-            beside.append((work.start, work.end))
-        if step == steps - 1:
-            counts[what] += 1
-            counts["us " + what + ("" if stream else " on compute stream")] += work.end - work.start
+            self.beside.append((work.start, work.end))
 
+    def _run(self, stream: int, what: str, end: float, name: str) -> Work:
+        start, cause = self._next(stream)
+        work = Work(start, end, stream, what, cause, self.turn, name, self.phase)
+        self.works.append(work)
+        self.streams[stream] = Queue(end, work)
+        if self.is_counted:
+            self.counts[what] += 1
+            self.counts["us " + what + ("" if stream else " on compute stream")] += end - start
+        return work
+
+    def _communicate(self) -> None:
+        """Issues a group of collectives: one kernel for those of a communicator on a stream."""
+        m = self.machine
+        kernels: dict[tuple[int, int], list[Collective]] = defaultdict(list)
+        for each in self.group:
+            kernels[each.comm, each.stream].append(each)
+        self.group = []
+        for (comm, stream), members in kernels.items():
+            self.host += m.nccl_us + m.nccl_op_us * len(members)
+            ring = self._ring(comm, members[0].ranks)
+            kinds = {each.kind for each in members}
+            what = NAMES.get(kinds.pop(), "collective") if len(kinds) == 1 else "collective"
+            latency = max(ring.latency(m, each.kind) for each in members)
+            duration = sum(ring.time(m, each.kind, each.nbytes) for each in members)
+            if not m.parallel_comm:
+                queue, order = self.streams[stream], self.comms[comm]
+                if order.ready > queue.ready:
+                    queue.ready, queue.by = order.ready, order.by
+            begin = self._next(stream)[0] + latency
+            end = begin + duration if m.own_links else self._send(begin, duration, ring.links)
+            self.number[what] += 1
+            label = f"{what} {self.number[what]} ({sum(each.nbytes for each in members) / 1e6:.1f} MB of a rank)"
+            work = self._run(stream, what, end, label)
+            self.comms[comm] = Queue(work.end, work)
+            self.communicates_until = max(self.communicates_until, work.end)
+            if self.is_counted:
+                self.counts[f"{what} operations"] += len(members)
+                self.counts["us latency"] += latency
+                self.counts["us bytes"] += duration
+
+    def _ring(self, comm: int, size: int) -> Ring:
+        if (comm, size) not in self.rings:
+            self.rings[comm, size] = Ring.of(self.members.get(comm, range(size)), self.machine)
+        return self.rings[comm, size]
+
+    def _send(self, begin: float, duration: float, links: Sequence[str]) -> float:
+        """Returns when bytes have passed that wait while others are on one of these links, and keeps when these are."""
+        for link in links:
+            self.links[link] = [each for each in self.links[link] if each[1] > self.host]
+        taken, now, left = [], begin, duration
+        for first, last in sorted(each for link in links for each in self.links[link]):
+            if first > now:
+                taken.append((now, min(first, now + left)))
+                left -= taken[-1][1] - now
+                if left <= 0:
+                    break
+            now = max(now, last)
+        if left > 0:
+            taken.append((now, now + left))
+        for link in links:
+            self.links[link] += taken
+        return taken[-1][1] if taken else begin
+
+
+@lru_cache
+def _elements(model: str, layers: int) -> int:
+    return sum(param.numel() for param in models.make(model, layers)[0].parameters())
+
+
+def elements_of_shard(about: dict[str, Any]) -> float:
+    return _elements(about["model"], about["layers"]) / about["ranks"]
+
+
+def replay(record: dict[str, Any], machine: Machine, steps: int = 3) -> dict[str, Any]:
+    """Returns times in us, and counts of the last step."""
+    run = Replay(record, machine)
+    ends, host_ends = [0.0], [0.0]
     for step in range(steps):
-        before = 0
-        depth, group, phase = 0, [], ""
-        for ns, _, kind, stream, a, b, c, d, e, name in record["calls"]:
-            host += (ns - before) / 1e3 * machine.host_scale
-            before = ns
-            if kind == "kernel":
-                host += machine.launch_us
-                issue(stream, "compute" if stream == 0 else "copy", prices.kernel(name, a, b, c, d, e), step, name)
-            elif kind == "gemm":
-                host += machine.launch_us
-                issue(stream, "compute", prices.gemm(a, b, c, d, e), step, f"gemm {a} {b} {c}")
-            elif kind == "cudaMemcpyAsync" or kind == "cudaMemcpy":
-                host += machine.launch_us
-                issue(stream, "compute" if stream == 0 else "copy", prices.copy(a, b), step, "memcpy")
-                if kind == "cudaMemcpy" or (c and b == 2):
-                    stalled = max(0.0, streams[stream].ready - host)
-                    host, host_stalled = host + stalled, host_stalled + stalled
-            elif kind == "cudaMemsetAsync":
-                host += machine.launch_us
-                issue(
-                    stream,
-                    "compute" if stream == 0 else "copy",
-                    max(a / machine.memory * 1e6, machine.floor_us),
-                    step,
-                    "memset",
-                )
-            elif kind == "cudaEventRecord":
-                host += machine.event_us
-                s = streams[stream]
-                events[a] = (s.ready, s.by) if s.ready >= host else (host, None)
-                counts["records"] += step == steps - 1
-            elif kind == "cudaStreamWaitEvent":
-                host += machine.event_us
-                s, (time, by) = streams[stream], events.get(a, (0.0, None))
-                counts["waits"] += step == steps - 1
-                if time > s.ready:
-                    s.ready, s.by = time, by
-                s.ready += machine.wait_us
-            elif kind == "mark":
-                phase = name
-            elif kind == "ncclGroupStart":
-                depth += 1
-            elif kind == "ncclGroupEnd":
-                depth -= 1
-            elif kind.startswith("nccl") and kind != "ncclCommInit" and kind != "ncclCommSplit":
-                group.append((kind, stream, a, b, d, e))
-            elif kind in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"):
-                until = max((s.ready for s in streams.values()), default=0.0)
-                if kind == "cudaStreamSynchronize":
-                    until = streams[stream].ready
-                elif kind == "cudaEventSynchronize":
-                    until = events.get(a, (0.0, None))[0]
-                stalled = max(0.0, until - host)
-                host, host_stalled = host + stalled, host_stalled + stalled
-                counts["synchronisations"] += step == steps - 1
-            elif kind in ("cudaEventCreate", "cudaEventQuery"):
-                host += machine.event_us
-            if group and depth == 0:
-                by_comm: dict[tuple[int, int], list[Any]] = defaultdict(list)
-                for each in group:
-                    by_comm[each[4], each[1]].append(each)
-                for (comm, on), members in by_comm.items():
-                    host += machine.nccl_us + machine.nccl_op_us * len(members)
-                    time = machine.latency_us + sum(prices.collective(k, n, t, r) for k, _, n, t, _, r in members)
-                    kinds = {k for k, *_ in members}
-                    what = (
-                        "gather"
-                        if kinds == {"ncclAllGather"}
-                        else "reduce"
-                        if kinds == {"ncclReduceScatter"}
-                        else "collective"
-                    )
-                    if not machine.parallel_comm:
-                        s, order = streams[on], comms[comm]
-                        if order.ready > s.ready:
-                            s.ready, s.by = order.ready, order.by
-                    issue(on, what, time, step, f"{what} of {len(members)}")
-                    comms[comm].ready, comms[comm].by = streams[on].ready, streams[on].by
-                    counts[f"{what} operations"] += (step == steps - 1) * len(members)
-                group = []
-        if machine.sync:
-            host = max(host, *(s.ready for s in streams.values()))
-        ends.append(max(streams[0].ready, host if machine.sync else 0.0))
-        host_ends.append(host)
-    result = breakdown(works, ends[-2], ends[-1])
+        run.step(step == steps - 1)
+        ends.append(max(run.streams[0].ready, run.host if machine.sync else 0.0))
+        host_ends.append(run.host)
+    result = breakdown(run.works, ends[-2], ends[-1])
     result |= {
         "step": ends[-1] - ends[-2],
         "first step": ends[1],
         "host": host_ends[-1] - host_ends[-2],
-        "host stalled": host_stalled,
-        "counts": dict(counts),
-        "guessed": dict(prices.guessed),
+        "host stalled": run.host_stalled,
+        "counts": dict(run.counts),
+        "guessed": dict(run.prices.guessed),
     }
-    result["launches"] = sum(counts[k] for k in ("compute", "copy", "gather", "reduce", "collective"))
+    result["launches"] = sum(run.counts[k] for k in ("compute", "copy", "gather", "reduce", "collective"))
     return result
 
 
@@ -403,12 +356,14 @@ def check(record: dict[str, Any], machine: Machine) -> dict[str, float]:
     parts = sum(result[part] for part in ("busy", *exposed, "host-bound"))
     kinds, counts = Counter(call[2] for call in record["calls"]), Counter(result["counts"])
     issued = sum(kinds[kind] for kind in ("kernel", "gemm", "cudaMemcpyAsync", "cudaMemcpy", "cudaMemsetAsync"))
+    issued += bool(machine.optimizer and not record["about"].get("optimizer") and kinds["mark"])
     operations = kinds["ncclAllGather"] + kinds["ncclReduceScatter"]
     lost = issued - counts["compute"] - counts["copy"]
     lost += operations - counts["gather operations"] - counts["reduce operations"]
     fast = replace(machine, host_scale=0.0, launch_us=0.0, event_us=0.0, nccl_us=0.0, nccl_op_us=0.0)
-    free = replay(record, replace(fast, bandwidth=1e12, latency_us=1e-9))
-    late = replay(record, replace(fast, bandwidth=1e12, latency_us=1000.0))
+    fast_wire = replace(fast, nvlink=1e12, card=1e12)
+    free = replay(record, replace(fast_wire, latency=0.0))
+    late = replay(record, replace(fast_wire, base_us=1000.0, inside_us=0.0, between_us=0.0))
     return {
         "parts / step": parts / result["step"],
         "lost": lost,
@@ -419,11 +374,12 @@ def check(record: dict[str, Any], machine: Machine) -> dict[str, float]:
     }
 
 
-def sweep(records: dict[str, dict[str, Any]], machine: Machine, latencies: Sequence[float]) -> str:
-    """Returns a line for each latency of a collective, in us."""
+def sweep(records: dict[str, dict[str, Any]], machine: Machine, field: str, values: Sequence[float]) -> str:
+    """Returns a line for each value of a field of the machine."""
     lines = []
-    for latency in latencies:
-        steps = {name: replay(record, replace(machine, latency_us=latency)) for name, record in records.items()}
+    for value in values:
+        changed = replace(machine, **{field: type(getattr(machine, field))(value)})
+        steps = {name: replay(record, changed) for name, record in records.items()}
         cells = []
         for name, step in steps.items():
             exposed = (step["exposed gather"] + step["exposed reduce"]) / 1e3
@@ -432,8 +388,22 @@ def sweep(records: dict[str, dict[str, Any]], machine: Machine, latencies: Seque
             )
         if {"fsdp2", "torch"} <= set(steps):
             cells.append(f"ratio {steps['fsdp2']['step'] / steps['torch']['step']:.3f}")
-        lines.append(f"latency {latency:g} us: {', '.join(cells)}")
+        lines.append(f"{field} {value:g}: {', '.join(cells)}")
     return "\n".join(lines)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Adds an option for each field of the machine."""
+    for field in fields(Machine):
+        name = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            parser.add_argument(name, action="store_true")
+        else:
+            parser.add_argument(name, type=type(field.default), default=field.default)
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    return Machine(**{field.name: getattr(args, field.name) for field in fields(Machine)})
 
 
 def main() -> None:
@@ -441,18 +411,16 @@ def main() -> None:
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("libraries", nargs="*", help="default: all files of the folder")
     parser.add_argument("--check", action="store_true", help="checks the replay itself")
-    parser.add_argument("--sweep", default="", help="latencies in us, as 5,20,60: one line each")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="OPTION=VALUES", help="one line each, as latency=0.5,1,2"
+    )
     parser.add_argument(
         "--idle", type=int, default=0, help="show the longest times that the compute stream is idle, and the phases"
     )
     parser.add_argument("--kernels", type=int, default=0, help="show so many kinds of kernels that take longest")
-    for field in fields(Machine):
-        name = "--" + field.name.replace("_", "-")
-        parser.add_argument(name, action="store_true") if field.default is False else parser.add_argument(
-            name, type=float, default=field.default
-        )
+    add_machine(parser)
     args = parser.parse_intermixed_args()
-    machine = Machine(**{f.name: getattr(args, f.name) for f in fields(Machine)})
+    machine = machine_of(args)
     order = ["plain", "fsdp2", "torch"]
     found = args.libraries or sorted(
         (p.stem for p in args.folder.glob("*.json")), key=lambda n: order.index(n) if n in order else 9
@@ -463,7 +431,9 @@ def main() -> None:
             print(name, {what: round(number, 6) for what, number in check(record, machine).items()})
         return
     if args.sweep:
-        print(sweep(records, machine, [*map(float, args.sweep.split(","))]))
+        for option in args.sweep:
+            field, _, values = option.partition("=")
+            print(sweep(records, machine, field.replace("-", "_"), [*map(float, values.split(","))]))
         return
     results = {n: replay(r, machine) for n, r in records.items()}
     print(next(iter(records.values()))["about"])
@@ -487,11 +457,7 @@ def main() -> None:
                 )
     if args.kernels:
         for name, record in records.items():
-            prices, sums, number = (
-                Prices(machine.for_ranks(record["about"]["ranks"]), record["about"]),
-                Counter(),
-                Counter(),
-            )
+            prices, sums, number = Prices(machine, record["about"]), Counter(), Counter()
             for _, _, kind, stream, a, b, c, d, e, called in record["calls"]:
                 if kind in ("kernel", "gemm"):
                     key = f"{stream} {called[:150]}"
