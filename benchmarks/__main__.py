@@ -8,7 +8,8 @@
 
 Every job runs in fresh processes; inside each, the libraries take turns. Change no code while it runs. Pictures of a
 step (suites overlap and memory) are drawn where matplotlib is installed: the extra `viz`. The suite gloo-1gbit needs
-root, `ip` and `tc`; it is left out elsewhere.
+root, `ip` and `tc`; the suites timeline and allocator need a phantom GPU (tests/phantom), which is made where it can be
+had. They are left out elsewhere.
 """
 
 import argparse
@@ -100,9 +101,10 @@ def format_report(
     lines += [f"- {fact}" for fact in facts]
     lines += ["", NOTES]
     for suite, names in libraries.items():
-        table = format_table([row for row in rows if row.suite == suite], names)
+        own = [row for row in rows if row.suite == suite]
+        table, below = format_table(own, names), [f"- {row.note}" for row in own if row.note]
         drawn = [f"![{path.name}]({path.name})" for path in pictures if f"-{suite}-" in path.name]
-        lines += [f"## {suite}", "", SUITES[suite].notes, "", table, "", *drawn, ""]
+        lines += [f"## {suite}", "", SUITES[suite].notes, "", table, "", *below, *drawn, ""]
     return "\n".join([*lines, NOT_MEASURED, ""])
 
 

@@ -19,6 +19,7 @@ class Row:
     Args:
         bare: the value of the model without any library.
         limit: the least possible value.
+        note: a line of text that stands below the table.
     """
 
     suite: str
@@ -28,6 +29,7 @@ class Row:
     rounds: dict[str, list[float]] = field(default_factory=dict)
     bare: float | None = None
     limit: float | None = None
+    note: str = ""
 
 
 def timed_row(

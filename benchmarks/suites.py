@@ -10,6 +10,7 @@ import torch
 
 from .adapters import measure_adapters
 from .alignment import measure_alignment
+from .allocator import measure_allocator
 from .batches import measure_batches
 from .cuda import measure_cuda
 from .gloo_group import measure_gloo
@@ -19,10 +20,12 @@ from .launches import measure_launches
 from .libraries import PEERS, Library
 from .memory import measure_memory
 from .overlap import measure_overlap
+from .phantom_gpu import open_phantom
 from .places import Place, UnavailableError, open_throttled_link
 from .report import Row
 from .stages import measure_stages
 from .step import measure_step
+from .timeline import measure_timeline
 from .traffic import measure_traffic
 from .units import measure_units
 from .wrapping import measure_init
@@ -43,6 +46,7 @@ class Suite:
         megabits: the bandwidth of the link between ranks, in megabits a second. 0: as fast as this machine.
         peers: further libraries that it can measure, and does by default.
         needs_gpu: True if it runs on a GPU.
+        needs_phantom: True if it runs on the phantom GPU of tests/phantom.
     """
 
     measure: Callable[[Job, Sequence[Library]], list[Row]]
@@ -55,6 +59,7 @@ class Suite:
     megabits: int = 0
     peers: tuple[str, ...] = ()
     needs_gpu: bool = False
+    needs_phantom: bool = False
 
     def choose_worlds(self, quick: bool, asked: Sequence[int] | None) -> list[tuple[int, ...]]:
         """Returns the sizes of each job."""
@@ -76,6 +81,8 @@ class Suite:
         """
         if self.needs_gpu and not torch.cuda.is_available():
             raise UnavailableError("no CUDA device")
+        if self.needs_phantom:
+            return open_phantom()
         return open_throttled_link(self.megabits) if self.megabits else nullcontext([Place()] * self.num_ranks)
 
 
@@ -239,6 +246,25 @@ SUITES = {
         worlds=(8, 64),
         quick_worlds=(8,),
         peers=("ddp",),
+    ),
+    "timeline": Suite(
+        measure_timeline,
+        "No GPU: the calls of CUDA and NCCL in a step of real sizes, recorded on the phantom GPU (torch's CUDA build, "
+        "whose kernels do nothing), are replayed in a model of machines of 8 H100, each with a card of 50 GB/s. "
+        "tests/phantom/README.md has its prices and limits: compare libraries, and trust no absolute time. bf16/fp32, "
+        "one sequence; a step is forward, backward, and the memory traffic of AdamW on the shard. Where there are more "
+        "ranks than experts, both libraries shard these by their second dimension. Bare: the plain model with the same "
+        "traffic, and nothing sent. Exposed: how long the compute stream waits for it. CPU time of the host: of a "
+        "process on the phantom, without a driver, in turns. In brackets: what fsdp2 is to take at most, in steps of "
+        "torch's FSDP2.",
+        needs_phantom=True,
+    ),
+    "allocator": Suite(
+        measure_allocator,
+        "What torch's CUDACachingAllocator holds on the phantom GPU in steady state, each library in a process of its "
+        "own; bf16/fp32, one sequence, without an optimizer. Bare: the plain model in bf16, unsharded.",
+        worlds=(8, 64),
+        needs_phantom=True,
     ),
     "cuda": Suite(
         measure_cuda,

@@ -183,6 +183,9 @@ class Prices:
                 return n * (6 if both and ("f" in both.groups()) and "BFloat16" in name else 2 * item)
             lists = re.search(r"TensorListMetadataILi(\d)E", name)
             return n * 4 * 7 if "Adam" in name else n * item * (int(lists[1]) if lists else 2)
+        if "CatArrayBatchedCopy" in name and n:
+            moved = 2 * n * int((re.search(r"OpaqueTypeILj(\d+)E", name) or ["", "4"])[1])
+            return moved / (1 if "vectorized" in name or "contig" in name else self.machine.strided)
         if "split_with_sizes" in name:
             return 2 * n
         if "chunk_cat" in name:
@@ -191,6 +194,8 @@ class Prices:
             return grid * dim * item * (3 if "grad" in name else 2)
         if "GammaBetaBackward" in name:
             return tokens * dim * item * 2
+        if "softmax_warp" in name:  # of a router
+            return tokens * max(self.shape.experts, 1) * item * (3 if "backward" in name else 2)
         if "SoftMaxForward" in name:
             return grid * self.shape.vocab * 4 * 2
         if "SoftMaxBackward" in name:

@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from . import models
 
-MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp"}
+MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp", "torch-again": "torch.distributed.fsdp"}
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "offload", "keep", "reshard"),
-    *("checkpoint", "optimizer", "prepare"),
+    *("checkpoint", "shard_dim", "optimizer", "prepare"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload", action="store_true")
     add("--keep", action="store_true", help="reshard_after_forward=False")
     add("--reshard", type=int, default=0, help="reshard_after_forward: so many ranks hold the parameters together")
+    add("--shard-dim", type=int, default=0, help="the dimension by which experts are sharded")
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
     add("--steps", type=int, default=9, help="steps that are logged")
@@ -86,6 +87,8 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             options["reshard_after_forward"] = False
         if args.reshard:
             options["reshard_after_forward"] = args.reshard
+        if args.shard_dim:
+            options["shard_placement_fn"] = lambda param: Shard(args.shard_dim) if param.ndim == 3 else None
         if args.offload:
             options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
             device = torch.device("cpu")
