@@ -1,12 +1,22 @@
 """Trains in many ways as rank 0 of eight over torch's ProcessGroupNCCL, whose checks of dtypes, of contiguity, of
 grouped calls and of communicators are real:
 
-    python -m phantom.run -m phantom.over_nccl
+    python -m phantom.run -m phantom.over_nccl [--json FILE] [WAY ...]
+
+FILE gets the counts of the last step of each way, and the bytes that its deleted model leaves.
 """
 
+import argparse
+import gc
+import json
 import os
+import tempfile
+import time
 import traceback
+import weakref
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +28,8 @@ from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from models import TinyGPT, mean_loss
 from one_of_many import WAYS, Way
+
+from . import compare, record
 
 RANKS = 8
 FP16 = MixedPrecisionPolicy(torch.float16, torch.float32)
@@ -37,8 +49,12 @@ MORE: dict[str, Way] = {
 IMPOSSIBLE = {"conditional"}
 
 
-def train(way: Way) -> None:
-    """Takes three steps with AdamW. Nothing is compared: no other rank sends anything."""
+def train(way: Way) -> tuple["weakref.ref[nn.Module]", dict[str, Any]]:
+    """Takes three steps with AdamW. Nothing is compared: no other rank sends anything.
+
+    Returns:
+        The model, and the calls of the last step and the peaks, as `record.record` returns them.
+    """
     model = TinyGPT(dim=96, depth=3)
     way.prepare(model)
     axes = ("replicate", "shard") if way.mesh else ("shard",)
@@ -50,17 +66,48 @@ def train(way: Way) -> None:
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, foreach=True)
     if way.in_backward:
         sharded.set_optimizer_in_backward(optimizer)
-    for step in range(one_of_many.STEPS):
+    batches = [sharded.example(rows=2, seed=step).cuda() for step in range(one_of_many.STEPS)]
+    for step, batch in enumerate(batches):
+        if step == one_of_many.STEPS - 1:
+            gc.collect()
+            resting = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            record.runtime.phantom_reset(1)
+            record.runtime.phantom_mark(b"forward")
         for i in range(way.micro_batches):
             sharded.set_requires_gradient_sync(i == way.micro_batches - 1)
-            mean_loss(sharded(sharded.example(rows=2, seed=step).cuda())).backward()
+            mean_loss(sharded(batch)).backward()
         if way.evaluates:
             with torch.no_grad():
-                sharded(sharded.example(rows=2, seed=step).cuda())
+                sharded(batch)
         _check_gradients(sharded, way)
         if not way.in_backward:
             optimizer.step()
         optimizer.zero_grad()
+    with tempfile.NamedTemporaryFile(suffix=".txt") as file:
+        record.runtime.phantom_dump(file.name.encode())
+        record.runtime.phantom_reset(0)
+        counts, calls = record.read_log(file.name)
+    memory = {
+        "resting": resting,
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
+    return weakref.ref(sharded), {"counts": counts, "calls": record.of_host(calls), "memory": memory}
+
+
+def _bytes_left(model: "weakref.ref[nn.Module]") -> int:
+    """Returns what stays on the device of a deleted model."""
+    for _ in range(20):  # autograd's thread of the device holds the last graph for some milliseconds
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        if model() is None and not torch.cuda.memory_allocated():
+            break
+        time.sleep(0.05)
+    if model() is not None:
+        raise AssertionError("the deleted model is alive")
+    return torch.cuda.memory_allocated()
 
 
 def _check_gradients(model: nn.Module, way: Way) -> None:
@@ -74,25 +121,34 @@ def _check_gradients(model: nn.Module, way: Way) -> None:
 
 
 def main() -> int:
-    failed = []
-    for name, way in {**WAYS, **MORE}.items():
-        if name in IMPOSSIBLE:
-            continue
+    ways = {name: way for name, way in {**WAYS, **MORE}.items() if name not in IMPOSSIBLE}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("ways", nargs="*", default=[*ways])
+    args = parser.parse_args()
+    failed, counted = [], {}
+    for name in args.ways:
+        way = ways[name]
         # Sizes of the communicators that a mesh, or a setting, splits off the world's: only other ranks know them.
         os.environ["PHANTOM_SPLITS"] = ",".join(map(str, way.mesh or ()))
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=RANKS)
         try:
             beside = torch.cuda.stream(torch.cuda.Stream()) if way.beside else nullcontext()
             with beside, small_pieces() if way.in_pieces else nullcontext():
-                train(way)
-            outcome = "ran"
+                model, result = train(way)
+            result["memory"]["left"] = _bytes_left(model)
+            counted[name] = compare.count(result)
+            outcome = "ran" if not result["memory"]["left"] else f"FAILED: {result['memory']['left']} bytes are left"
         except Exception as error:  # the next way may run
             traceback.print_exc()
-            failed.append(name)
             outcome = f"FAILED: {type(error).__name__}: {error}"
+        if outcome != "ran":
+            failed.append(name)
         dist.destroy_process_group()
         print(f"{name}: {outcome}", flush=True)
     print(f"{len(failed)} failed{': ' * bool(failed)}{'; '.join(failed)}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(counted))
     return 1 if failed else 0
 
 

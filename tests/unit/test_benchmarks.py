@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import torch.distributed as dist
 
 import one_of_many
 from benchmarks import adapters, batches, instructions, units
-from benchmarks.__main__ import main, measure, parse_arguments, plan_jobs
+from benchmarks.__main__ import format_report, main, measure, parse_arguments, plan_jobs
+from benchmarks.allocator import allocator_rows
 from benchmarks.cuda import (
     Stage,
     kind_of_call,
@@ -46,6 +48,7 @@ from benchmarks.simulated_gpu import simulated_gpu
 from benchmarks.stages import STAGES, count_stage
 from benchmarks.suites import SUITES
 from benchmarks.timed_group import Clock, Link, SimulatedClock, start_timed_group
+from benchmarks.timeline import timeline_rows
 from benchmarks.timing import repeat
 from benchmarks.traffic import count_step
 from fsdp2.core import buckets
@@ -243,6 +246,62 @@ def test_suites_that_a_machine_cannot_run_are_left_out_with_the_reason(monkeypat
     rows, failed, left_out = measure(list(plan_jobs(parse_arguments(["gloo-1gbit", "--quick"]), None)))
     assert (rows, failed) == ([], [])
     assert left_out == ["gloo-1gbit 2 (needs root)"]
+
+
+def test_the_timeline_is_left_out_where_no_phantom_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    rows, failed, left_out = measure(list(plan_jobs(parse_arguments(["timeline", "allocator", "--quick"]), None)))
+    assert (rows, failed) == ([], [])
+    reason = "no phantom GPU: needs Linux on x86-64, got Linux on riscv64"
+    assert left_out == [f"timeline 64 ({reason})", f"allocator 64 ({reason})"]
+
+
+def test_rows_of_the_timeline() -> None:
+    """Of a step made by hand: 64 ranks gather 10 MB each (209 us of latency, 630 MB at 340 GB/s), and then compute."""
+    about = {"model": "1B", "layers": 1, "tokens": 4096, "rows": 1, "fp32": False, "ranks": 64, "replicas": 1}
+
+    def call(kind: str, *numbers: int, name: str = "") -> list[Any]:
+        """`numbers`: the stream, and what the stub library logs."""
+        return [0, 1, kind, *(numbers + (0,) * 6)[:6], name]
+
+    gather = [call("cudaEventRecord", 0, 1), call("cudaStreamWaitEvent", 7, 1)]
+    gather += [call("ncclAllGather", 7, 5_000_000, 9, -1, 1, 64)]
+    gather += [call("cudaEventRecord", 7, 2), call("cudaStreamWaitEvent", 0, 2)]
+    compute = [call("gemm", 0, 4096, 4096, 4096, 1, 2), call("mark", name="optimizer")]
+    gathers = {"plain": [], "fsdp2": gather, "torch": gather * 2}
+    records = {
+        name: {"about": about, "calls": [call("mark", name="forward"), *before, *compute], "cpu_ms": [1.0, 2.0]}
+        for name, before in gathers.items()
+    }
+    rows = [*timeline_rows(records, "1B", 4096, 64)]
+    where = "Llama 1B, N=64, 4,096 tokens"
+    steps = {row.setting.removeprefix(where): row for row in rows if row.quantity == "step, ms"}
+    one = (11 + 56 * 2.6 + 7 * 7.5 + 63 * 10e6 / 340e3) / 1e3
+    step = steps[" (at most 0.94x)"]
+    assert step.values["torch"] - step.values["fsdp2"] == pytest.approx(one, abs=0.02)
+    assert step.values["fsdp2"] - step.bare == pytest.approx(one, abs=0.02)
+    assert f"fsdp2: {one:.2f} ms at 0.0 ms, in forward, for gather 1 (10.0 MB of a rank)" in step.note
+    slow = steps[", twice the latency (at most 1.00x)"].values["fsdp2"] - step.values["fsdp2"]
+    assert slow == pytest.approx(0.209, abs=0.01)
+    assert steps[", one card a machine"].values["fsdp2"] > 5 * one
+    (exposed,) = (row for row in rows if row.quantity == "exposed gathers, ms")
+    assert exposed.values["torch"] == pytest.approx(2 * one, abs=0.02)
+    (line,) = (
+        line
+        for line in format_report(rows, (), {"timeline": ("fsdp2", "torch")}, ()).splitlines()
+        if "gather 1" in line
+    )
+    assert line.startswith("- Llama 1B, N=64")
+
+
+def test_rows_of_the_allocator() -> None:
+    memory = {"resting": 2**30, "allocated": 3 * 2**30, "reserved": 2**32, "left": 0}
+    rows = [*allocator_rows({name: {"memory": memory} for name in ("plain", "fsdp2", "torch")}, "here")]
+    assert [(row.quantity, row.values["fsdp2"], row.bare) for row in rows] == [
+        ("resting, GiB", 1, 1),
+        ("peak allocated, GiB", 3, 3),
+        ("peak reserved, GiB", 4, 4),
+    ]
 
 
 def test_callgrind_counts_the_measured_function(tmp_path: Path) -> None:
