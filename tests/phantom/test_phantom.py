@@ -63,6 +63,13 @@ def test_every_way_over_nccl_takes_no_more_than_it_did() -> None:
     assert not ceilings.exceeded(found, ceilings.read())
 
 
+def test_numbers_over_nccl_are_those_of_a_plain_model() -> None:
+    """Every way on linear layers, whose kernels the stub libraries compute."""
+    told = run(["-W", "ignore", "-m", "phantom.numbers"], 600, PHANTOM_COMPUTE="1")
+    assert told.count(": as the plain model") >= 29
+    assert "0 failed" in told
+
+
 @pytest.mark.parametrize("name", ceilings.STEPS)
 def test_a_step_takes_no_more_than_it_did(name: str) -> None:
     """Beside torch's in the same run, which must be as it is in the table: else the phantom counts otherwise today."""
