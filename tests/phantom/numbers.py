@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import one_of_many
+from cut_gradients import small_pieces
 from fsdp2 import fully_shard
-from fsdp2.core import buckets
-from fsdp2.ext import large_gradients
 from helpers import assert_same
 from one_of_many import WAYS, Way
 
@@ -125,12 +124,11 @@ def main(names: list[str]) -> int:
     failed = []
     for name in names or ways:
         way = ways[name]
-        buckets.MIN_BUCKET_BYTES = 1 if way.in_pieces else 1 << 20
-        large_gradients.MIN_PIECE_BYTES = 256 if way.in_pieces else 1 << 20
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=RANKS)
         record.runtime.phantom_reset(1)
         try:
-            with torch.cuda.stream(torch.cuda.Stream()) if way.beside else nullcontext():
+            beside = torch.cuda.stream(torch.cuda.Stream()) if way.beside else nullcontext()
+            with beside, small_pieces(piece_bytes=256) if way.in_pieces else nullcontext():
                 train(name, way)
             outcome = "as the plain model"
         except Exception as error:  # the next way may be right

@@ -129,8 +129,6 @@ def main() -> int:
     failed, counted = [], {}
     for name in args.ways:
         way = ways[name]
-        # Sizes of the communicators that a mesh, or a setting, splits off the world's: only other ranks know them.
-        os.environ["PHANTOM_SPLITS"] = ",".join(map(str, way.mesh or ()))
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=RANKS)
         try:
             beside = torch.cuda.stream(torch.cuda.Stream()) if way.beside else nullcontext()

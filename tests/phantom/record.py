@@ -183,8 +183,8 @@ def find_communicators() -> dict[int, list[int]]:
     found = {}
     device = torch.device("cuda", 0)
     for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
-        address = group._get_backend(device)._comm_ptr()
-        if address:
+        is_member = isinstance(group, dist.ProcessGroup)
+        if is_member and (address := group._get_backend(device)._comm_ptr()):
             comm = _Comm.from_address(address)
             comm.ranks = len(ranks)
             found[comm.id] = sorted(ranks)
