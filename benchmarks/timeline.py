@@ -18,7 +18,7 @@ from .report import Row, timed_row
 MODELS = {"1B": "Llama 1B", "8B": "Llama 8B", "moe": "experts 7B"}
 EXPERTS = 64  # of a block of the last one: over more ranks, both libraries shard experts by their second dimension
 TOKENS = (4096, 512)
-STEPS, QUICK_STEPS = 9, 3
+STEPS, QUICK_STEPS = 5, 3
 # What a step of fsdp2 is to take at most, in steps of torch's FSDP2, with 4,096 tokens; elsewhere 1.
 TARGETS = {
     ("1B", 8): 0.93,

@@ -84,47 +84,40 @@ class Ring:
         hops = (inside * machine.inside_us + between * machine.between_us) * (2 if kind == "ncclAllReduce" else 1)
         return machine.latency * (machine.base_us + hops)
 
-    def cards(self, machine: Machine) -> float:
-        """Returns GB/s of the cards that its ranks on one machine use.
+    def gbs_of_rank(self, machine: Machine) -> float:
+        """Returns GB/s of one rank's share of its machine's cards. The other ranks need the rest at the same time."""
+        reached = max(0.1, 1 - machine.decay * math.log2(self.machines))
+        return machine.card * machine.cards / machine.ranks_per_machine * reached
 
-        The other ranks of the machine do the same in other rings, and have the other cards.
-        """
-        share = min(1.0, self.local / machine.ranks_per_machine)
-        return share * machine.cards * machine.card
+    def busy(self, machine: Machine, kind: str, nbytes: float) -> dict[str, float]:
+        """Returns link -> how long it is busy with the bytes of a collective, in us.
 
-    def gbs(self, machine: Machine) -> float:
-        """Returns the bandwidth of a ring, in GB/s: so fast does each rank receive what it lacks."""
-        if self.machines == 1:
-            return machine.nvlink
-        cards = self.cards(machine) * max(0.1, 1 - machine.decay * math.log2(self.machines))
-        return min(machine.nvlink, cards) if self.local > 1 else cards
-
-    def time(self, machine: Machine, kind: str, nbytes: float) -> float:
-        """Returns the time of the bytes in us, without latency.
+        A ring enters a machine once, by the cards of all its ranks there. In an all-to-all each rank sends to each
+        other one, to those of other machines by its own card.
 
         Args:
             nbytes: as NCCL counts: those of one rank, or for one rank, or of the whole in all other kinds.
         """
         others = self.ranks - 1
         if not others or kind == "ncclRecv":  # both directions of a link work at once; what is sent counts
-            return 0.0
+            return {}
         if kind in ("ncclAlltoAll", "ncclSend"):
-            # Each rank sends its own by its own card.
-            far = nbytes * (self.ranks - self.local) / (self.cards(machine) / self.local) / 1e3
-            near = nbytes * (self.local - 1) / machine.nvlink / 1e3
-            return max(far, near) / (others if kind == "ncclSend" else 1)
-        if kind in ("ncclAllGather", "ncclReduceScatter"):
-            moved = nbytes * others
-        elif kind == "ncclAllReduce":
-            moved = 2 * nbytes * others / self.ranks
+            each = nbytes / (others if kind == "ncclSend" else 1)
+            near, far = each * (self.local - 1), each * (self.ranks - self.local)
         else:
-            moved = nbytes
-        return moved / self.gbs(machine) / 1e3
+            if kind in ("ncclAllGather", "ncclReduceScatter"):
+                moved = nbytes * others
+            elif kind == "ncclAllReduce":
+                moved = 2 * nbytes * others / self.ranks
+            else:
+                moved = nbytes
+            near, far = moved if self.local > 1 else 0.0, moved / self.local if self.machines > 1 else 0.0
+        times = {"NVLink": near / machine.nvlink / 1e3, "card": far / self.gbs_of_rank(machine) / 1e3}
+        return {link: time for link, time in times.items() if time}
 
-    @property
-    def links(self) -> tuple[str, ...]:
-        """The links that it occupies. Two collectives that occupy the same one take turns there."""
-        return ("NVLink",) * (self.local > 1) + ("card",) * (self.machines > 1)
+    def time(self, machine: Machine, kind: str, nbytes: float) -> float:
+        """Returns the time of the bytes in us, without latency, if no other collective uses the links."""
+        return max(self.busy(machine, kind, nbytes).values(), default=0.0)
 
 
 class Prices:

@@ -189,13 +189,17 @@ class Replay:
             kinds = {each.kind for each in members}
             what = NAMES.get(kinds.pop(), "collective") if len(kinds) == 1 else "collective"
             latency = max(ring.latency(m, each.kind) for each in members)
-            duration = sum(ring.time(m, each.kind, each.nbytes) for each in members)
+            busy: Counter[str] = Counter()
+            for each in members:
+                busy.update(ring.busy(m, each.kind, each.nbytes))
             if not m.parallel_comm:
                 queue, order = self.streams[stream], self.comms[comm]
                 if order.ready > queue.ready:
                     queue.ready, queue.by = order.ready, order.by
             begin = self._next(stream)[0] + latency
-            end = begin + duration if m.own_links else self._send(begin, duration, ring.links)
+            end = begin + max(busy.values(), default=0.0)
+            if not m.own_links:
+                end = max((self._send(begin, time, link) for link, time in busy.items()), default=begin)
             self.number[what] += 1
             label = f"{what} {self.number[what]} ({sum(each.nbytes for each in members) / 1e6:.1f} MB of a rank)"
             work = self._run(stream, what, end, label)
@@ -204,19 +208,18 @@ class Replay:
             if self.is_counted:
                 self.counts[f"{what} operations"] += len(members)
                 self.counts["us latency"] += latency
-                self.counts["us bytes"] += duration
+                self.counts["us bytes"] += max(busy.values(), default=0.0)
 
     def _ring(self, comm: int, size: int) -> Ring:
         if (comm, size) not in self.rings:
             self.rings[comm, size] = Ring.of(self.members.get(comm, range(size)), self.machine)
         return self.rings[comm, size]
 
-    def _send(self, begin: float, duration: float, links: Sequence[str]) -> float:
-        """Returns when bytes have passed that wait while others are on one of these links, and keeps when these are."""
-        for link in links:
-            self.links[link] = [each for each in self.links[link] if each[1] > self.host]
+    def _send(self, begin: float, duration: float, link: str) -> float:
+        """Returns when bytes have passed a link where others are before them, and keeps when it is busy."""
+        busy = self.links[link] = [each for each in self.links[link] if each[1] > self.host]
         taken, now, left = [], begin, duration
-        for first, last in sorted(each for link in links for each in self.links[link]):
+        for first, last in sorted(busy):
             if first > now:
                 taken.append((now, min(first, now + left)))
                 left -= taken[-1][1] - now
@@ -225,8 +228,7 @@ class Replay:
             now = max(now, last)
         if left > 0:
             taken.append((now, now + left))
-        for link in links:
-            self.links[link] += taken
+        busy += taken
         return taken[-1][1] if taken else begin
 
 
