@@ -1,6 +1,6 @@
 """Measures fsdp2 beside torch's FSDP2, FSDP1, DDP and a minimal SimpleFSDP; prints tables, writes one dated report.
 
-    python -m benchmarks                           everything, about 30 minutes (60 on busy cores)
+    python -m benchmarks                           everything, about an hour (two on busy cores)
     python -m benchmarks overlap init              some suites
     python -m benchmarks --quick                   a rougher look
     python -m benchmarks --libraries fsdp2 torch           without the others

@@ -3,7 +3,8 @@
     PYTHONPATH=tests:. python -m phantom.run SCRIPT ARGUMENTS
     PYTHONPATH=tests:. python -m phantom.run -m MODULE ARGUMENTS
 
-$FSDP2_ROOT: the folder of the fsdp2 to run with, by default this repository.
+$FSDP2_ROOT: the folder of the fsdp2 to run with, by default this repository. With Python 3.10 it must also be the
+current one.
 """
 
 import os
@@ -20,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def environment(**more: str) -> dict[str, str]:
     """Returns the environment of a program on the phantom."""
     root = os.environ.get("FSDP2_ROOT") or str(ROOT)
+    if root != str(ROOT):
+        more["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on; else -m would prefer the current folder
     libraries = [str(install.home() / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
     paths = [root, f"{ROOT}/tests", str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
