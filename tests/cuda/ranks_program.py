@@ -102,6 +102,11 @@ def main() -> None:
         train(kind, size, **{"prepare": as_it_is, **mesh, **options})
         if dist.get_rank() == 0:
             print(way, "as the plain model", flush=True)
+    # The first rank holds the store, by which a late one may still have to find others: on a phantom nobody waits.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"rank {dist.get_rank()} has ended", "")
+    if dist.get_rank() == 0:
+        store.wait([f"rank {rank} has ended" for rank in range(size)])
     dist.destroy_process_group()
 
 
