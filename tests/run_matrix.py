@@ -3,8 +3,8 @@
     python tests/run_matrix.py
     python tests/run_matrix.py --torch 2.11.0 2.15.0 -- tests/unit -x
 
-The arguments after `--` go to pytest. Environments are kept, and used again by the next run. Releases of torch other
-than 2.13.0 may bring several GB of CUDA packages, which the tests do not need.
+The arguments after `--` go to pytest. Environments are kept, and used again by the next run. On Linux, PyPI's torch
+brings several GB of CUDA packages, which the tests do not need. `PIP_EXTRA_INDEX_URL` may name an index of CPU builds.
 """
 
 import argparse
