@@ -258,7 +258,7 @@ FIXES = (
         "errors about plain tensors among DTensors, and about missing rules, name no parameter",
         "they name it, and say what to write",
         explain_mixed_operands,  # the last, because it wraps the handlers of the others
-        situations=2,
+        situations=3,
     ),
     Fix(
         "optimizer-steps",
