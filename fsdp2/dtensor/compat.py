@@ -32,6 +32,8 @@ DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
 FINDS_GLOBAL_INDICES = torch.__version__ >= "2.13"
 # True if a number is divided by each rank's unreduced value of a sum.
 DIVIDES_BY_UNREDUCED = torch.__version__ < "2.13"
+# True if `new_empty_strided` of an uneven shard is replicated. Autograd copies gradients to it that others use, too.
+REPLICATES_COPIED_GRADIENTS = torch.__version__ < "2.13"
 
 
 class _Meshes:

@@ -18,6 +18,7 @@ from ..core.compat import dtensor_spec, local_if_any, local_of
 from ..ext.nested import map_tensors, tensors_in
 from .compat import (
     FINDS_GLOBAL_INDICES,
+    REPLICATES_COPIED_GRADIENTS,
     argument_names,
     cut,
     dtensor,
@@ -82,6 +83,8 @@ def write_uneven_shards() -> None:
     """
     handle_operations(_IN_PLACE, _write)
     handle_operations(_NEW, _new)
+    if REPLICATES_COPIED_GRADIENTS:
+        handle_operations([_aten.new_empty_strided.default], _new_strided)
 
 
 def average_losses() -> None:
@@ -282,6 +285,16 @@ def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return call_unhandled(op, args, kwargs)
     local = op(local_of(like), local_of(like).shape, *rest, **kwargs)
     return dtensor(local, dtensor_spec(like.device_mesh, like.placements, tuple(shape), local.dtype))
+
+
+def _new_strided(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns a new tensor that is distributed like another one of its shape and contiguous strides."""
+    like, shape, strides, *rest = args
+    spec = dtensor_spec(like.device_mesh, like.placements, tuple(shape), kwargs.get("dtype") or like.dtype)
+    is_like = tuple(shape) == tuple(like.shape) and not is_partial(like)
+    if not is_like or tuple(strides) != spec.stride or rest:
+        return call_unhandled(op, args, kwargs)
+    return dtensor(_aten.new_empty.default(local_of(like), local_of(like).shape, **kwargs), spec)
 
 
 def _is_mask_of(target: Any, mask: Any) -> bool:

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -77,8 +78,10 @@ def probe(optimizer: Optimizer, cls: type[Optimizer], options: dict[str, Any], l
     example = next((_example(optimizer.state[p], p) for p in options["params"] if optimizer.state.get(p)), {})
     devices = [like.device] if like.device.type == "cuda" else []
     # What the optimizer warns of, it warns of in a step. The default device is that of training, where Adam's `step` is
-    # on the CPU: on another device, another path would be probed, in which the host waits.
-    with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.inference_mode(False):
+    # on the CPU: on another device, another path would be probed, in which the host waits. Only meta can't be that of
+    # training, because steps need values.
+    default = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
+    with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.inference_mode(False), default:
         warnings.simplefilter("ignore")
         odd = _compare(optimizer, cls, options, like, example, _ODD)
         if odd.differing is None:

@@ -44,6 +44,11 @@ def of_several_groups(model: Net, x: Tensor) -> Tensor:
     return x @ whole(model.head.weight + model.blocks[1].down.weight.sum() * model.stem.weight)
 
 
+def of_a_sum(model: Net, x: Tensor) -> Tensor:
+    """Two weights get one gradient, which autograd copies for one of them."""
+    return x @ whole(model.head.weight + model.stem.weight)
+
+
 def twice(model: Net, x: Tensor) -> Tensor:
     return of_a_weight(model, of_a_weight(model, x))
 
@@ -116,7 +121,7 @@ def of_a_weight_with_explicit_gradients(model: Net, x: Tensor) -> Tensor:
     return x @ redistributed(weight, grad_placements=averaged) @ weight.full_tensor(grad_placements=averaged)
 
 
-USES = (of_a_weight, of_the_product, of_several_groups, twice, of_a_norm)
+USES = (of_a_weight, of_the_product, of_several_groups, of_a_sum, twice, of_a_norm)
 OTHER_NAMES = (
     of_a_redistributed_weight,
     of_a_redistributed_product,

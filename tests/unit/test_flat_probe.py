@@ -157,12 +157,17 @@ class Counts(Own):
         return g
 
 
-def test_the_default_device_is_that_of_training() -> None:
-    """Not that of the parameters: on a GPU, another path would be probed, in which the host waits."""
+def test_the_default_device_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the parameters: on a GPU, another path would be probed, in which the host waits. A program that
+    builds its model on meta trains on another device.
+    """
     optimizer = Counts(params())
-    with torch.device("meta"):
-        probe(optimizer, Counts, optimizer.param_groups[0], torch.zeros(1, device="cpu"))
-    assert Counts.devices == {"meta"}
+    for said, expected in (("meta", "cpu"), ("cuda", "meta")):
+        monkeypatch.setattr(torch, "get_default_device", lambda said=said: torch.device(said))
+        Counts.devices.clear()
+        with torch.device("meta"):  # stands for any device but the CPU, where get_default_device says another name
+            probe(optimizer, Counts, optimizer.param_groups[0], torch.zeros(1, device="cpu"))
+        assert Counts.devices == {expected}
 
 
 def test_kernels_that_compute_the_ends_of_tensors_otherwise() -> None:
