@@ -24,6 +24,7 @@ from .compat import (
     is_masked,
     is_partial,
     is_sharded_nowhere,
+    is_strided,
     refuse_plain_target,
     spec_of,
 )
@@ -62,8 +63,13 @@ def _take_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_sharded_nowhere(base):
         return _take_local_view(op, args, kwargs)
     if op is _aten.unbind.int and Shard([*args[1:], 0][0] % base.dim()) in base.placements:
-        return _unbind_rows(op, args, kwargs)
-    result = call_unhandled(op, args, kwargs)
+        return _view_gathered(op, args, kwargs)
+    try:
+        result = call_unhandled(op, args, kwargs)
+    except ValueError:  # torch 2.11, of a dim that two mesh axes cut
+        if not is_strided(base):
+            raise
+        return _view_gathered(op, args, kwargs)
     return as_views(result, base, op, args, kwargs) if _writes_through(base) else result
 
 
@@ -75,11 +81,11 @@ def _take_local_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return map_tensors(views, partial(dtensor_like, args[0]))
 
 
-def _unbind_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out `for row in p`: each rank gets all rows, as by `p[i]`, with one gather. Torch refuses it."""
+def _view_gathered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Takes a view that torch refuses, as in `for row in p`: each rank gets all of it by one gather, as by `p[i]`."""
     base, mesh = args[0], args[0].device_mesh
-    rows = op(full_tensor_of(base).clone(), *args[1:], **kwargs)
-    replicated = [cut(each.contiguous(), mesh, [Replicate()] * mesh.ndim) for each in rows]
+    views = op(full_tensor_of(base).clone(), *args[1:], **kwargs)
+    replicated = map_tensors(views, lambda each: cut(each.contiguous(), mesh, [Replicate()] * mesh.ndim))
     return as_views(replicated, base, op, args, kwargs) if _writes_through(base) else replicated
 
 
