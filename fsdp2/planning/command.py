@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help='of a collective: "20us"; or a base, a hop inside a machine, one between two; else by NCCL\'s table',
     )
     add("--memory-link", help='bytes per second between a device and its memory: "2.7TB/s"')
-    add("--flops", type=float, help="floating-point operations per second that a rank reaches: 4e14")
+    add("--flops", type=float, help="floating-point operations per second that a rank reaches in a whole step: 4e14")
     return parser
 
 

@@ -247,7 +247,8 @@ def plan(
             or a reduction among all ranks of whole machines is a ring that uses all their cards. An all-to-all, which
             `wire_dtype` takes, and an all-reduce between replicas on several machines use a card for each rank. On m
             machines a card reaches 1 - 0.05 log2(m) of this.
-        flops: floating-point operations per second that a rank reaches.
+        flops: floating-point operations per second that a rank reaches. As all other operations count as nothing, this
+            is best what the plain model reaches in a whole step without communication: `Prediction.flops` by its time.
         host_link: bytes per second between the CPU's memory and a device, for offload.
         machine_link: bytes per second that a rank can send to ranks of its own machine (NVLink: "370GB/s"), which
             also bounds a ring over several machines. None: as `link`, so that a rank never sends more than that.

@@ -32,8 +32,8 @@ from . import models
 
 MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp", "torch-again": "torch.distributed.fsdp"}
 ABOUT = (
-    *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "offload", "keep", "reshard"),
-    *("checkpoint", "shard_dim", "optimizer", "prepare"),
+    *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
+    *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=int, default=1, help="more than 1: HSDP")
     add("--fp32", action="store_true", help="instead of computing in bf16 and reducing in fp32")
     add("--reduce-bf16", action="store_true", help="reduce in bf16, too")
+    add(
+        "--wire-bf16", action="store_true", help="send gradients in bf16, and sum them in the reduce dtype: fsdp2 alone"
+    )
     add("--offload", action="store_true")
     add("--keep", action="store_true", help="reshard_after_forward=False")
     add("--reshard", type=int, default=0, help="reshard_after_forward: so many ranks hold the parameters together")
@@ -82,7 +85,8 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         options: dict[str, Any] = {"mesh": mesh}
         if not args.fp32:
             reduce_dtype = torch.bfloat16 if args.reduce_bf16 else torch.float32
-            options["mp_policy"] = module.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+            wire = {"wire_dtype": torch.bfloat16} if args.wire_bf16 else {}
+            options["mp_policy"] = module.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, **wire)
         if args.keep:
             options["reshard_after_forward"] = False
         if args.reshard:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import install
 
@@ -36,19 +37,19 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def run(arguments: Sequence[str], seconds: float, **more: str) -> str:
+def run(arguments: Sequence[str], seconds: float, *, stdin: str | None = None, **more: str) -> str:
     """Runs Python with these arguments on the phantom, and returns its standard output.
 
     Args:
+        stdin: what its standard input has.
         more: variables of the environment.
 
     Raises:
         RuntimeError: it fails, or takes longer. The message has the end of its output.
     """
     command = [str(install.python()), *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=seconds, errors="replace"
-    )
+    pipes: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "input": stdin}
+    done = subprocess.run(command, cwd=ROOT, env=environment(**more), timeout=seconds, **pipes)
     if done.returncode:
         raise RuntimeError(
             f"{' '.join(arguments)}: status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phantom import timeline, unchecked
+from phantom import agree, timeline, unchecked
 from phantom.prices import Machine, Ring
 
 ABOUT = {"model": "1B", "layers": 1, "tokens": 1, "rows": 1, "fp32": False, "ranks": 8, "replicas": 1}
@@ -194,3 +194,31 @@ def test_where_values_are_not_compared_shapes_and_dtypes_are() -> None:
     for other in (torch.zeros(3), torch.zeros(2, dtype=torch.int64), None):
         with pytest.raises(AssertionError, match="w: expected"):
             same(torch.zeros(2), other, 0, 0, "w")
+
+
+def test_a_star_agrees_if_it_is_the_fastest_or_as_fast() -> None:
+    """In the timeline, whatever flops plan was told; ratios are to the default."""
+    case = agree.CASES[0]
+
+    def result(by_peak: float, by_plan: float, by_timeline: float) -> agree.Result:
+        columns = ({agree.DEFAULT: 10.0, agree.KEEP: other} for other in (by_peak, by_plan, by_timeline))
+        return agree.Result(case, *columns, launches={})
+
+    assert result(9, 9, 8).agrees
+    assert result(11, 12, 20).agrees
+    assert result(9, 9, 10.05).agrees, "as fast"
+    assert not result(9, 9, 10.2).agrees
+    assert not result(9, 11, 8).agrees
+    assert not result(11, 9, 8).agrees
+    assert result(9, 8, 10).off_by(agree.KEEP) == pytest.approx(0.8)
+
+
+def test_settings_of_the_ten_cases_are_recorded_as_they_are_named() -> None:
+    assert len(agree.CASES) == 10
+    for case in agree.CASES:
+        assert case.settings[0] == agree.DEFAULT
+        for setting in case.settings:
+            options = agree.options_of(case, setting)
+            shards, replicas = (int(options[options.index(name) + 1]) for name in ("--ranks", "--replicas"))
+            assert shards * replicas == case.ranks
+            assert (shards == 8 < case.ranks) == (setting == agree.HSDP)

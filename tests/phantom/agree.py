@@ -1,0 +1,254 @@
+"""Compares `fsdp2.plan` with the timeline: which setting each takes for the fastest, in ten cases.
+
+    python -m phantom.agree --out FOLDER      (with any Python; it records what FOLDER lacks, and prints a table)
+
+Both are models with the same prices, and nothing was measured on a GPU. They differ in what they see. A plan replays
+the engine's decisions around a recording without values; the timeline replays the calls of CUDA and NCCL that a step
+on the phantom has issued. The host takes no time in either: a plan knows none. Nor does a plan know what other kernels
+than matrix products take. It is told by `flops`: what the plain model reaches in a whole step of the timeline.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fsdp2
+
+from . import models, timeline
+from .prices import Machine
+from .run import run
+
+TOKENS = 4096
+LAYERS = {"8B": 8, "moe": 8}  # of 32 and 16; the 1B model has all
+CLOSE = 1.01  # two settings whose times differ by less than that are as fast
+SIMILAR = 1.1  # how far ratios to the default may be apart
+SECONDS = 600
+COLLECTIVES = ("gather", "reduce", "collective")  # kinds that the timeline counts
+DEFAULT, KEEP, FEW, HSDP = "default", "keep", "k=8", "HSDP"
+WIRE, BF16 = "wire bf16", "reduce bf16"
+OPTIONS = {
+    DEFAULT: (),
+    KEEP: ("--keep",),
+    FEW: ("--reshard", "8"),
+    HSDP: (),
+    WIRE: ("--wire-bf16",),
+    BF16: ("--reduce-bf16",),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describes a model, how many ranks train it on machines of eight, the cards of each, and settings to choose from.
+
+    The settings have the default among them.
+    """
+
+    model: str
+    ranks: int
+    cards: int
+    settings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, N={self.ranks}, {self.cards} card{'s' * (self.cards > 1)}"
+
+
+CASES = (
+    Case("1B", 8, 8, (DEFAULT, KEEP, WIRE, BF16)),
+    Case("1B", 64, 8, (DEFAULT, FEW, HSDP, WIRE)),
+    Case("1B", 64, 1, (DEFAULT, FEW, HSDP, WIRE)),
+    Case("1B", 512, 8, (DEFAULT, KEEP, HSDP, WIRE)),
+    Case("8B", 8, 8, (DEFAULT, WIRE, BF16)),
+    Case("8B", 64, 8, (DEFAULT, HSDP, WIRE)),
+    Case("8B", 64, 1, (DEFAULT, KEEP, FEW, HSDP)),
+    Case("moe", 8, 8, (DEFAULT, WIRE)),
+    Case("moe", 64, 8, (DEFAULT, FEW, HSDP, WIRE)),
+    Case("moe", 64, 1, (DEFAULT, KEEP, FEW, HSDP)),
+)
+
+
+# ---- the timeline
+
+
+def options_of(case: Case, setting: str) -> list[str]:
+    """Returns the options of `phantom.record`."""
+    shards = 8 if setting == HSDP else case.ranks
+    sizes = {"--ranks": shards, "--replicas": case.ranks // shards, "--tokens": TOKENS, "--steps": 1}
+    sizes["--layers"] = LAYERS.get(case.model, 0)
+    return ["--model", case.model, *(str(each) for size in sizes.items() for each in size), *OPTIONS[setting]]
+
+
+def path_of(out: Path, case: Case, setting: str) -> Path:
+    return out / f"{case.model} {case.ranks} {setting}" / "fsdp2.json"
+
+
+def path_of_plain(out: Path, model: str) -> Path:
+    return out / model / "plain.json"
+
+
+def record(out: Path, cases: Iterable[Case]) -> None:
+    """Records a step of each setting of the cases into `out`, several at a time; what lies there is kept."""
+    wanted = {path_of(out, case, setting): options_of(case, setting) for case in cases for setting in case.settings}
+    wanted |= {path_of_plain(out, case.model): options_of(case, DEFAULT) for case in cases}
+    missing = [path for path in wanted if not path.exists()]
+
+    def start(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        options = ["-W", "ignore", "-m", "phantom.record", "--out", str(path.parent), *wanted[path], path.stem]
+        run([*options, "--turns"], SECONDS, stdin="\n")  # one turn, for one step
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(start, missing))
+
+
+def compute_ms(out: Path, model: str) -> float:
+    """Returns how long the plain model computes in the timeline, without an optimizer."""
+    text = path_of_plain(out, model).read_text()
+    machine = replace(timeline.without_host(Machine()), optimizer=0.0)
+    return float(timeline.replay(json.loads(text), machine)["step"]) / 1e3
+
+
+def replayed(out: Path, case: Case) -> dict[str, dict[str, Any]]:
+    """Returns setting -> what `timeline.replay` returns, with a host that takes no time."""
+    machine = timeline.without_host(replace(Machine(), cards=case.cards))
+    records = {setting: json.loads(path_of(out, case, setting).read_text()) for setting in case.settings}
+    return {setting: timeline.replay(each, machine) for setting, each in records.items()}
+
+
+# ---- plan
+
+
+def _loss(logits: Tensor) -> Tensor:
+    """The loss of `record.run_step`."""
+    tokens = torch.zeros(logits.shape[:2].numel(), dtype=torch.long)
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens)
+
+
+def predictions(case: Case, flops: float) -> dict[str, fsdp2.Prediction]:
+    """Returns setting -> what `fsdp2.plan` predicts. `flops`: operations per second that a rank reaches."""
+    machine = Machine()
+    fields: dict[str, dict[str, Any]] = {
+        DEFAULT: {},
+        KEEP: {"reshard_after_forward": False},
+        FEW: {"reshard_after_forward": 8},
+        HSDP: {"replicas": case.ranks // 8},
+        WIRE: {"wire_dtype": torch.bfloat16},
+        BF16: {},
+    }
+    found = {}
+    for reduce_dtype in (torch.float32, torch.bfloat16):
+        asked = [name for name in case.settings if (name == BF16) == (reduce_dtype is torch.bfloat16)]
+        if not asked:
+            continue
+        plan = fsdp2.plan(
+            models.make(case.model, LAYERS.get(case.model, 0))[0],
+            ranks=case.ranks,
+            batch=lambda: torch.zeros(1, TOKENS, dtype=torch.long, device="meta"),
+            loss=_loss,
+            policy=models.Block,
+            mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype),
+            settings=[fields[name] for name in asked],
+            link=machine.card * 1e9,
+            machine_link=machine.nvlink * 1e9,
+            cards_per_machine=case.cards,
+            flops=flops,
+        )
+        rows = {row.setting: row.prediction for row in plan.rows}
+        found |= {name: rows[fsdp2.Setting(case.ranks, **fields[name])] for name in asked}
+    return {name: found[name] for name in case.settings}
+
+
+# ---- both
+
+
+@dataclass(frozen=True)
+class Result:
+    """Holds ms of a step by setting, and what they say.
+
+    Args:
+        by_peak: plan's, where `flops` is what matrix products reach.
+        by_plan: plan's, where `flops` is what the plain model reaches.
+        by_timeline: the timeline's.
+        launches: how many collectives plan predicts, and how many were recorded.
+    """
+
+    case: Case
+    by_peak: Mapping[str, float]
+    by_plan: Mapping[str, float]
+    by_timeline: Mapping[str, float]
+    launches: Mapping[str, tuple[int, int]]
+
+    @property
+    def agrees(self) -> bool:
+        """True if plan's stars are the fastest in the timeline, or as fast."""
+        fastest = min(self.by_timeline.values())
+        return all(self.by_timeline[star(each)] <= CLOSE * fastest for each in (self.by_peak, self.by_plan))
+
+    def off_by(self, setting: str) -> float:
+        """Returns plan's ratio to the default in that of the timeline."""
+        return ratio(self.by_plan, setting) / ratio(self.by_timeline, setting)
+
+
+def star(times: Mapping[str, float]) -> str:
+    return min(times, key=times.__getitem__)
+
+
+def ratio(times: Mapping[str, float], setting: str) -> float:
+    return times[setting] / times[DEFAULT]
+
+
+def compare(out: Path, case: Case) -> Result:
+    """Returns the times of one case, which is recorded in `out`."""
+    by_peak = predictions(case, Machine().flops)
+    reached = by_peak[DEFAULT].flops / compute_ms(out, case.model) * 1e3
+    by_peak_ms, by_plan_ms = (
+        {name: (each.time or 0.0) * 1e3 for name, each in found.items()}
+        for found in (by_peak, predictions(case, reached))
+    )
+    recorded = replayed(out, case)
+    counts = {name: sum(each["counts"].get(kind, 0) for kind in COLLECTIVES) for name, each in recorded.items()}
+    launches = {name: (sum(by_peak[name].launched.values()), count) for name, count in counts.items()}
+    by_timeline_ms = {name: each["step"] / 1e3 for name, each in recorded.items()}
+    return Result(case, by_peak_ms, by_plan_ms, by_timeline_ms, launches)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Returns a line for each case and setting: ratios to the default, and the ms of the default. Stars are bold."""
+    lines = [
+        "| case | setting | plan, flops of matrix products | plan, flops of the step | timeline |",
+        "|---|---|---|---|---|",
+    ]
+    for each in results:
+        columns = (each.by_peak, each.by_plan, each.by_timeline)
+        for name in each.case.settings:
+            cells = []
+            for times in columns:
+                cell = f"{times[name]:.1f} ms" if name == DEFAULT else f"{ratio(times, name):.2f}x"
+                cells.append(f"**{cell}**" if name == star(times) else cell)
+            lines.append(f"| {each.case.name} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the recordings, which are kept")
+    args = parser.parse_args()
+    record(args.out, CASES)
+    results = [compare(args.out, case) for case in CASES]
+    print(table(results))
+    for each in results:
+        if not each.agrees:
+            print(f"{each.case.name}: plan takes {star(each.by_plan)}, the timeline {star(each.by_timeline)}")
+
+
+if __name__ == "__main__":
+    main()
