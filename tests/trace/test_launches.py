@@ -9,15 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launches import LaunchMeter, count_group
 from benchmarks.libraries import load_library
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.core import gather
+from fsdp2.core import buckets, gather
 from fsdp2.core.layout import MAX_OPERATIONS
+from fsdp2.core.state import groups_of
+from fsdp2.ext import collectives
 from helpers import NIGHTLY, fake_world
 
 # (block, precision, ranks) -> launches of a gather, of a reduction; collective calls of each. A gather is a cast, and
@@ -131,6 +134,65 @@ def test_copies_of_one_call_have_one_pair_of_dtypes(ranks: int, few: int) -> Non
     assert copies.pairs
     assert all(len(pairs) == 1 for pairs in copies.pairs)
     assert copies.splits == (2 if ranks > 1 else 0)
+
+
+class Experts(nn.Module):
+    """Few matrices, of which each rank holds some rows; they are more ranks than matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.ones(4, *shape)) for shape in ((64, 32), (32, 64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up @ self.down
+
+
+def test_stacks_that_are_cut_along_another_dim_are_copied_by_one_kernel() -> None:
+    """Slice by slice: a kernel and its addresses out of the gather, the same into the reduction."""
+    with (
+        fake_world(16),
+        mock.patch.object(gather, "costs_launches", return_value=True),
+        mock.patch.object(buckets, "costs_launches", return_value=True),
+    ):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = fully_shard(Experts(), mp_policy=policy, shard_placement_fn=lambda _: Shard(1))
+        for _ in range(2):
+            with LaunchMeter() as gathers:
+                output = model(torch.ones(4, 2, 64))
+            with LaunchMeter() as reductions:
+                output.sum().backward()
+            model.zero_grad()
+    assert gathers.launches["aten.split_with_sizes_copy"] == 2
+    assert gathers.launches["aten._foreach_copy"] == 1, "the cast"
+    assert reductions.launches["aten._chunk_cat"] == 2
+    assert not reductions.launches["aten._foreach_copy"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "setting", "is_separate"),
+    [
+        (16, (16,), None, True),
+        (16, (16,), False, False),
+        (8, (8,), None, False),
+        (8, (8,), True, True),
+        (32, (2, 16), None, True),
+        (32, (4, 8), None, False),
+    ],
+)
+def test_devices_reduce_on_a_group_of_their_own_beyond_a_machine(
+    ranks: int, shape: tuple[int, ...], setting: bool | None, is_separate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the ranks that share the shards; a user may choose otherwise. On CPU nobody does it unasked."""
+    monkeypatch.setattr(collectives, "exist_on", lambda device: True)
+    with fake_world(ranks):
+        model = fully_shard(nn.Linear(64, 64), mesh=init_device_mesh("cpu", shape))
+        if setting is not None:
+            model.set_separate_reduce_scatter_group(setting)
+        (group,) = groups_of(model)
+        assert (group.comms.reduces.group is not group.comms.gathers.group) is is_separate
+        monkeypatch.undo()
+        (on_cpu,) = groups_of(fully_shard(nn.Linear(64, 64), mesh=init_device_mesh("cpu", shape)))
+        assert on_cpu.comms.reduces.group is on_cpu.comms.gathers.group
 
 
 def test_the_meter_distinguishes_one_launch_from_many() -> None:

@@ -1,10 +1,13 @@
 """Tests which group is expected next, in a run that follows the recorded order and in one that departs from it."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from fsdp2.core.schedule import Cursor, within_budget
+from fsdp2.core.policy import Hold, Phase
+from fsdp2.core.schedule import MAX_KEPT_BYTES, Cursor, Prefetcher, within_budget
 
 A, B, C, D, NEW = (object() for _ in range(5))
 
@@ -93,3 +96,34 @@ def test_within_budget_asks_for_sizes_one_by_one() -> None:
     generator = within_budget(items(), size, 10)
     assert next(generator) == 1
     assert asked == [1]
+
+
+class Group:
+    """A group that is unsharded already."""
+
+    hold, phase = Hold.NOTHING, Phase.UNSHARDED
+
+    def __init__(self, settings: Any, nbytes: int) -> None:
+        self.settings, self.parameters = settings, SimpleNamespace(nbytes=nbytes)
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_kept"),
+    [
+        ([0.1, 0.1, 0.1], 2),
+        ([0.1, 0.5, 0.5], 2),
+        ([0.1, 0.6, 0.6], 1),
+        ([2.0, 2.0, 2.0], 1),  # the last one alone may have more
+        ([0.1, 0.1, 0.95], 1),
+    ],
+)
+def test_the_last_groups_stay_if_they_are_not_too_large(shares: list[float], num_kept: int) -> None:
+    """Of the default budget; sizes are shares of what they may have together."""
+    settings = SimpleNamespace(forward_prefetch=None, backward_prefetch=None, unshard_in_backward=True)
+    groups = [Group(settings, int(share * MAX_KEPT_BYTES)) for share in shares]
+    prefetcher = Prefetcher(groups)
+    for _ in range(2):
+        prefetcher.begin_pass()
+        for group in groups:
+            assert not [*prefetcher.in_forward(group)]
+    assert prefetcher.first_in_backward == {*groups[-num_kept:]}
