@@ -210,9 +210,8 @@ class ReducePlan:
         self._has_streams, self.launches = streams.exist_on(device), costs_launches(device)
         self._packed = packed = [specs[i] for i in layout.packed]
         # One operation packs all of them. On CPU it pads by a copy, and casts slowly.
-        self._is_one_cat = all(spec.shard_numel for spec in packed) and all(
-            spec.has_few_slices if self.launches else spec.dim == 0 for spec in packed
-        )
+        is_able = [spec.has_few_slices if self.launches else spec.dim == 0 for spec in packed]
+        self._is_one_cat = all(is_able) and all(spec.shard_numel for spec in packed)
         self._has_slices = any(spec.num_slices > 1 for spec in packed)
         self._is_even = all(spec.is_even for spec in packed)
         self._is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES

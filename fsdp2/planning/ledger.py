@@ -72,7 +72,7 @@ class Machine:
 
     @property
     def network(self) -> Network | None:
-        """What collectives run over; None: their times are not predicted."""
+        """Describes what collectives run over. None: their times are not predicted."""
         if self.link is None:
             return None
         return Network(self.link, self.machine_link, self.ranks_per_machine, self.cards_per_machine, self.latency)
