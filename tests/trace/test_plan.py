@@ -209,6 +209,16 @@ def loss_of(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
 
+def measure_step(model: nn.Module, batch: Any, meter: AllocationMeter, step: str, forward: str) -> None:
+    """Runs a forward and its backward, in the regions of the meter that are named so."""
+    with meter.region(step):
+        with meter.region(forward):
+            output = model(batch)
+        loss = loss_of(output)
+        del output
+        loss.backward()
+
+
 def can_have(model: Any, setting: str) -> bool:
     """Returns False for several blocks in one call where no blocks are side by side."""
     calls = fsdp2.wrap_groups(model)
@@ -273,13 +283,7 @@ def count(meter: AllocationMeter, name: str, make: Callable[[], Any], setting: s
     with meter.region(f"sharding {name}"):
         model = sharded(make(), setting)
     for region in ("first", name):
-        with meter.region(region):
-            with meter.region(f"forward of {region}"):
-                output = model(batch)
-            loss = loss_of(output)
-            del output
-            loss.backward()
-            del loss
+        measure_step(model, batch, meter, region, f"forward of {region}")
         model.zero_grad()
     with WireMeter() as wire:
         loss_of(model(batch)).backward()
@@ -391,13 +395,7 @@ def test_memory_over_a_group_written_in_python(
         batch = trained.example()
         for _ in range(2):
             gc.collect()
-            with meter.region("step"):
-                with meter.region("forward"):
-                    output = trained(batch)
-                loss = loss_of(output)
-                del output
-                loss.backward()
-                del loss
+            measure_step(trained, batch, meter, "step", "forward")
             trained.zero_grad()
         with WireMeter() as wire:
             loss_of(trained(batch)).backward()
@@ -470,13 +468,7 @@ def test_memory_of_a_device_with_offload(model: str, policy: MixedPrecisionPolic
         fully_shard(sharded, mp_policy=policy, offload_policy=CPUOffloadPolicy())
         for _ in range(2):
             gc.collect()
-            with meter.region("step"):
-                with meter.region("forward"):
-                    output = sharded(batch)
-                loss = loss_of(output)
-                del output
-                loss.backward()
-                del loss
+            measure_step(sharded, batch, meter, "step", "forward")
             sharded.zero_grad()
     before, found = meter.allocated_before("step"), plan.best.prediction
     errors = [
