@@ -5,8 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from fsdp2.core import buckets
-from fsdp2.ext import large_gradients
+from fsdp2.engine import buckets, large_gradients
 
 
 def _more_buckets() -> Any:

@@ -63,8 +63,8 @@ def drop_calls(model: nn.Module) -> None:
 
 def drop_headers(model: nn.Module) -> None:
     """Drops the check, on gloo, that each message is the one that this rank expects."""
-    from fsdp2.core.param_group import Comms
-    from fsdp2.ext.gloo import PairwiseComm
+    from fsdp2.engine.gloo import PairwiseComm
+    from fsdp2.engine.param_group import Comms
 
     for group in _groups(model):
         comms = [
@@ -81,8 +81,8 @@ def interrupt_senders(model: nn.Module) -> None:
 
 def add_consensus(model: nn.Module) -> None:
     """Makes the last block conditional: ranks reach a consensus before each gather and reduction of any group."""
-    from fsdp2.core.root import Root
-    from fsdp2.core.state import groups_of, names_below
+    from fsdp2.engine.root import Root
+    from fsdp2.engine.state import groups_of, names_below
 
     for group in groups_of(model.blocks[-1]):
         group.set(extras={**group.settings.extras, "conditional": True})
@@ -108,7 +108,7 @@ class _Unchecked:
     """Has `SavedTensors._pack` and `_unpack` without the comparison: weights are noted, and gathered again."""
 
     def __init__(self, saved_tensors: Any) -> None:
-        from fsdp2.core.compat import storage_id
+        from fsdp2.engine.compat import storage_id
 
         self._of, self._storage_id = saved_tensors, storage_id
 
@@ -129,7 +129,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _drop_observers(model: nn.Module, drops: Callable[[Any], bool]) -> None:
-    from fsdp2.core.events import Events
+    from fsdp2.engine.events import Events
 
     root = _root(model)
     root.events = Events([each for each in root.events.observers if not drops(each)])
@@ -138,7 +138,7 @@ def _drop_observers(model: nn.Module, drops: Callable[[Any], bool]) -> None:
 
 
 def _root(model: nn.Module) -> Any:
-    from fsdp2.core.state import require_state
+    from fsdp2.engine.state import require_state
 
     return require_state(model).root
 

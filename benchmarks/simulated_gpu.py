@@ -211,5 +211,5 @@ def _patches_of_fsdp2() -> Iterator[Any]:
         return buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     yield mock.patch("fsdp2.checks.plan._check_subclass", _do_nothing)  # it refuses FakeTensors
-    yield mock.patch("fsdp2.core.buffers.own_storage_view", view_of)  # slices of a storage need its memory
+    yield mock.patch("fsdp2.engine.buffers.own_storage_view", view_of)  # slices of a storage need its memory
     yield mock.patch.dict(levels._levels(), dict.fromkeys(levels.NAMES, "off"))  # they read values

@@ -24,7 +24,7 @@ from tiny_text import join_ranks, say
 from torch import Tensor
 
 import fsdp2
-from fsdp2.core import Observer, extend
+from fsdp2.engine import Observer, extend
 
 END = b"\n"  # a token is a byte
 PROMPTS, NEW_TOKENS = ["Beautiful", "Explicit is", "Now", "If the implementation"], [12, 32, 40]

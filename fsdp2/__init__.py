@@ -6,12 +6,12 @@ from types import ModuleType
 from .api import fully_shard, replicate
 from .bridge.patch import patch_torch
 from .checks.table import set_checks
-from .core.module import UnshardHandle
-from .core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .dtensor.fixes import dtensor_fixes
-from .ext.forward_method import register_fsdp_forward_method
-from .ext.meshes import DataParallelMeshDims, ShardPlacementResult
-from .ext.root_methods import GradientReductionHandle
+from .engine.forward_method import register_fsdp_forward_method
+from .engine.meshes import DataParallelMeshDims, ShardPlacementResult
+from .engine.module import UnshardHandle
+from .engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .engine.root_methods import GradientReductionHandle
 from .install import install as _install
 from .module import FSDPModule, share_comm_ctx
 from .optim.averages import AveragedModel

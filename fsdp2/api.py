@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
 from .checks.rollcall import level_from_environment
-from .core.api import Arguments, apply
-from .core.mesh import DataMesh, replicated_data_mesh
-from .core.module import check_bool
-from .core.policy import MixedPrecisionPolicy, OffloadPolicy
-from .ext.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
+from .engine.build import Arguments, apply
+from .engine.mesh import DataMesh, replicated_data_mesh
+from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
+from .engine.module import check_bool
+from .engine.policy import MixedPrecisionPolicy, OffloadPolicy
 from .module import FSDPModule
 
 

@@ -7,28 +7,30 @@ from typing import Any
 from .bridge.torch_interface import RegisteredStates
 from .checks import entry_points, named_comm, table, unnoticed_writes
 from .checks.plan import check_plan
-from .core.events import Observer, extend
 from .dtensor import fixes
-from .ext import (
+from .engine import (
     collectives,
     compiled_backward,
-    conditional,
     home_streams,
-    large_submodules,
     module_class,
     nested,
-    optimizer_in_backward,
     owners,
     parameter_methods,
     passes,
     post_forward,
     replacements,
-    subclasses,
     tensor_parallel,
     transforms,
 )
-from .ext.requires_grad import RequiresGrad
-from .ext.unsharded_versions import UnshardedVersions
+from .engine.events import Observer, extend
+from .engine.requires_grad import RequiresGrad
+from .engine.unsharded_versions import UnshardedVersions
+from .features import (
+    conditional,
+    large_submodules,
+    optimizer_in_backward,
+    subclasses,
+)
 from .module import FSDPModule
 from .tools import describe, profiler_ranges
 from .tools.audit import AuditAtDebugLevel

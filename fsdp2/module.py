@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from . import core
+from . import engine
 from .bridge.torch_interface import require_torch_state
-from .ext.group_methods import GroupMethods, groups_of_all
-from .ext.passes import share_reductions
-from .ext.root_methods import RootMethods
+from .engine.group_methods import GroupMethods, groups_of_all
+from .engine.passes import share_reductions
+from .engine.root_methods import RootMethods
 
 
-class FSDPModule(core.FSDPModule, GroupMethods, RootMethods):
+class FSDPModule(engine.FSDPModule, GroupMethods, RootMethods):
     """The class that `fully_shard` and `replicate` add to the class of a module.
 
     The class of a sharded module is a subclass of its own class and of FSDPModule. So `isinstance(model, FSDPModule)`
@@ -54,5 +54,5 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 @cache
 def public_methods() -> frozenset[str]:
     """Returns the names that fully_shard adds to a module."""
-    classes = (FSDPModule, core.FSDPModule, GroupMethods, RootMethods)
+    classes = (FSDPModule, engine.FSDPModule, GroupMethods, RootMethods)
     return frozenset(name for cls in classes for name in vars(cls) if not name.startswith("_"))

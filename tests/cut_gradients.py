@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from fsdp2.core import buckets
-from fsdp2.ext import large_gradients
+from fsdp2.engine import buckets, large_gradients
 
 
 def cut_gradients(bucket_bytes: int, piece_bytes: int) -> None:

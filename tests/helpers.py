@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_map_only
 
 import fake_gpu
 from fsdp2 import fully_shard  # imported before the fork, so that no rank pays for it
-from fsdp2.core import events
-from fsdp2.core.api import sharded_class
+from fsdp2.engine import events
+from fsdp2.engine.build import sharded_class
 from hostile import hostile
 
 NIGHTLY = bool(os.environ.get("FSDP2_NIGHTLY"))

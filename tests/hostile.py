@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core.comm import CoalescedComm, Comm, Work
+from fsdp2.engine.comm import CoalescedComm, Comm, Work
 
 POISON = 0xFF
 """As every byte it is NaN in each floating-point dtype."""

@@ -19,8 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp2.core import buckets, gather
-from fsdp2.ext import large_gradients
+from fsdp2.engine import buckets, gather, large_gradients
 from recipes import Recipe
 
 DIM = 6

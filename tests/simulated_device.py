@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fsdp2.core import param_group
-from fsdp2.core.mesh import DataMesh
+from fsdp2.engine import param_group
+from fsdp2.engine.mesh import DataMesh
 
 DEVICE = torch.device("cpu", 0)
 """Not equal to `cpu`, where shards rest."""

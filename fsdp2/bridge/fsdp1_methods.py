@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from ..core.group import FSDPParamGroup
-from ..core.state import groups_below, groups_of, state_of
 from ..dtensor.switches import switched
+from ..engine.group import FSDPParamGroup
+from ..engine.state import groups_below, groups_of, state_of
 from .when_imported import when_imported
 
 NAME = "fsdp1-methods"

@@ -11,12 +11,12 @@ from types import ModuleType
 from typing import Any
 
 from ..api import fully_shard, replicate
-from ..core.module import UnshardHandle
-from ..core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..core.state import require_state
-from ..ext.forward_method import register_fsdp_forward_method
-from ..ext.meshes import DataParallelMeshDims
-from ..ext.root_methods import GradientReductionHandle
+from ..engine.forward_method import register_fsdp_forward_method
+from ..engine.meshes import DataParallelMeshDims
+from ..engine.module import UnshardHandle
+from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..engine.root_methods import GradientReductionHandle
+from ..engine.state import require_state
 from ..module import FSDPModule, share_comm_ctx
 
 _API = "torch.distributed.fsdp"

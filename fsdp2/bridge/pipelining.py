@@ -6,10 +6,10 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from ..core.group import UNSHARDED, FSDPParamGroup
-from ..core.state import groups_below
 from ..dtensor.switches import is_on
-from ..ext.passes import finalize, reduce_unsynchronized
+from ..engine.group import UNSHARDED, FSDPParamGroup
+from ..engine.passes import finalize, reduce_unsynchronized
+from ..engine.state import groups_below
 from .when_imported import when_imported
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from ..core.events import Observer
-from ..core.group import COPIED, FSDPParamGroup
-from ..core.policy import Hold
-from ..core.state import STATE, FSDPState, names_below, require_state, state_of
-from ..ext.compat import ComposableState, is_traced, register_composable
-from ..ext.passes import finalize, reduce_unsynchronized
+from ..engine.events import Observer
+from ..engine.group import COPIED, FSDPParamGroup
+from ..engine.passes import finalize, reduce_unsynchronized
+from ..engine.policy import Hold
+from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
+from ..engine.torch_names import ComposableState, is_traced, register_composable
 
 # The attribute in which a state holds its TorchState, so that it stays the same object: torch's table does not keep
 # it alive.

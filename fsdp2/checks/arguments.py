@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from ..core.parameter import fqn
-from ..core.policy import MixedPrecisionPolicy, OffloadPolicy
-from ..core.state import modules_below, state_of
-from ..ext.meshes import described_data_mesh
+from ..engine.meshes import described_data_mesh
+from ..engine.parameter import fqn
+from ..engine.policy import MixedPrecisionPolicy, OffloadPolicy
+from ..engine.state import modules_below, state_of
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 

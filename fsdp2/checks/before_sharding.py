@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ..core.api import Plan
-from ..core.group import FSDPParamGroup
-from ..ext.compat import Memory
+from ..engine.build import Plan
+from ..engine.group import FSDPParamGroup
+from ..engine.torch_names import Memory
 
 # The id of the module of a parameter's first slot, and its name there. The parameter's group keeps the module alive.
 Key = tuple[int, str]

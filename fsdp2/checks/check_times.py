@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.events import Observer
-from ..core.inputs import HandedInputs
-from ..core.mesh import DataMesh
+from ..engine.events import Observer
+from ..engine.inputs import HandedInputs
+from ..engine.mesh import DataMesh
 from .compare_ranks import ComparedNumbers
 
 _PERIOD = 128

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.comm import Purpose
-from ..core.mesh import DataMesh
-from ..ext.rank_facts import all_reduce_over, moves_data
+from ..engine.comm import Purpose
+from ..engine.mesh import DataMesh
+from ..engine.rank_facts import all_reduce_over, moves_data
 
 
 class ComparedNumbers(NamedTuple):

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_if_any
-from ..core.group import FSDPParamGroup
-from ..core.group_parameters import version_if_counted
-from ..core.mesh import DataMesh
-from ..core.parameter import fqn
-from ..core.policy import ReduceWhen
-from ..core.state import names_below
-from ..ext.owners import some_of
-from ..ext.rank_facts import all_reduce_over, gather_by_rank, ranks_of
+from ..engine.compat import local_if_any
+from ..engine.group import FSDPParamGroup
+from ..engine.group_parameters import version_if_counted
+from ..engine.mesh import DataMesh
+from ..engine.owners import some_of
+from ..engine.parameter import fqn
+from ..engine.policy import ReduceWhen
+from ..engine.rank_facts import all_reduce_over, gather_by_rank, ranks_of
+from ..engine.state import names_below
 from .check_times import Comparison, RankCheck
 from .checksum import checksum, joint_checksum, read
 from .compare_ranks import ComparedNumbers, groups_by_mesh, widest_mesh

@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.comm import Purpose, Work
+from ..engine.comm import Purpose, Work
 from .headers import HEADER_NBYTES, TABLE, Header, differ, out_of_step, text_of, without_sizes
 
 # Tags of messages, which must not meet a user's: of headers, one for each time that ranks were out of step, and of what

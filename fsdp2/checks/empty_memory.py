@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.compat import no_torch_function
-from ..core.group import FSDPParamGroup
-from ..core.group_parameters import version_if_counted
-from ..core.mesh import DataMesh
-from ..core.parameter import FSDPParam, fqn
-from ..core.state import groups_of, names_below
+from ..engine.compat import no_torch_function
+from ..engine.group import FSDPParamGroup
+from ..engine.group_parameters import version_if_counted
+from ..engine.mesh import DataMesh
+from ..engine.parameter import FSDPParam, fqn
+from ..engine.state import groups_of, names_below
 from .check_times import Comparison, ForwardCheck, RankCheck
 from .checksum import values_of
 from .compare_ranks import ComparedNumbers, compare, groups_by_mesh

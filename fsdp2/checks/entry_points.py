@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.events import strategies
-from ..core.group import UNSHARDED, FSDPParamGroup
-from ..core.parameter import FSDPParam
-from ..core.state import FSDPState, names_below, state_of
-from ..ext.compat import watch_calls
-from ..ext.nested import attribute_names, fields_of, is_dataclass, tensors_in
-from ..ext.owners import all_groups, owners_by_id
+from ..engine.events import strategies
+from ..engine.group import UNSHARDED, FSDPParamGroup
+from ..engine.nested import attribute_names, fields_of, is_dataclass, tensors_in
+from ..engine.owners import all_groups, owners_by_id
+from ..engine.parameter import FSDPParam
+from ..engine.state import FSDPState, names_below, state_of
+from ..engine.torch_names import watch_calls
 from .before_sharding import facts_of
 from .check_times import Check
 

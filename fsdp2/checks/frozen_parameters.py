@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..core.compat import no_torch_function
-from ..core.group import FSDPParamGroup
-from ..core.group_parameters import version_if_counted
-from ..core.mesh import DataMesh
-from ..core.parameter import FSDPParam
-from ..ext.owners import some_of
-from ..ext.rank_facts import gather_by_rank
+from ..engine.compat import no_torch_function
+from ..engine.group import FSDPParamGroup
+from ..engine.group_parameters import version_if_counted
+from ..engine.mesh import DataMesh
+from ..engine.owners import some_of
+from ..engine.parameter import FSDPParam
+from ..engine.rank_facts import gather_by_rank
 from .check_times import Comparison, RankCheck
 from .compare_ranks import ComparedNumbers, groups_by_mesh
 

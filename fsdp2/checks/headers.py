@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..core.comm import Purpose
-from ..ext.gloo import REDUCING, SUMMING
+from ..engine.comm import Purpose
+from ..engine.gloo import REDUCING, SUMMING
 
 HEADER_NBYTES = 192
 _DIGEST_NBYTES = 8

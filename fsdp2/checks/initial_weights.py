@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.api import ParameterPlan
-from ..core.compat import is_python_group, local_of, no_torch_function
-from ..core.group import FSDPParamGroup
-from ..core.group_parameters import version_if_counted
-from ..core.mesh import DataMesh
-from ..core.parameter import FSDPParam
+from ..engine.build import ParameterPlan
+from ..engine.compat import is_python_group, local_of, no_torch_function
+from ..engine.group import FSDPParamGroup
+from ..engine.group_parameters import version_if_counted
+from ..engine.mesh import DataMesh
+from ..engine.parameter import FSDPParam
 from .before_sharding import Key, facts_of
 from .check_times import Comparison, RankCheck
 from .checksum import bits_of, checksum

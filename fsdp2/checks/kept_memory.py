@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.compat import PLAIN, has_storage, num_dispatch_modes, storage_address
-from ..core.group import FSDPParamGroup
-from ..ext.owners import some_of
+from ..engine.compat import PLAIN, has_storage, num_dispatch_modes, storage_address
+from ..engine.group import FSDPParamGroup
+from ..engine.owners import some_of
 from .check_times import Check
 
 _CONTAINERS = (list, tuple, dict)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_if_any
-from ..core.group import UNSHARDED, FSDPParamGroup
-from ..core.parameter import FSDPParam
+from ..engine.compat import local_if_any
+from ..engine.group import UNSHARDED, FSDPParamGroup
+from ..engine.parameter import FSDPParam
 
 
 class UnshardedPlaces:

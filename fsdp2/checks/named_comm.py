@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.comm import SUM_ALL, DividedWork, Purpose, Work, divide_before
-from ..core.events import Observer
-from ..ext.gloo import SUMMING, PairwiseComm
-from ..ext.gloo_threads import let_callers_finish
+from ..engine.comm import SUM_ALL, DividedWork, Purpose, Work, divide_before
+from ..engine.events import Observer
+from ..engine.gloo import SUMMING, PairwiseComm
+from ..engine.gloo_threads import let_callers_finish
 from .conversation import Conversation, Exchange
 from .headers import GOODBYE, HEADER_NBYTES, differ, header_of
 

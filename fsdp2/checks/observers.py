@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.compat import version_of
-from ..core.events import Observer
-from ..core.group import FSDPParamGroup
-from ..core.inputs import HandedInputs
-from ..core.mesh import DataMesh
-from ..core.policy import ReduceWhen
-from ..ext.collectives import choice_of
-from ..ext.rank_facts import gather_by_rank
-from ..ext.unsharded_versions import UnshardedVersions, refuse_written
+from ..engine.collectives import choice_of
+from ..engine.compat import version_of
+from ..engine.events import Observer
+from ..engine.group import FSDPParamGroup
+from ..engine.inputs import HandedInputs
+from ..engine.mesh import DataMesh
+from ..engine.policy import ReduceWhen
+from ..engine.rank_facts import gather_by_rank
+from ..engine.unsharded_versions import UnshardedVersions, refuse_written
 from .check_times import Check, Comparison, ForwardCheck, RankObserver, is_capturing, is_check_time, next_check_time
 from .compare_ranks import ComparedNumbers, compare, connects, widest_mesh
 from .moved_data import UnshardedPlaces, put_back, refuse_lost, refuse_moved

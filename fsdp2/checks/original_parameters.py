@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..ext.compat import replace_hooks
-from ..ext.owners import SHARDED_AS
+from ..engine.owners import SHARDED_AS
+from ..engine.torch_names import replace_hooks
 from .before_sharding import facts_of
 from .check_times import Check
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..core.group import FSDPParamGroup
-from ..ext.collectives import choice_of
-from ..ext.owners import some_of
+from ..engine.collectives import choice_of
+from ..engine.group import FSDPParamGroup
+from ..engine.owners import some_of
 from .check_times import Check
 
 # By the method that sets it: a user's function, which a group without parameters never calls.

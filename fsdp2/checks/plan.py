@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.api import ParameterPlan, Plan
-from ..core.compat import PLAIN, holds_values, local_if_any, size_may_change
-from ..core.events import strategies
-from ..core.mesh import DataMesh
-from ..core.module import FSDPModule
-from ..core.parameter import Slot, fqn
-from ..core.policy import MixedPrecisionPolicy, ReduceWhen
-from ..core.state import names_below
-from ..ext.compat import Memory, memory_of, size_at_first
-from ..ext.owners import SHARDED_AS
-from ..ext.subclasses import (
+from ..engine.build import ParameterPlan, Plan
+from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
+from ..engine.events import strategies
+from ..engine.mesh import DataMesh
+from ..engine.module import FSDPModule
+from ..engine.owners import SHARDED_AS
+from ..engine.parameter import Slot, fqn
+from ..engine.policy import MixedPrecisionPolicy, ReduceWhen
+from ..engine.state import names_below
+from ..engine.torch_names import Memory, memory_of, size_at_first
+from ..features.subclasses import (
     count_pre_arguments,
     missing_methods,
     no_methods,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.compat import local_if_any
-from ..core.mesh import DataMesh
+from ..engine.compat import local_if_any
+from ..engine.mesh import DataMesh
 from .check_times import Comparison, ForwardCheck, RankCheck
 from .compare_ranks import ComparedNumbers, connects, greatest
 from .observers import judge_at_end

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.comm import Purpose
-from ..core.compat import local_if_any, version_of
-from ..core.group import COPIED, FSDPParamGroup
-from ..core.mesh import DataMesh
-from ..core.policy import Hold
-from ..core.state import names_below
-from ..ext.compat import set_versions
-from ..ext.owners import some_of
-from ..ext.rank_facts import all_reduce_over
+from ..engine.comm import Purpose
+from ..engine.compat import local_if_any, version_of
+from ..engine.group import COPIED, FSDPParamGroup
+from ..engine.mesh import DataMesh
+from ..engine.owners import some_of
+from ..engine.policy import Hold
+from ..engine.rank_facts import all_reduce_over
+from ..engine.state import names_below
+from ..engine.torch_names import set_versions
 from .check_times import Comparison, RankObserver
 from .compare_ranks import ComparedNumbers, connects
 from .observers import groups_of_all_ranks

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.group import FSDPParamGroup
-from ..core.mesh import DataMesh
-from ..ext.compat import stepped_on_accumulation
-from ..ext.owners import sharded_owner, some_of
-from ..ext.rank_facts import gather_by_rank
+from ..engine.group import FSDPParamGroup
+from ..engine.mesh import DataMesh
+from ..engine.owners import sharded_owner, some_of
+from ..engine.rank_facts import gather_by_rank
+from ..engine.torch_names import stepped_on_accumulation
 from .check_times import Comparison, RankCheck
 from .compare_ranks import ComparedNumbers
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.group import FSDPParamGroup
-from ..core.mesh import DataMesh
-from ..core.policy import ReduceWhen
-from ..ext.owners import some_of
-from ..ext.rank_facts import gather_by_rank
+from ..engine.group import FSDPParamGroup
+from ..engine.mesh import DataMesh
+from ..engine.owners import some_of
+from ..engine.policy import ReduceWhen
+from ..engine.rank_facts import gather_by_rank
 from .check_times import Comparison, RankCheck
 from .compare_ranks import ComparedNumbers, groups_by_mesh
 from .headers import trainable_remark

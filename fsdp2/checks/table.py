@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.api import Plan
-from ..core.events import Observer, extend
 from ..dtensor import optimizer_steps
-from ..ext.owners import all_groups
+from ..engine.build import Plan
+from ..engine.events import Observer, extend
+from ..engine.owners import all_groups
 from .before_sharding import facts_of_call
 from .check_times import Check, ForwardCheck, RankCheck
 from .compared_buffers import Buffers

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.compat import graph_task
-from ..core.group import FSDPParamGroup
-from ..core.mesh import DataMesh
-from ..core.parameter import fqn
-from ..ext.compat import is_sharded_by_fsdp1
-from ..ext.owners import all_groups, names_of_unsharded, sharded_owner, some_of
-from ..ext.rank_facts import gather_by_rank
+from ..engine.compat import graph_task
+from ..engine.group import FSDPParamGroup
+from ..engine.mesh import DataMesh
+from ..engine.owners import all_groups, names_of_unsharded, sharded_owner, some_of
+from ..engine.parameter import fqn
+from ..engine.rank_facts import gather_by_rank
+from ..engine.torch_names import is_sharded_by_fsdp1
 from .check_times import Comparison, RankCheck
 from .checksum import checksum, joint_checksum, read
 from .compare_ranks import ComparedNumbers

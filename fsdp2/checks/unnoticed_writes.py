@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.events import Observer, strategies
+from ..engine.events import Observer, strategies
 
 
 class UnnoticedWrites(Observer):

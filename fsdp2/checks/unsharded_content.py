@@ -13,14 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..core.buffers import GroupBuffers
-from ..core.compat import PLAIN
-from ..core.gather import view_bytes
-from ..core.group import FSDPParamGroup, Hold
-from ..core.inputs import HandedInputs
-from ..core.parameter import FSDPParam
-from ..core.state import FSDPState
-from ..ext.unsharded_versions import refuse_written
+from ..engine.buffers import GroupBuffers
+from ..engine.compat import PLAIN
+from ..engine.gather import view_bytes
+from ..engine.group import FSDPParamGroup, Hold
+from ..engine.inputs import HandedInputs
+from ..engine.parameter import FSDPParam
+from ..engine.state import FSDPState
+from ..engine.unsharded_versions import refuse_written
 from .check_times import ForwardCheck
 from .checksum import bits_of
 from .observers import judge_at_end

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_of, new_dtensor, no_torch_function, set_local
-from ..core.events import Observer, strategies
-from ..core.group import FSDPParamGroup
-from ..core.parameter import FSDPParam
-from ..ext.callers import optimizer_that_calls
-from ..ext.compat import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
+from ..engine.callers import optimizer_that_calls
+from ..engine.compat import local_of, new_dtensor, no_torch_function, set_local
+from ..engine.events import Observer, strategies
+from ..engine.group import FSDPParamGroup
+from ..engine.parameter import FSDPParam
+from ..engine.torch_names import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
 from .observers import follow_if
 
 

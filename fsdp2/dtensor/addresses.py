@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_of
-from ..ext.callers import optimizer_that_calls
-from ..ext.owners import sharded_in
+from ..engine.callers import optimizer_that_calls
+from ..engine.compat import local_of
+from ..engine.owners import sharded_in
 from .mixed_operands import NO_DTENSORS, describe
 from .sharded_dtensor import replace_attribute
 

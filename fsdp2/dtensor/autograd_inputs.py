@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.gradients import refuse_loss_of_gradient, without_graph
-from ..ext.compat import find_accumulators_of
-from ..ext.owners import Owned, all_groups, sharded_owner, some_of
-from ..ext.unsharded_versions import UnshardedVersions
+from ..engine.gradients import refuse_loss_of_gradient, without_graph
+from ..engine.owners import Owned, all_groups, sharded_owner, some_of
+from ..engine.torch_names import find_accumulators_of
+from ..engine.unsharded_versions import UnshardedVersions
 from .crossings import owner_of
 from .differing_numbers import refuse_differing_numbers
 from .graph import all_nodes, leaf_nodes

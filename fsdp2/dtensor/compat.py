@@ -1,6 +1,6 @@
 """Collects the private names of DTensor that the fixes use, each with its reason, and functions built on them.
 
-Names that the core uses as well are in core/compat.py.
+Names that the core uses as well are in engine/compat.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizers_foreac
 from torch.utils._foreach_utils import _foreach_supported_types as _norms_foreach_types
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..core import compat
-from ..core.compat import local_of, new_dtensor
-from ..core.events import strategies
-from ..ext import compat as ext_compat
+from ..engine import compat
+from ..engine import torch_names as ext_compat
+from ..engine.compat import local_of, new_dtensor
+from ..engine.events import strategies
 
 # True if an operation on a subclass of DTensor calls its `__torch_dispatch__`.
 DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
@@ -172,7 +172,7 @@ def is_sharded_nowhere(tensor: DTensor) -> bool:
 
 
 def is_strided(tensor: DTensor) -> bool:
-    """Returns True if two mesh axes cut the same dim, the left one last: see core.compat.strided_shard."""
+    """Returns True if two mesh axes cut the same dim, the left one last: see engine/compat.py."""
     return any(isinstance(each, _StridedShard) for each in tensor.placements)
 
 

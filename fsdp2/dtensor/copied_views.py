@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..core.compat import local_of, new_dtensor, set_local
-from ..ext.nested import map_tensors, tensors_in
+from ..engine.compat import local_of, new_dtensor, set_local
+from ..engine.nested import map_tensors, tensors_in
 from .compat import (
     DISPATCHES_TO_SUBCLASSES,
     cut,

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_of
-from ..core.gradients import without_node
+from ..engine.compat import local_of
+from ..engine.gradients import without_node
 from .sharded_dtensor import replace_attribute
 
 

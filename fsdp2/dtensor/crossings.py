@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import unserializable_hook
 
-from ..core.comm import Purpose
-from ..core.compat import local_of
-from ..core.user_code import hides_modes
-from ..ext.owners import Owned, sharded_owner
-from ..ext.rank_facts import all_reduce_over
+from ..engine.comm import Purpose
+from ..engine.compat import local_of
+from ..engine.owners import Owned, sharded_owner
+from ..engine.rank_facts import all_reduce_over
+from ..engine.user_code import hides_modes
 from .compat import meshes_in_use
 from .differing_numbers import refuse_differing_numbers
 from .graph import dtensor_nodes, is_dtensor_leaf, is_from_local

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_if_any, local_of, storage_id, untraced
-from ..core.events import Observer
-from ..core.group import COPIED, FSDPParamGroup
-from ..core.parameter import FSDPParam
-from ..ext.compat import share_versions
-from ..ext.owners import sharded_in, sharded_owner
+from ..engine.compat import local_if_any, local_of, storage_id, untraced
+from ..engine.events import Observer
+from ..engine.group import COPIED, FSDPParamGroup
+from ..engine.owners import sharded_in, sharded_owner
+from ..engine.parameter import FSDPParam
+from ..engine.torch_names import share_versions
 from .compat import cut, set_local_and_spec
 from .sharded_dtensor import replace_attribute
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..bridge.when_imported import when_imported
-from ..ext.compat import is_shared_with_ddp
-from ..ext.owners import owners_by_id
+from ..engine.owners import owners_by_id
+from ..engine.torch_names import is_shared_with_ddp
 from .switches import switched
 
 

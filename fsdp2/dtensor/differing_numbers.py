@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..ext.compat import saved_by
-from ..ext.owners import Owned
-from ..ext.rank_facts import all_reduce_over
+from ..engine.owners import Owned
+from ..engine.rank_facts import all_reduce_over
+from ..engine.torch_names import saved_by
 from .graph import dtensor_nodes
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..core.compat import dtensor_spec, local_if_any, local_of
-from ..ext.nested import map_tensors, tensors_in
+from ..engine.compat import dtensor_spec, local_if_any, local_of
+from ..engine.nested import map_tensors, tensors_in
 from .compat import (
     FINDS_GLOBAL_INDICES,
     REPLICATES_COPIED_GRADIENTS,

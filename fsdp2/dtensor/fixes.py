@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from ..core.events import Observer, extend
-from ..core.group import FSDPParamGroup
-from ..ext.compat import keep_out_of_graphs
-from ..ext.once import once
+from ..engine.events import Observer, extend
+from ..engine.group import FSDPParamGroup
+from ..engine.once import once
+from ..engine.torch_names import keep_out_of_graphs
 from . import switches
 from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
 from .data_attribute import AssignedData

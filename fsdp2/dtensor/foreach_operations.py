@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from ..core.comm import Purpose
-from ..core.compat import dtensor_spec, local_if_any
-from ..ext.meshes import sharding_axes
-from ..ext.rank_facts import all_reduce_over
+from ..engine.comm import Purpose
+from ..engine.compat import dtensor_spec, local_if_any
+from ..engine.meshes import sharding_axes
+from ..engine.rank_facts import all_reduce_over
 from .compat import DTensorSpec, dtensor, spec_of
 from .sharded_dtensor import call_unhandled, handle_operations
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import local_of
-from ..ext.owners import sharded_in
-from ..ext.rank_facts import all_reduce_over
+from ..engine.compat import local_of
+from ..engine.owners import sharded_in
+from ..engine.rank_facts import all_reduce_over
 from .compat import cut, follow_local, is_partial, name_of, set_local_and_spec
 from .sharded_dtensor import call_unhandled, handle_operations, handler_of
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..ext.nested import map_tensors, tensors_in
+from ..engine.nested import map_tensors, tensors_in
 
 
 class Original(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..ext.compat import wrap_total_norm
+from ..engine.torch_names import wrap_total_norm
 from .sharded_dtensor import ShardedDTensor
 from .switches import switched
 

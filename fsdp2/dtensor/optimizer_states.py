@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from ..core.parameter import FSDPParam
-from ..ext.owners import sharded_owner
+from ..engine.owners import sharded_owner
+from ..engine.parameter import FSDPParam
 from .compat import dtensor
 from .switches import switched
 

@@ -19,12 +19,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..core.events import Observer
-from ..core.group import UNSHARDED, FSDPParamGroup
-from ..core.user_code import hides_modes
-from ..ext.optimizer_in_backward import steps_of
-from ..ext.owners import SHARDED_AS, all_groups, sharded_owner, some_of
-from ..ext.rank_facts import all_reduce_over, moves_data
+from ..engine.events import Observer
+from ..engine.group import UNSHARDED, FSDPParamGroup
+from ..engine.owners import SHARDED_AS, all_groups, sharded_owner, some_of
+from ..engine.rank_facts import all_reduce_over, moves_data
+from ..engine.user_code import hides_modes
+from ..features.optimizer_in_backward import steps_of
 from .sharded_dtensor import ShardedDTensor
 from .switches import is_on
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_module
 
 from ..bridge.when_imported import when_imported
-from ..ext.owners import sharded_owner
+from ..engine.owners import sharded_owner
 from .switches import switched
 
 

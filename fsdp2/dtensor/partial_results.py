@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..core.compat import dtensor_spec, local_of
+from ..engine.compat import dtensor_spec, local_of
 from .compat import dtensor, full_tensor_of, name_of, partial_kinds, reduced, set_partial
 from .foreach_operations import overloads, specs_of
 from .sharded_dtensor import call_unhandled, handle_operations

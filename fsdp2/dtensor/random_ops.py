@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from ..core.compat import local_of
-from ..ext.rank_facts import broadcast_over, moves_data
+from ..engine.compat import local_of
+from ..engine.rank_facts import broadcast_over, moves_data
 from .compat import argument_names, cut, full_tensor_of, is_partial
 from .sharded_dtensor import call_unhandled, handle_operations
 

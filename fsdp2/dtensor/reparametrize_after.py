@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..bridge.when_imported import when_imported
-from ..ext.owners import owners_by_id, sharded_owner
+from ..engine.owners import owners_by_id, sharded_owner
 from .switches import is_on
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.compat import PLAIN, has_storage, local_if_any, storage_address
-from ..ext.nested import map_tensors, tensors_in
-from ..ext.owners import all_groups
+from ..engine.compat import PLAIN, has_storage, local_if_any, storage_address
+from ..engine.nested import map_tensors, tensors_in
+from ..engine.owners import all_groups
 from .switches import is_on
 
 

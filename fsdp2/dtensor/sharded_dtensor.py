@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from ..core.compat import local_of, new_dtensor, no_torch_function
-from ..core.parameter import USER_CLASS
-from ..ext.once import once
-from ..ext.owners import sharded_owner
+from ..engine.compat import local_of, new_dtensor, no_torch_function
+from ..engine.once import once
+from ..engine.owners import sharded_owner
+from ..engine.parameter import USER_CLASS
 from .compat import (
     DISPATCHES_TO_SUBCLASSES,
     explain_plans,

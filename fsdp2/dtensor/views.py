@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..core.compat import local_of
-from ..ext.nested import map_tensors
+from ..engine.compat import local_of
+from ..engine.nested import map_tensors
 from .compat import (
     cut,
     dtensor,

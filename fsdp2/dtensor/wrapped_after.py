@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..bridge.when_imported import when_imported
-from ..core.compat import EXPORT_PLAIN
-from ..ext.owners import owners_by_id
+from ..engine.compat import EXPORT_PLAIN
+from ..engine.owners import owners_by_id
 from .switches import is_on, switched
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.parameter import Slot
+from ..engine.parameter import Slot
 from .skeleton import SAVE_IN_FULL, make_parts, make_skeleton
 from .tensors import ModelTensor
 from .trace import Tracer

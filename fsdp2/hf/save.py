@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..checks.checksum import bits_of, checksum
-from ..core.compat import no_torch_function
+from ..engine.compat import no_torch_function
 from .adapters import find_adapter, gather
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files

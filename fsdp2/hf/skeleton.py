@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.state import STATE
+from ..engine.state import STATE
 from .tensors import WRAPPERS, ModelTensor
 
 # What an error says where other libraries compute what is saved.

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from ..core.compat import holds_values, local_of
-from ..core.group import COPIED, FSDPParamGroup
-from ..core.parameter import FSDPParam, Slot, fqn
-from ..core.state import modules_below, states_among
-from ..ext.owners import owners_by_id, sharded_owner, some_of
-from ..ext.subclasses import is_packed
-from ..ext.tensor_parallel import TensorParallel
+from ..engine.compat import holds_values, local_of
+from ..engine.group import COPIED, FSDPParamGroup
+from ..engine.owners import owners_by_id, sharded_owner, some_of
+from ..engine.parameter import FSDPParam, Slot, fqn
+from ..engine.state import modules_below, states_among
+from ..engine.tensor_parallel import TensorParallel
+from ..features.subclasses import is_packed
 from .files import Box, whole_box
 
 # What wrappers of torch put into the names of what they wrap, and state dicts of these modules leave out.

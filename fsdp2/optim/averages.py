@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import swa_utils
 
-from ..core.compat import local_if_any
 from ..dtensor.write_notices import notices
+from ..engine.compat import local_if_any
 from .spans import Place, Places, Run
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..core.compat import local_if_any
-from ..core.group import FSDPParamGroup
-from ..ext.owners import sharded_owner
+from ..engine.compat import local_if_any
+from ..engine.group import FSDPParamGroup
+from ..engine.owners import sharded_owner
 
 
 class Cut(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.compat import copy_all
-from ..ext.rank_facts import all_reduce_over, gather_objects, moves_data
+from ..engine.compat import copy_all
+from ..engine.rank_facts import all_reduce_over, gather_objects, moves_data
 from .cuts import Cut, Matrix
 from .plan import Bucket
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core.compat import no_torch_function
-from ..ext.once import once
+from ..engine.compat import no_torch_function
+from ..engine.once import once
 from . import compat
 from .probe import NotElementwiseError
 from .steps import FlatSteps

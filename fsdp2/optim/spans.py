@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import copy_all, local_of
-from ..core.gather import view_bytes
-from ..core.group import FSDPParamGroup
-from ..core.parameter import FSDPParam
-from ..ext.owners import sharded_owner
+from ..engine.compat import copy_all, local_of
+from ..engine.gather import view_bytes
+from ..engine.group import FSDPParamGroup
+from ..engine.owners import sharded_owner
+from ..engine.parameter import FSDPParam
 from .compat import flatten
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.compat import dtensor_spec, local_of
-from ..core.gather import own_storage_view
 from ..dtensor.compat import dtensor
+from ..engine.compat import dtensor_spec, local_of
+from ..engine.gather import own_storage_view
 from .spans import Member, Packed, Place, Span
 
 State = dict[str, Any]

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..checks.unsynchronized import UnsynchronizedGrad
-from ..core.compat import local_of, no_torch_function
-from ..core.events import strategies
 from ..dtensor.compat import spec_of
 from ..dtensor.write_notices import notices
+from ..engine.compat import local_of, no_torch_function
+from ..engine.events import strategies
 from . import kernels, states
 from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
 from .probe import Verdict, probe, signature

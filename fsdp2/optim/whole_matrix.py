@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.compat import local_if_any
 from ..dtensor.write_notices import notices
-from ..ext.optimizer_in_backward import steps_of
+from ..engine.compat import local_if_any
+from ..features.optimizer_in_backward import steps_of
 from .cuts import Cut, Matrix, block_sizes, find_cut, find_matrices
 from .exchange import Exchange, check_alike, find_present
 from .plan import Member, Plan, make_plan

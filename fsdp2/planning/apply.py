@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ..api import fully_shard
-from ..core.compat import backend_name
-from ..core.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..engine.compat import backend_name
+from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .ledger import Machine
 from .policies import WrapGroup
 from .settings import Setting

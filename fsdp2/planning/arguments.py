@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.policy import MixedPrecisionPolicy
-from ..ext.collectives import RANKS_OF_A_MACHINE
-from ..ext.nested import tensors_in
+from ..engine.collectives import RANKS_OF_A_MACHINE
+from ..engine.nested import tensors_in
+from ..engine.policy import MixedPrecisionPolicy
 from .ledger import Machine
 from .network import NCCL_LATENCY, NO_LATENCY
 from .policies import OPTIONS

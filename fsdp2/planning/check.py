@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.compat import local_if_any
-from ..core.events import Observer
-from ..core.state import groups_below, require_state
+from ..engine.compat import local_if_any
+from ..engine.events import Observer
+from ..engine.state import groups_below, require_state
 from ..tools.watched_comms import Collective, watch
 from .replay import Prediction
 

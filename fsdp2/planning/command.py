@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.policy import MixedPrecisionPolicy
+from ..engine.policy import MixedPrecisionPolicy
 from .plan import plan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

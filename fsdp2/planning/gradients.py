@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ..core.buckets import find_buckets, wire_dtypes
-from ..core.layout import BucketLayout, ParamSpec, bucket_layout
-from ..core.reduce import Pending
-from ..ext.large_gradients import PIECES_IN_FLIGHT, PiecePlan
+from ..engine.buckets import find_buckets, wire_dtypes
+from ..engine.large_gradients import PIECES_IN_FLIGHT, PiecePlan
+from ..engine.layout import BucketLayout, ParamSpec, bucket_layout
+from ..engine.reduce import Pending
 
 
 class ReplayedGradients:

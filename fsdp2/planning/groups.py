@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from ..core.layout import GatherLayout, gather_layout
-from ..core.policy import GATHERED, GATHERING, SHARDED, UNSHARDED, GroupSettings, Hold, MixedPrecisionPolicy
-from ..core.schedule import MAX_RETURNING, Prefetcher, ReductionQueue
+from ..engine.layout import GatherLayout, gather_layout
+from ..engine.policy import GATHERED, GATHERING, SHARDED, UNSHARDED, GroupSettings, Hold, MixedPrecisionPolicy
+from ..engine.schedule import MAX_RETURNING, Prefetcher, ReductionQueue
 from .gradients import ReplayedGradients
 from .ledger import Ledger
 from .settings import Setting
@@ -79,7 +79,7 @@ class ReplayedRoot:
 
 
 class ReplayedGroup:
-    """Represents one group in a replay. Its steps are those of FSDPParamGroup (core/group.py), which acts on tensors.
+    """Represents one group in a replay. Its steps are those of FSDPParamGroup (engine/group.py), which acts on tensors.
 
     It has the attributes that Prefetcher reads: `phase`, `hold`, `settings`, `root`, `parameters`.
     """

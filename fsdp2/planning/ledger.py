@@ -11,10 +11,10 @@ import torch
 from ..checks.headers import HEADER_NBYTES
 from ..checks.levels import is_on
 from ..checks.named_comm import MAX_RIDER_NBYTES
-from ..core.comm import AnyComm, CoalescedComm, SoloComm
-from ..core.layout import MAX_OPERATIONS
-from ..core.streams import costs_launches, exist_on
-from ..ext.gloo import PairwiseComm
+from ..engine.comm import AnyComm, CoalescedComm, SoloComm
+from ..engine.gloo import PairwiseComm
+from ..engine.layout import MAX_OPERATIONS
+from ..engine.streams import costs_launches, exist_on
 from .network import NO_LATENCY, Latency, Network
 from .recording import Mark
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..core.layout import ParamSpec
-from ..core.policy import MixedPrecisionPolicy
+from ..engine.layout import ParamSpec
+from ..engine.policy import MixedPrecisionPolicy
 from . import apply, arguments, table
 from .check import PlanCheck, StepMeter
 from .ledger import Machine

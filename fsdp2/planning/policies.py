@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.state import STATE, modules_below
+from ..engine.state import STATE, modules_below
 from .compat import NO_SPLIT, RUN_POLICY
 
 __all__ = ["WrapGroup", "wrap_groups"]

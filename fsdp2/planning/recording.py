@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..core.state import cast_floating
-from ..ext.nested import map_tensors, tensors_in
+from ..engine.nested import map_tensors, tensors_in
+from ..engine.state import cast_floating
 from .compat import TorchDispatchMode, fake_mode, flop_formulas, is_fake
 from .structure import PlannedGroup
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.layout import ParamSpec, param_spec
-from ..core.parameter import Slot, fqn
-from ..core.policy import MixedPrecisionPolicy
-from ..core.state import modules_below
-from ..ext.large_submodules import plan_large_submodules
-from ..ext.subclasses import is_packed
+from ..engine.layout import ParamSpec, param_spec
+from ..engine.parameter import Slot, fqn
+from ..engine.policy import MixedPrecisionPolicy
+from ..engine.state import modules_below
+from ..features.large_submodules import plan_large_submodules
+from ..features.subclasses import is_packed
 from .policies import WrapGroup
 
 
@@ -31,7 +31,7 @@ class PlannedGroup:
         compute_dtypes: the dtype in which each of them computes.
         policy: dtypes of compute and reduction.
         options: what the wrap policy has chosen for it.
-        is_part: it is a large submodule of an outer call (see ext/large_submodules.py), not a call of its own.
+        is_part: it is a large submodule of an outer call (see features/large_submodules.py), not a call of its own.
     """
 
     name: str

@@ -23,14 +23,14 @@ from ..checks.observers import follow_if
 from ..checks.partial_settings import find_partial
 from ..checks.rollcall import level_from_environment
 from ..checks.unsynchronized import UnsynchronizedGrad
-from ..core.events import Observer
-from ..core.group import FSDPParamGroup
-from ..core.mesh import DataMesh
-from ..core.parameter import FSDPParam, fqn
-from ..core.state import groups_below
-from ..ext.compat import is_sharded_by_fsdp1
-from ..ext.owners import SHARDED_AS
-from ..ext.rank_facts import gather_objects, is_first, ranks_of
+from ..engine.events import Observer
+from ..engine.group import FSDPParamGroup
+from ..engine.mesh import DataMesh
+from ..engine.owners import SHARDED_AS
+from ..engine.parameter import FSDPParam, fqn
+from ..engine.rank_facts import gather_objects, is_first, ranks_of
+from ..engine.state import groups_below
+from ..engine.torch_names import is_sharded_by_fsdp1
 from .finding import Finding, compare_layouts, compare_sums, merge
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.comm import Purpose
-from ..core.compat import local_of, no_torch_function
-from ..core.events import strategies
 from ..dtensor.compat import spec_of
-from ..ext.compat import norm_each, scale_each
-from ..ext.meshes import Axis, sharding_axes
-from ..ext.rank_facts import all_reduce_over
+from ..engine.comm import Purpose
+from ..engine.compat import local_of, no_torch_function
+from ..engine.events import strategies
+from ..engine.meshes import Axis, sharding_axes
+from ..engine.rank_facts import all_reduce_over
+from ..engine.torch_names import norm_each, scale_each
 from ..optim.compat import SMALL_NUMEL, flatten, grad_of
 from ..optim.spans import Extent, Place, Places, Runs, picker, runs
 

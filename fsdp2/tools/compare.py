@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from ..checks.checksum import checksum, read
 from ..checks.compare_ranks import widest_mesh
 from ..checks.unsynchronized import UnsynchronizedGrad
-from ..core.compat import local_of
-from ..core.events import strategies
-from ..ext.nested import tensors_in
-from ..ext.rank_facts import gather_objects
+from ..engine.compat import local_of
+from ..engine.events import strategies
+from ..engine.nested import tensors_in
+from ..engine.rank_facts import gather_objects
 from .audit import Held, sharded_groups, tensors_of
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
 from .side_by_side import Sides, mean_loss, named_tensors, restored, ties

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.buckets import wire_dtypes
-from ..core.compat import local_of
-from ..core.group import FSDPParamGroup
-from ..core.parameter import fqn
-from ..core.policy import GroupSettings
-from ..core.state import STATE, FSDPState, groups_below, modules_below
-from ..ext.conditional import is_conditional
-from ..ext.owners import owners_by_id
+from ..engine.buckets import wire_dtypes
+from ..engine.compat import local_of
+from ..engine.group import FSDPParamGroup
+from ..engine.owners import owners_by_id
+from ..engine.parameter import fqn
+from ..engine.policy import GroupSettings
+from ..engine.state import STATE, FSDPState, groups_below, modules_below
+from ..features.conditional import is_conditional
 
 __all__ = ["GroupDescription", "ModelDescription", "describe"]
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

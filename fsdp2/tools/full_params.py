@@ -19,16 +19,16 @@ from ..checks.check_times import is_check_time
 from ..checks.observers import take_moved
 from ..checks.reads import NO_NUMBERS, read_all
 from ..checks.unsharded_content import UnshardedContent
-from ..core.compat import graph_task, untraced
-from ..core.events import strategies
-from ..core.group import COPIED, FSDPParamGroup, Hold
-from ..core.parameter import FSDPParam
-from ..core.state import FSDPState
-from ..core.user_code import hidden
-from ..ext.collectives import choice_of
-from ..ext.large_submodules import is_read_outside
-from ..ext.rank_facts import is_first
-from ..ext.unsharded_versions import UnshardedVersions
+from ..engine.collectives import choice_of
+from ..engine.compat import graph_task, untraced
+from ..engine.events import strategies
+from ..engine.group import COPIED, FSDPParamGroup, Hold
+from ..engine.parameter import FSDPParam
+from ..engine.rank_facts import is_first
+from ..engine.state import FSDPState
+from ..engine.unsharded_versions import UnshardedVersions
+from ..engine.user_code import hidden
+from ..features.large_submodules import is_read_outside
 from .given_params import GivenParams
 from .unsharded_copies import UnshardedCopies
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..core.group import FSDPParamGroup
-from ..core.parameter import FSDPParam
-from ..core.state import state_of
-from ..ext.owners import Owned, owners_by_id
+from ..engine.group import FSDPParamGroup
+from ..engine.owners import Owned, owners_by_id
+from ..engine.parameter import FSDPParam
+from ..engine.state import state_of
 
 
 class GivenParams(NamedTuple):

@@ -23,17 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..checks.arguments import check_mesh
-from ..core.buckets import find_buckets, wire_dtypes
-from ..core.comm import Comm
-from ..core.compat import local_of
-from ..core.events import Observer
-from ..core.group import FSDPParamGroup
-from ..core.layout import GatherLayout, ParamSpec, align, bucket_layout, gather_layout
-from ..core.mesh import DataMesh
-from ..core.module import FSDPModule
-from ..core.policy import MixedPrecisionPolicy
-from ..core.state import groups_below
-from ..ext.meshes import DataParallelMeshDims, shared_data_mesh
+from ..engine.buckets import find_buckets, wire_dtypes
+from ..engine.comm import Comm
+from ..engine.compat import local_of
+from ..engine.events import Observer
+from ..engine.group import FSDPParamGroup
+from ..engine.layout import GatherLayout, ParamSpec, align, bucket_layout, gather_layout
+from ..engine.mesh import DataMesh
+from ..engine.meshes import DataParallelMeshDims, shared_data_mesh
+from ..engine.module import FSDPModule
+from ..engine.policy import MixedPrecisionPolicy
+from ..engine.state import groups_below
 
 # The cost of copying a byte (read and written at 2.5 TB/s), relative to that of receiving it over NVLink. Networks are
 # slower than NVLink.

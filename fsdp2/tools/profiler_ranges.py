@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from ..core.events import Observer
-from ..ext.compat import on_profiler, profiler_runs
-from ..ext.owners import all_groups, sharded_owner, some_of
+from ..engine.events import Observer
+from ..engine.owners import all_groups, sharded_owner, some_of
+from ..engine.torch_names import on_profiler, profiler_runs
 from .watched_comms import Collective, watch
 
 

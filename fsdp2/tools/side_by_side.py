@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.events import strategies
-from ..core.group import FSDPParamGroup
-from ..core.state import FSDPState
-from ..ext.nested import map_tensors, tensors_in
-from ..ext.passes import finalize, reset
+from ..engine.events import strategies
+from ..engine.group import FSDPParamGroup
+from ..engine.nested import map_tensors, tensors_in
+from ..engine.passes import finalize, reset
+from ..engine.state import FSDPState
 from .audit import Held
 from .difference import Distance, measure
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.comm import Purpose
-from ..core.group import COPIED, UNSHARDED, FSDPParamGroup
-from ..core.user_code import hides_modes
-from ..ext.owners import some_of
-from ..ext.rank_facts import all_reduce_over, gather_objects
-from ..ext.tensor_parallel import TensorParallel
+from ..engine.comm import Purpose
+from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
+from ..engine.owners import some_of
+from ..engine.rank_facts import all_reduce_over, gather_objects
+from ..engine.tensor_parallel import TensorParallel
+from ..engine.user_code import hides_modes
 from .stream_buckets import (
     ChangedBucket,
     Route,

@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ..checks.checksum import bits_of
-from ..core.comm import Purpose, Work
-from ..core.compat import backend_name, copy_all, local_of
-from ..core.events import strategies
-from ..core.gather import group_copies
-from ..core.group import COPIED, UNSHARDED, FSDPParamGroup
-from ..core.layout import RANK_ALIGNMENT, ParamSpec, align, param_spec, split_chunks
-from ..core.parameter import FSDPParam
-from ..ext.owners import owners_by_id
-from ..ext.rank_facts import all_gather_now, gather_to_one, moves_data
-from ..ext.tensor_parallel import TensorParallel
+from ..engine.comm import Purpose, Work
+from ..engine.compat import backend_name, copy_all, local_of
+from ..engine.events import strategies
+from ..engine.gather import group_copies
+from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
+from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align, param_spec, split_chunks
+from ..engine.owners import owners_by_id
+from ..engine.parameter import FSDPParam
+from ..engine.rank_facts import all_gather_now, gather_to_one, moves_data
+from ..engine.tensor_parallel import TensorParallel
 
 _GATHER_TO_ONE = ("gloo", "nccl")
 """Backends that can send to one rank alone."""

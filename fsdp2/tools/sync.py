@@ -16,15 +16,15 @@ from torch.nn.parameter import UninitializedParameter
 from ..checks.compare_ranks import bounds_over, widest_mesh
 from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
-from ..core.compat import PLAIN, holds_values, inner_tensors, no_torch_function
-from ..core.group import COPIED, FSDPParamGroup
-from ..core.mesh import DataMesh
-from ..core.parameter import USER_CLASS, FSDPParam, fqn
-from ..core.state import modules_below, states_among
 from ..dtensor.write_notices import notices
-from ..ext.meshes import default_mesh
-from ..ext.owners import sharded_owner
-from ..ext.rank_facts import broadcast_over, gather_objects, ranks_of
+from ..engine.compat import PLAIN, holds_values, inner_tensors, no_torch_function
+from ..engine.group import COPIED, FSDPParamGroup
+from ..engine.mesh import DataMesh
+from ..engine.meshes import default_mesh
+from ..engine.owners import sharded_owner
+from ..engine.parameter import USER_CLASS, FSDPParam, fqn
+from ..engine.rank_facts import broadcast_over, gather_objects, ranks_of
+from ..engine.state import modules_below, states_among
 
 # Bytes of the bucket in which values are sent: the memory that a call needs besides the model.
 BUCKET_NBYTES = 16 * 1024 * 1024

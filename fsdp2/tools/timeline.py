@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..core.compat import no_torch_function
-from ..core.events import Observer
-from ..core.state import groups_below
+from ..engine.compat import no_torch_function
+from ..engine.events import Observer
+from ..engine.state import groups_below
 from .profiler_ranges import describe_step
 from .watched_comms import Collective, watch
 

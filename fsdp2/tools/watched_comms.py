@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
 
-from ..core.comm import Comm, Work
-from ..core.group import FSDPParamGroup
+from ..engine.comm import Comm, Work
+from ..engine.group import FSDPParamGroup
 
 
 class Collective(NamedTuple):

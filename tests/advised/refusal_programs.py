@@ -27,7 +27,7 @@ from advised.registry import (
     train,
 )
 from fsdp2 import fully_shard
-from fsdp2.core.group_parameters import GroupParameters
+from fsdp2.engine.group_parameters import GroupParameters
 from helpers import full
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fake_gpu
 from fake_gpu.training import EXACT, OFFLOAD, Net, build, judged, loss_of, same, train
-from fsdp2.core import comm, streams
+from fsdp2.engine import comm, streams
 from helpers import run_checks
 
 

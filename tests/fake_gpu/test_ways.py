@@ -20,7 +20,7 @@ import fake_gpu
 from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.core import comm
+from fsdp2.engine import comm
 from helpers import run_checks
 
 

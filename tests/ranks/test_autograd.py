@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import full_params, fully_shard
-from fsdp2.core.gradients import without_graph
-from fsdp2.core.state import groups_of
+from fsdp2.engine.gradients import without_graph
+from fsdp2.engine.state import groups_of
 from helpers import assert_same, run_ranks, world_sizes
 from scenarios import (
     WIDTH,

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2.core.state import groups_of
+from fsdp2.engine.state import groups_of
 from helpers import assert_same, full, run_checks, run_ranks, world_sizes
 from models import TanhBlock
 

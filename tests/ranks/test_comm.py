@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2 import fully_shard
 from fsdp2.checks.headers import HEADER_NBYTES
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core import compat
-from fsdp2.core.comm import CoalescedComm, Comm, Purpose
-from fsdp2.ext import rank_facts
-from fsdp2.ext.any_group import FallbackComm
-from fsdp2.ext.collectives import make_comm
-from fsdp2.ext.gloo import PairwiseComm
+from fsdp2.engine import compat, rank_facts
+from fsdp2.engine.any_group import FallbackComm
+from fsdp2.engine.collectives import make_comm
+from fsdp2.engine.comm import CoalescedComm, Comm, Purpose
+from fsdp2.engine.gloo import PairwiseComm
 from helpers import run_checks, run_ranks, world_sizes
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]

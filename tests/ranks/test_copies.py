@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_shard, register_fsdp_forward_method
-from fsdp2.core.state import groups_below, groups_of, require_state
+from fsdp2.engine.state import groups_below, groups_of, require_state
 from helpers import assert_same, full, run_checks
 from models import TinyGPT, TinyModel, mean_loss
 from scenarios import train_beside

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.core.state import groups_of
+from fsdp2.engine.state import groups_of
 from helpers import assert_same, full, run_checks
 from models import mean_loss
 from scenarios import train_beside

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer, fully_shard
-from fsdp2.ext.owners import sharded_owner
+from fsdp2.engine.owners import sharded_owner
 from helpers import Differences, run_checks, run_ranks, world_sizes
 from scenarios import Net
 

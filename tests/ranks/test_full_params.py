@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core.events import strategies
-from fsdp2.core.group import SHARDED
-from fsdp2.core.state import groups_below
+from fsdp2.engine.events import strategies
+from fsdp2.engine.group import SHARDED
+from fsdp2.engine.state import groups_below
 from fsdp2.tools import unsharded_copies
 from helpers import assert_same, full, run_checks, shard_batch
 from scenarios import WIDTH, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, train_and_evaluate, whole

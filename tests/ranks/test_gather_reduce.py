@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core import buckets, gather, reduce
-from fsdp2.core import layout as layouts
-from fsdp2.core.buckets import ReducePlan, split_buckets
-from fsdp2.core.comm import Purpose
-from fsdp2.core.gather import GatherPlan, view_bytes
-from fsdp2.core.layout import ParamSpec, bucket_layout, gather_layout
-from fsdp2.core.reduce import Reduction
+from fsdp2.engine import buckets, gather, reduce
+from fsdp2.engine import layout as layouts
+from fsdp2.engine.buckets import ReducePlan, split_buckets
+from fsdp2.engine.comm import Purpose
+from fsdp2.engine.gather import GatherPlan, view_bytes
+from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
+from fsdp2.engine.reduce import Reduction
 from helpers import own_rows, run_checks, world_sizes
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

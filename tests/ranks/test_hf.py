@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import helpers
 from fsdp2 import CPUOffloadPolicy, ShardPlacementResult, fully_shard, hf, replicate
-from fsdp2.core.events import Observer
-from fsdp2.core.state import require_state
+from fsdp2.engine.events import Observer
+from fsdp2.engine.state import require_state
 from fsdp2.hf import load, save
 from helpers import RankError, assert_same, full, leaves, run_checks, run_ranks, world_sizes
 from models import ConvNet, Experts, MixedDtypes, OddMLP, TinyGPT, TinyLSTM, TinyModel

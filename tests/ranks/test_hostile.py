@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core.comm import Purpose, Work
+from fsdp2.engine.comm import Purpose, Work
 from helpers import full, run_checks, world_sizes
 from hostile import hostile
 from scenarios import Net, Run, check, loss_of, sgd

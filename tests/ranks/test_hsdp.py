@@ -32,10 +32,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp2.core import buckets
-from fsdp2.core.comm import CoalescedComm, Purpose
-from fsdp2.core.state import groups_below
-from fsdp2.ext import collectives
+from fsdp2.engine import buckets, collectives
+from fsdp2.engine.comm import CoalescedComm, Purpose
+from fsdp2.engine.state import groups_below
 from helpers import NIGHTLY, alone, assert_same, own_rows, run_checks, run_ranks, shard_batch
 from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
 from scenarios import (

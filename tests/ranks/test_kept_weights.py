@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.core.state import groups_below
+from fsdp2.engine.state import groups_below
 from helpers import assert_same, run_checks, shard_batch
 from scenarios import WIDTH, Run, blocks, check, leaves, loss_of, sgd, whole
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.ext import large_gradients, large_submodules
+from fsdp2.engine import large_gradients
+from fsdp2.features import large_submodules
 from helpers import full, run_ranks, world_sizes
 from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd, train_and_evaluate
 

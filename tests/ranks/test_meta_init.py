@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.checks.empty_memory import is_marked, unwritten_buffers
-from fsdp2.core.state import require_state
+from fsdp2.engine.state import require_state
 from helpers import (
     assert_same,
     assert_same_names,

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import helpers
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, replicate, set_checks
-from fsdp2.core.comm import CoalescedComm
-from fsdp2.ext import collectives
+from fsdp2.engine import collectives
+from fsdp2.engine.comm import CoalescedComm
 from helpers import RankError, alone, run_ranks
 from scenarios import Run, assert_none_differ, loss_of
 

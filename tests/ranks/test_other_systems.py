@@ -23,8 +23,8 @@ from torch.nn.utils.parametrizations import orthogonal
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.core import events
-from fsdp2.core.group_parameters import GroupParameters
+from fsdp2.engine import events
+from fsdp2.engine.group_parameters import GroupParameters
 from helpers import assert_same, full, run_checks
 
 pytestmark = [

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_shard, patch_torch, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core.state import groups_below
+from fsdp2.engine.state import groups_below
 from helpers import Differences, assert_same, full, run_checks, shard_batch
 from models import NormedBlock
 from scenarios import ROWS as SCENARIO_ROWS

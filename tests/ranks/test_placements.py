@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, cheapest_placement, fully_shard
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core.mesh import DataMesh
-from fsdp2.core.state import groups_below
+from fsdp2.engine.mesh import DataMesh
+from fsdp2.engine.state import groups_below
 from helpers import Differences, assert_same, assert_same_names, chunk_of, full, run_checks, shard_batch, world_sizes
 from models import ConvNet, Experts, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method, share_comm_ctx
-from fsdp2.core import reduce
+from fsdp2.engine import reduce
 from helpers import run_checks, world_sizes
 from scenarios import (
     ROWS,

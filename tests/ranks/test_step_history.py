@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fsdp2 import fully_shard
 from fsdp2.checks.compare_ranks import bounds_over
-from fsdp2.core.state import require_state
+from fsdp2.engine.state import require_state
 from helpers import run_ranks
 
 DIFFERENT = "each rank's part is of another model now"

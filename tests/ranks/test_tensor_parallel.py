@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core.state import groups_below
+from fsdp2.engine.state import groups_below
 from helpers import (
     NIGHTLY,
     Differences,

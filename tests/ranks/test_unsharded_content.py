@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.checks.observers import ForwardChecks
-from fsdp2.core.state import require_state
+from fsdp2.engine.state import require_state
 from helpers import assert_same, run_ranks
 from scenarios import WIDTH, Run, blocks, check, kept, loss_of, sgd, whole
 

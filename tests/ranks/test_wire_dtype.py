@@ -32,12 +32,11 @@ from fsdp2 import (
     padding_report,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core import buckets, param_group, strategies
-from fsdp2.core.comm import CoalescedComm, Comm, Purpose, SoloComm
-from fsdp2.core.gradients import GroupGradients
-from fsdp2.core.state import groups_below
-from fsdp2.ext import large_gradients
-from fsdp2.ext.gloo import PairwiseComm
+from fsdp2.engine import buckets, large_gradients, param_group, strategies
+from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
+from fsdp2.engine.gloo import PairwiseComm
+from fsdp2.engine.gradients import GroupGradients
+from fsdp2.engine.state import groups_below
 from helpers import Differences, assert_same, full, run_checks, world_sizes
 from simulated_device import simulated_device
 

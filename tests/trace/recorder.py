@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2.core.comm import Comm, Work
-from fsdp2.core.group import SHARDED, FSDPParamGroup
-from fsdp2.core.state import groups_below
+from fsdp2.engine.comm import Comm, Work
+from fsdp2.engine.group import SHARDED, FSDPParamGroup
+from fsdp2.engine.state import groups_below
 
 
 class RecordingComm:

@@ -18,9 +18,8 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 from vector_clocks import Clock, Simulation, Stream
 
-from fsdp2.core import streams
-from fsdp2.core.streams import Transfers
-from fsdp2.ext import home_streams
+from fsdp2.engine import home_streams, streams
+from fsdp2.engine.streams import Transfers
 
 
 class SimulatedWork(dist.Work):

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.core.state import groups_of
+from fsdp2.engine.state import groups_of
 from helpers import fake_world
 
 BLOCKS, WIDTH = 3, 8

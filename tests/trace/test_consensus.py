@@ -15,8 +15,8 @@ from recorder import record
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from fsdp2.ext import conditional
-from fsdp2.ext.conditional import _COMMON, GATHER, REDUCE, Consensus
+from fsdp2.features import conditional
+from fsdp2.features.conditional import _COMMON, GATHER, REDUCE, Consensus
 from helpers import fake_world
 
 

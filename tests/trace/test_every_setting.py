@@ -31,8 +31,8 @@ from fsdp2 import (
     fully_shard,
     share_comm_ctx,
 )
-from fsdp2.core import streams
-from fsdp2.core.state import groups_below, groups_of
+from fsdp2.engine import streams
+from fsdp2.engine.state import groups_below, groups_of
 from helpers import fake_world
 from simulated_device import Stream, simulated_device
 

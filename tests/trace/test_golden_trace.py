@@ -15,7 +15,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.ext import large_submodules
+from fsdp2.features import large_submodules
 from helpers import fake_world
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.core.compat import local_of
-from fsdp2.core.state import groups_below
+from fsdp2.engine.compat import local_of
+from fsdp2.engine.state import groups_below
 from helpers import fake_world
 
 POLICIES = {

@@ -19,8 +19,7 @@ from vector_clocks import Stream
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.checks import compare_ranks
 from fsdp2.checks.check_times import is_check_time
-from fsdp2.core import buckets
-from fsdp2.ext import large_gradients
+from fsdp2.engine import buckets, large_gradients
 from models import NormedBlock
 
 STEPS = 9

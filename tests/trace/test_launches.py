@@ -17,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.launches import LaunchMeter, count_group
 from benchmarks.libraries import load_library
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.core import buckets, gather
-from fsdp2.core.layout import MAX_OPERATIONS
-from fsdp2.core.state import groups_of
-from fsdp2.ext import collectives
+from fsdp2.engine import buckets, collectives, gather
+from fsdp2.engine.layout import MAX_OPERATIONS
+from fsdp2.engine.state import groups_of
 from helpers import NIGHTLY, fake_world
 
 # (block, precision, ranks) -> launches of a gather, of a reduction; collective calls of each. A gather is a cast, and

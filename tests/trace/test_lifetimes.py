@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.core.param_group import ParamGroup
-from fsdp2.core.root import Root
-from fsdp2.ext import large_submodules
+from fsdp2.engine.param_group import ParamGroup
+from fsdp2.engine.root import Root
+from fsdp2.features import large_submodules
 from helpers import fake_world, full
 from models import CausalBlock, TinyGPT, mean_loss
 

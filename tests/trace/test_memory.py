@@ -23,10 +23,10 @@ from benchmarks.meters import AllocationMeter, CopyMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks import conversation, named_comm
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.core import buckets
-from fsdp2.core.comm import Comm, Purpose, SoloComm
-from fsdp2.ext import large_gradients, large_submodules
-from fsdp2.ext.gloo import PairwiseComm
+from fsdp2.engine import buckets, large_gradients
+from fsdp2.engine.comm import Comm, Purpose, SoloComm
+from fsdp2.engine.gloo import PairwiseComm
+from fsdp2.features import large_submodules
 from helpers import fake_world, strategies_replaced
 from python_groups import OnlySums, PythonGroup, WithTensors, python_group
 

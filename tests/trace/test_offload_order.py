@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from benchmarks.overlap import BLOCKS, DIM, FORWARD_SECONDS, LATENCY_SECONDS, LAYERS, Compute, SlowStack
 from benchmarks.timed_group import Clock, Link, SimulatedClock, TimedWork, start_timed_group
 from fsdp2 import CPUOffloadPolicy, fully_shard
-from fsdp2.core import buckets, param_group, schedule
-from fsdp2.core.mesh import DataMesh
-from fsdp2.core.state import groups_below
+from fsdp2.engine import buckets, param_group, schedule
+from fsdp2.engine.mesh import DataMesh
+from fsdp2.engine.state import groups_below
 from helpers import fake_world
 from simulated_device import DEVICE, LateTransfer, SimulatedTransfers, simulated_device
 

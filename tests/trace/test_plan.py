@@ -22,13 +22,12 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from benchmarks.meters import AllocationMeter, WireMeter
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.core import buckets, param_group
-from fsdp2.core import layout as layouts
-from fsdp2.core.events import Observer
-from fsdp2.core.layout import gather_layout
-from fsdp2.core.mesh import DataMesh
-from fsdp2.core.state import require_state
-from fsdp2.ext import large_gradients
+from fsdp2.engine import buckets, large_gradients, param_group
+from fsdp2.engine import layout as layouts
+from fsdp2.engine.events import Observer
+from fsdp2.engine.layout import gather_layout
+from fsdp2.engine.mesh import DataMesh
+from fsdp2.engine.state import require_state
 from fsdp2.planning.policies import join_blocks
 from helpers import fake_world
 from python_groups import WithTensors, python_group

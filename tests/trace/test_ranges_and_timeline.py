@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
-from fsdp2.core.state import groups_below
+from fsdp2.engine.state import groups_below
 from fsdp2.tools.profiler_ranges import ProfilerRanges
 from helpers import fake_world, run_ranks
 

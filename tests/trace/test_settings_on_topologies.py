@@ -36,10 +36,10 @@ from fsdp2 import (
     replicate,
     share_comm_ctx,
 )
-from fsdp2.core.param_group import Comms
-from fsdp2.core.state import groups_below, require_state
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
-from fsdp2.ext import conditional
+from fsdp2.engine.param_group import Comms
+from fsdp2.engine.state import groups_below, require_state
+from fsdp2.features import conditional
 from helpers import fake_world, public_methods
 
 BF16 = torch.bfloat16

@@ -195,7 +195,7 @@ def around(*arguments):
     reduce(lambda _, each: each(*arguments), [direct], None)
 """
     names: dict[str, Any] = {"reduce": reduce}
-    exec(compile(planted, PACKAGE + "core/planted.py", "exec"), names)
+    exec(compile(planted, PACKAGE + "engine/planted.py", "exec"), names)
     with fake_world(4), torch.no_grad():
         arguments = torch.distributed.group.WORLD, torch.zeros(4), torch.zeros(1)
         with watched() as watch:

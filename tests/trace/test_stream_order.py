@@ -22,12 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.core import buckets, comm, param_group, streams
-from fsdp2.core.mesh import DataMesh
-from fsdp2.core.reduce import PendingReduce
-from fsdp2.core.streams import Transfers
-from fsdp2.ext import home_streams, large_gradients
-from fsdp2.ext.home_streams import GradientsOnStreams, GroupStreams
+from fsdp2.engine import buckets, comm, home_streams, large_gradients, param_group, streams
+from fsdp2.engine.home_streams import GradientsOnStreams, GroupStreams
+from fsdp2.engine.mesh import DataMesh
+from fsdp2.engine.reduce import PendingReduce
+from fsdp2.engine.streams import Transfers
 from helpers import NIGHTLY
 
 RANKS, BLOCKS, DIM = 4, 2, 16

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.policy import COPIED, SHARDED, TRANSITIONS, Phase
-from fsdp2.core.state import groups_below
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.policy import COPIED, SHARDED, TRANSITIONS, Phase
+from fsdp2.engine.state import groups_below
 from helpers import fake_world
 from simulated_device import simulated_device
 

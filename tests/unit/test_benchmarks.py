@@ -51,8 +51,8 @@ from benchmarks.timed_group import Clock, Link, SimulatedClock, start_timed_grou
 from benchmarks.timeline import timeline_rows
 from benchmarks.timing import repeat
 from benchmarks.traffic import count_step
-from fsdp2.core import buckets
-from fsdp2.ext import large_gradients, large_submodules
+from fsdp2.engine import buckets, large_gradients
+from fsdp2.features import large_submodules
 from helpers import NIGHTLY, fake_world
 
 SHAPE = Shape(blocks=2, dim=8, hidden=16, tokens=3)

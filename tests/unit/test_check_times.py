@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.checks.check_times import ForwardCheck
 from fsdp2.checks.observers import ForwardChecks
-from fsdp2.core.events import Events
-from fsdp2.core.state import groups_of, require_state
-from fsdp2.ext.collectives import choose
+from fsdp2.engine.collectives import choose
+from fsdp2.engine.events import Events
+from fsdp2.engine.state import groups_of, require_state
 from helpers import fake_world
 
 STEPS, MARKS = 40, (1, 2, 4, 8, 16, 32)

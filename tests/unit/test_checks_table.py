@@ -8,7 +8,7 @@ import pytest
 
 from fsdp2.checks import levels, table
 from fsdp2.checks.check_times import Check, RankObserver, is_check_time, next_check_time
-from fsdp2.core.events import EVENTS, Observer
+from fsdp2.engine.events import EVENTS, Observer
 
 TESTS = Path(__file__).resolve().parents[1]
 CAUGHT_ELSEWHERE = {"headers": "ranks/test_named_collectives.py"}

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.core.comm import CoalescedComm, Comm, Purpose
-from fsdp2.core.layout import MAX_OPERATIONS
-from fsdp2.ext.collectives import CustomComm
+from fsdp2.engine.collectives import CustomComm
+from fsdp2.engine.comm import CoalescedComm, Comm, Purpose
+from fsdp2.engine.layout import MAX_OPERATIONS
 
 RANKS = 8
 F16, F32 = torch.float16, torch.float32

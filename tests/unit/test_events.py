@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2.core.events import Events, Observer
+from fsdp2.engine.events import Events, Observer
 
 
 class Noting(Observer):

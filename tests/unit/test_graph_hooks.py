@@ -2,7 +2,7 @@
 
 import torch
 
-from fsdp2.core.autograd import after_tensors
+from fsdp2.engine.autograd import after_tensors
 
 
 def test_the_hook_runs_after_all_gradients_in_each_backward() -> None:

@@ -18,7 +18,7 @@ from fsdp2.checks.headers import (
     trainable_remark,
 )
 from fsdp2.checks.rollcall import level_from_environment
-from fsdp2.core.comm import Purpose
+from fsdp2.engine.comm import Purpose
 
 
 class Pass:

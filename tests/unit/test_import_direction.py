@@ -15,43 +15,42 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
 
-# Folder (the package itself: "") -> the folders that its modules may import besides their own. What is joined to the
-# core by events and strategies (ext, checks, dtensor) may use each other. test_core.py finds circles inside the core.
+# Folder (the package itself: "") -> the folders that its modules may import besides their own.
 MAY_IMPORT = {
-    "core": (),
-    "ext": ("core", "checks", "dtensor"),
-    "checks": ("core", "ext", "dtensor"),
-    "dtensor": ("core", "ext", "checks"),
-    "optim": ("core", "ext", "checks", "dtensor"),
-    "tools": ("core", "ext", "checks", "dtensor", "optim"),
-    "hf": ("core", "ext", "checks", "dtensor"),
-    "planning": ("core", "ext", "checks", "tools", ""),
-    "bridge": ("core", "ext", "checks", "dtensor", ""),
-    "": ("core", "ext", "checks", "dtensor", "optim", "tools", "planning", "bridge"),
+    "engine": ("features", "checks", "dtensor"),
+    "features": ("engine", "checks", "dtensor"),
+    "checks": ("engine", "features", "dtensor"),
+    "dtensor": ("engine", "features", "checks"),
+    "optim": ("engine", "features", "checks", "dtensor"),
+    "tools": ("engine", "features", "checks", "dtensor", "optim"),
+    "hf": ("engine", "features", "checks", "dtensor"),
+    "planning": ("engine", "features", "checks", "tools", ""),
+    "bridge": ("engine", "features", "checks", "dtensor", ""),
+    "": ("engine", "features", "checks", "dtensor", "optim", "tools", "planning", "bridge"),
 }
 # Packages that a folder may import besides torch, inside functions that need them: users may not have them.
 OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}}
 # Modules that others may import besides: the first knows the standard library alone.
 ALSO = {
     ("*", "bridge.when_imported"),
-    ("ext.root_methods", "tools.audit"),
+    ("engine.root_methods", "tools.audit"),
     ("dtensor.table", "bridge.pipelining"),
     ("dtensor.table", "bridge.fsdp1_methods"),
 }
 # Where collectives are called.
-COMMS = ("core.comm", "ext.any_group", "ext.gloo", "ext.rank_facts", "checks.named_comm", "optim.exchange")
+COMMS = ("engine.comm", "engine.any_group", "engine.gloo", "engine.rank_facts", "checks.named_comm", "optim.exchange")
 REFUSED = f"only {', '.join(COMMS)} may use it"
 # It may choose between two names of one collective, not call it.
-CHOOSES = ("core.compat",)
+CHOOSES = ("engine.compat",)
 # Where private names of torch stand.
 COMPAT = (
-    "core.compat",
-    "ext.compat",
+    "engine.compat",
+    "engine.torch_names",
     "dtensor.compat",
     "optim.compat",
     "planning.compat",
     "hf.compat",
-    "core.user_code",
+    "engine.user_code",
 )
 WHERE = f"it belongs in one of {', '.join(COMPAT)}"
 # The bridge for programs that were written for torch's FSDP: its names stand here, private ones too.
@@ -62,9 +61,9 @@ CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.
 STARTUP = "bridge/startup/sitecustomize.py"
 # The __init__.py of these hold their docstring only: what is in it is imported from where it stands.
-PLAIN = ("bridge", "checks", "dtensor", "ext", "optim", "planning", "tools")
+PLAIN = ("bridge", "checks", "dtensor", "features", "optim", "planning", "tools")
 # Plain descriptions: they, and what they import at run time, know nothing of torch.distributed.
-PURE = ("core.layout", "core.policy", "tools.difference", "tools.finding")
+PURE = ("engine.layout", "engine.policy", "tools.difference", "tools.finding")
 COLLECTIVES = re.compile(
     r"_?(all_?gather|all_?reduce|all_?to_?all|reduce_scatter|monitored_barrier|batch_isend_irecv)\w*"
     # Words with other meanings too: a collective only when they are torch.distributed's or a process group's.
@@ -236,7 +235,7 @@ def nothing_touches_torch_fsdp(sources: dict[str, Source]) -> Problems:
         if source.name in BRIDGE:
             continue
         for line, dotted in (*source.names(), *source.strings):
-            if source.name == "ext.compat" and under(dotted, CONTRACT):
+            if source.name == "engine.torch_names" and under(dotted, CONTRACT):
                 continue
             if under(dotted, "torch.distributed.fsdp") or under(dotted, "torch.distributed._composable"):
                 yield source, line, f"{dotted} is torch's own FSDP: fsdp2 stands without it"
@@ -332,7 +331,9 @@ def test_folders_are_known_and_hold_no_code_of_their_own() -> None:
     """A module in another folder would escape the rules."""
     places = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
     assert (
-        {place.parts[0] for place in places if len(place.parts) == 2} == {*MAY_IMPORT} - {""} == {*PLAIN, "core", "hf"}
+        {place.parts[0] for place in places if len(place.parts) == 2}
+        == {*MAY_IMPORT} - {""}
+        == {*PLAIN, "engine", "hf"}
     )
     assert [place.as_posix() for place in places if len(place.parts) > 2] == [STARTUP]
     for folder in PLAIN:
@@ -362,66 +363,70 @@ def test_each_exception_is_needed(exception: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("rule", "module", "line"),
     [
-        (folders_import_as_listed, "core/gather", "from ..ext import owners"),
-        (folders_import_as_listed, "core/gather", "from fsdp2 import fully_shard"),
-        (folders_import_as_listed, "core/gather", "from .. import FSDPModule"),
-        (folders_import_as_listed, "core/gather", "import fsdp2.checks.check_times as times"),
-        (folders_import_as_listed, "core/gather", "def f(): from ..checks import check_times"),
-        (folders_import_as_listed, "ext/owners", "from ..tools import clip"),
-        (folders_import_as_listed, "ext/owners", "from .. import install"),
+        (folders_import_as_listed, "engine/gather", "from ..hf import save"),
+        (folders_import_as_listed, "engine/gather", "from fsdp2 import fully_shard"),
+        (folders_import_as_listed, "engine/gather", "from .. import FSDPModule"),
+        (folders_import_as_listed, "engine/gather", "import fsdp2.tools.clip as clip"),
+        (folders_import_as_listed, "engine/gather", "def f(): from ..tools import clip"),
+        (folders_import_as_listed, "engine/owners", "from ..tools import clip"),
+        (folders_import_as_listed, "engine/owners", "from .. import install"),
         (folders_import_as_listed, "checks/check_times", "from ..bridge.patch import patch_torch"),
         (folders_import_as_listed, "dtensor/views", "from ..tools.clip import clip_grad_norm_"),
         (folders_import_as_listed, "tools/clip", "from ..api import fully_shard"),
         (folders_import_as_listed, "tools/clip", "from ..bridge import patch"),
         (folders_import_as_listed, "more/helpers", "x = 1"),
-        (nothing_imports_itself, "core/comm", "from .gather import start"),
-        (nothing_imports_itself, "core/comm", "def f(): from ..core import gather"),
-        (nothing_imports_itself, "core/comm", "from fsdp2.ext.owners import all_groups"),
-        (pure_modules_know_no_process_group, "core/layout", "import torch.distributed as dist"),
-        (pure_modules_know_no_process_group, "core/layout", "import torch; torch.distributed.get_rank()"),
-        (pure_modules_know_no_process_group, "core/policy", "from torch import distributed"),
-        (pure_modules_know_no_process_group, "core/policy", "from .comm import Comm"),
-        (pure_modules_know_no_process_group, "core/policy", "from . import gather"),
-        (only_comm_calls_collectives, "core/hooks", "import torch.distributed as d; d.all_gather_into_tensor(a, b)"),
-        (only_comm_calls_collectives, "core/hooks", "from torch import distributed as d; f = d.reduce_scatter_tensor"),
-        (only_comm_calls_collectives, "core/hooks", "from torch.distributed import broadcast as b"),
-        (only_comm_calls_collectives, "core/hooks", "import torch.distributed; torch.distributed.barrier()"),
-        (only_comm_calls_collectives, "core/hooks", "self.group._allgather_base(a, b)"),
-        (only_comm_calls_collectives, "core/hooks", "mesh.get_group().allreduce([a])"),
-        (only_comm_calls_collectives, "ext/units", "pg.alltoall_base(a, b, [], [])"),
-        (only_comm_calls_collectives, "ext/units", "replicate_group.broadcast(a)"),
+        (nothing_imports_itself, "engine/comm", "from .gather import start"),
+        (nothing_imports_itself, "engine/comm", "def f(): from ..engine import gather"),
+        (nothing_imports_itself, "engine/comm", "from fsdp2.engine.owners import all_groups"),
+        (pure_modules_know_no_process_group, "engine/layout", "import torch.distributed as dist"),
+        (pure_modules_know_no_process_group, "engine/layout", "import torch; torch.distributed.get_rank()"),
+        (pure_modules_know_no_process_group, "engine/policy", "from torch import distributed"),
+        (pure_modules_know_no_process_group, "engine/policy", "from .comm import Comm"),
+        (pure_modules_know_no_process_group, "engine/policy", "from . import gather"),
+        (only_comm_calls_collectives, "engine/hooks", "import torch.distributed as d; d.all_gather_into_tensor(a, b)"),
+        (
+            only_comm_calls_collectives,
+            "engine/hooks",
+            "from torch import distributed as d; f = d.reduce_scatter_tensor",
+        ),
+        (only_comm_calls_collectives, "engine/hooks", "from torch.distributed import broadcast as b"),
+        (only_comm_calls_collectives, "engine/hooks", "import torch.distributed; torch.distributed.barrier()"),
+        (only_comm_calls_collectives, "engine/hooks", "self.group._allgather_base(a, b)"),
+        (only_comm_calls_collectives, "engine/hooks", "mesh.get_group().allreduce([a])"),
+        (only_comm_calls_collectives, "engine/units", "pg.alltoall_base(a, b, [], [])"),
+        (only_comm_calls_collectives, "engine/units", "replicate_group.broadcast(a)"),
         (only_comm_calls_collectives, "checks/check_times", "from torch.distributed import all_reduce"),
-        (only_comm_calls_collectives, "core/compat", "import torch.distributed as d; d.all_to_all_single(a, b)"),
-        (nothing_touches_torch_fsdp, "core/module", "from torch.distributed.fsdp import MixedPrecisionPolicy"),
-        (nothing_touches_torch_fsdp, "core/module", "from torch.distributed import fsdp"),
+        (only_comm_calls_collectives, "engine/compat", "import torch.distributed as d; d.all_to_all_single(a, b)"),
+        (nothing_touches_torch_fsdp, "engine/module", "from torch.distributed.fsdp import MixedPrecisionPolicy"),
+        (nothing_touches_torch_fsdp, "engine/module", "from torch.distributed import fsdp"),
         (nothing_touches_torch_fsdp, "module", "import torch; torch.distributed.fsdp.FSDPModule"),
-        (nothing_touches_torch_fsdp, "core/compat", "m = __import__('torch.distributed.fsdp._fully_shard')"),
-        (private_names_of_torch_stand_in_compat, "core/hooks", "import torch._dynamo"),
-        (private_names_of_torch_stand_in_compat, "core/hooks", "import torch; torch._foreach_copy_(a, b)"),
-        (private_names_of_torch_stand_in_compat, "core/hooks", "from torch.distributed.tensor import _StridedShard"),
+        (nothing_touches_torch_fsdp, "engine/compat", "m = __import__('torch.distributed.fsdp._fully_shard')"),
+        (private_names_of_torch_stand_in_compat, "engine/hooks", "import torch._dynamo"),
+        (private_names_of_torch_stand_in_compat, "engine/hooks", "import torch; torch._foreach_copy_(a, b)"),
+        (private_names_of_torch_stand_in_compat, "engine/hooks", "from torch.distributed.tensor import _StridedShard"),
         (private_names_of_torch_stand_in_compat, "dtensor/views", "from torch.distributed._tensor import DTensor"),
-        (private_names_of_torch_stand_in_compat, "ext/units", "from torch import nn as n; n.modules._functions.x"),
-        (private_names_of_torch_stand_in_compat, "core/hooks", "import torch; getattr(torch, '_C')"),
+        (private_names_of_torch_stand_in_compat, "engine/units", "from torch import nn as n; n.modules._functions.x"),
+        (private_names_of_torch_stand_in_compat, "engine/hooks", "import torch; getattr(torch, '_C')"),
         (private_names_of_torch_stand_in_compat, "module", "d = sys.modules.get('torch._dynamo')"),
-        (only_torch_is_needed, "core/gather", "import numpy as np"),
-        (only_torch_is_needed, "core/gather", "def f(): import tqdm"),
+        (only_torch_is_needed, "engine/gather", "import numpy as np"),
+        (only_torch_is_needed, "engine/gather", "def f(): import tqdm"),
         (only_torch_is_needed, "hf/save", "import tqdm"),
         (only_torch_is_needed, "hf/save", "def f(): import safetensors"),
-        (no_tests_and_no_paths, "core/gather", "from torch.testing import assert_close"),
-        (no_tests_and_no_paths, "core/gather", "import sys; quiet = 'pytest' in sys.modules"),
-        (no_tests_and_no_paths, "core/gather", "cache = '/tmp/fsdp2'"),
-        (no_tests_and_no_paths, "core/gather", "x = 1  # see /home/me/notes"),
+        (no_tests_and_no_paths, "engine/gather", "from torch.testing import assert_close"),
+        (no_tests_and_no_paths, "engine/gather", "import sys; quiet = 'pytest' in sys.modules"),
+        (no_tests_and_no_paths, "engine/gather", "cache = '/tmp/fsdp2'"),
+        (no_tests_and_no_paths, "engine/gather", "x = 1  # see /home/me/notes"),
     ],
 )
 def test_rule_finds_a_planted_violation(rule: Rule, module: str, line: str, tmp_path: Path) -> None:
     package = write_package(
         tmp_path,
         {
-            "api": "from .core.gather import start",
-            "core/gather": "from .comm import Comm",
-            "core/comm": "import torch.distributed",
-            "ext/owners": "from ..core.gather import start",
-            "checks/check_times": "from ..ext import owners",
+            "api": "from .engine.gather import start",
+            "engine/gather": "from .comm import Comm",
+            "engine/comm": "import torch.distributed",
+            "engine/owners": "from .gather import start",
+            "checks/check_times": "from ..engine import owners",
             module: line,
         },
     )
@@ -433,7 +438,7 @@ def test_rule_finds_a_planted_violation(rule: Rule, module: str, line: str, tmp_
 def write_package(folder: Path, texts: dict[str, str]) -> Path:
     """Returns a package fsdp2 in `folder` that has these modules, by their paths, and each a text."""
     package = folder / "fsdp2"
-    for name, text in {"__init__": "", "core/__init__": "", **texts}.items():
+    for name, text in {"__init__": "", "engine/__init__": "", **texts}.items():
         path = package / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
@@ -444,24 +449,24 @@ def test_rules_allow_what_the_design_needs(tmp_path: Path) -> None:
     package = write_package(
         tmp_path,
         {
-            "__init__": "from .api import fully_shard\nfrom fsdp2.core.policy import OffloadPolicy",
-            "core/__init__": "from .hooks import run",
-            "core/hooks": '"""See torch._dynamo and torch.distributed.fsdp: a docstring may name them."""\n'
+            "__init__": "from .api import fully_shard\nfrom fsdp2.engine.policy import OffloadPolicy",
+            "engine/__init__": "from .hooks import run",
+            "engine/hooks": '"""See torch._dynamo and torch.distributed.fsdp: a docstring may name them."""\n'
             "import functools, torch\nimport torch.distributed as dist\n"
             "from . import comm\nfrom .compat import _Strided\n"
             "comm.all_gather(x); self.comm.reduce_scatter(y); functools.reduce(f, z); index.scatter(0, a, b)\n"
             "self._private; torch.__version__; dist.get_rank(); path.split('/'); torch.gather(a, 0, b)\n",
-            "core/comm": "import torch.distributed as dist\ndist.all_gather_into_tensor(a, b)\n",
-            "core/policy": "import typing\nif typing.TYPE_CHECKING:\n    from .mesh import Mesh\n",
-            "core/mesh": "from torch.distributed.device_mesh import DeviceMesh\nfrom .policy import OffloadPolicy\n",
-            "core/compat": "import torch._C\nimport torch.distributed as dist\n"
+            "engine/comm": "import torch.distributed as dist\ndist.all_gather_into_tensor(a, b)\n",
+            "engine/policy": "import typing\nif typing.TYPE_CHECKING:\n    from .mesh import Mesh\n",
+            "engine/mesh": "from torch.distributed.device_mesh import DeviceMesh\nfrom .policy import OffloadPolicy\n",
+            "engine/compat": "import torch._C\nimport torch.distributed as dist\n"
             "from torch.distributed.tensor.placement_types import _StridedShard\n"
             "all_gather_single = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor\n",
-            "ext/owners": "from ..core import hooks\nfrom ..checks.check_times import is_time\n",
-            "checks/check_times": "from ..ext import once\nfrom ..bridge.when_imported import when_imported\n",
-            "ext/once": "",
+            "engine/owners": "from . import hooks\nfrom ..checks.check_times import is_time\n",
+            "checks/check_times": "from ..engine import once\nfrom ..bridge.when_imported import when_imported\n",
+            "engine/once": "",
             "bridge/when_imported": "import sys",
-            "api": "from .tools import clip\nfrom .ext.owners import all_groups\n",
+            "api": "from .tools import clip\nfrom .engine.owners import all_groups\n",
             "tools/clip": "from ..dtensor.compat import local_of\n",
             "dtensor/compat": "from torch.distributed.tensor._api import DTensor\n",
         },

@@ -7,9 +7,9 @@ from itertools import chain, pairwise
 import pytest
 import torch
 
-from fsdp2.core import layout as layouts
-from fsdp2.core.buckets import split_buckets
-from fsdp2.core.layout import (
+from fsdp2.engine import layout as layouts
+from fsdp2.engine.buckets import split_buckets
+from fsdp2.engine.layout import (
     LARGE_SHARD_BYTES,
     MAX_OPERATIONS,
     PARAM_ALIGNMENT,

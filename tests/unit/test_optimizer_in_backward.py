@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import clip_grad_norm_, fully_shard
-from fsdp2.ext.optimizer_in_backward import StepsInBackward
+from fsdp2.features.optimizer_in_backward import StepsInBackward
 from helpers import fake_world, full
 
 

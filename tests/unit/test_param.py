@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from fsdp2.core.parameter import _on_device
+from fsdp2.engine.parameter import _on_device
 from helpers import fake_world
 
 

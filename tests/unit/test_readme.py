@@ -109,7 +109,7 @@ def test_modules_of_folders_are_listed(folder: str) -> None:
 def test_functions_of_the_walk_exist() -> None:
     """Those that are named as `Class.method`, or with a file behind: `function` (`file.py`)."""
     walk = ARCHITECTURE.partition("## The walk")[2].partition("\n## ")[0]
-    trees = {name: ast.parse(path.read_text()) for name, path in files_of("core").items()}
+    trees = {name: ast.parse(path.read_text()) for name, path in files_of("engine").items()}
     tops = {name: {getattr(node, "name", None): node for node in tree.body} for name, tree in trees.items()}
     classes = {name: node for top in tops.values() for name, node in top.items() if isinstance(node, ast.ClassDef)}
     for owner, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", walk):

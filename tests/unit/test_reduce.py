@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.core import reduce
-from fsdp2.core.buckets import ReducePlan
-from fsdp2.core.comm import Purpose, SoloComm
-from fsdp2.core.layout import ParamSpec, bucket_layout
-from fsdp2.core.reduce import PendingReduce, Reduction
-from fsdp2.ext import large_gradients
-from fsdp2.ext.large_gradients import LargeGradients, PiecePlan, split_pieces
+from fsdp2.engine import large_gradients, reduce
+from fsdp2.engine.buckets import ReducePlan
+from fsdp2.engine.comm import Purpose, SoloComm
+from fsdp2.engine.large_gradients import LargeGradients, PiecePlan, split_pieces
+from fsdp2.engine.layout import ParamSpec, bucket_layout
+from fsdp2.engine.reduce import PendingReduce, Reduction
 from helpers import own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fsdp2.core.policy import Hold, Phase
-from fsdp2.core.schedule import MAX_KEPT_BYTES, Cursor, Prefetcher, within_budget
+from fsdp2.engine.policy import Hold, Phase
+from fsdp2.engine.schedule import MAX_KEPT_BYTES, Cursor, Prefetcher, within_budget
 
 A, B, C, D, NEW = (object() for _ in range(5))
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
 from fsdp2.checks.unsynchronized import UnsynchronizedGrad, UnsynchronizedGradients
-from fsdp2.core.state import require_state
+from fsdp2.engine.state import require_state
 from helpers import fake_world
 
 

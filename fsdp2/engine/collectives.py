@@ -1,0 +1,209 @@
+"""Chooses how the groups of a model communicate: named collectives, a user's own ones, the debug level."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checks.levels import is_on
+from ..checks.named_comm import NamedPairwiseComm
+from ..checks.rollcall import CheckedComm, are_checked, level_from_environment, note_level
+from . import comm as core_comm
+from .any_group import FallbackComm
+from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Work
+from .compat import backend_name
+from .events import Observer
+from .gloo import PairwiseComm
+from .post_forward import subgroup
+from .streams import exist_on
+
+_EXTRA = "collectives"
+
+# A machine has so many GPUs, or more; ranks must agree about it. A ring over more than one machine takes long beside
+# the bytes of a group: 0.2 ms with 64 ranks, 1.6 ms with 512 by NCCL's own table. On a communicator of their own,
+# reductions take that time while others are gathered. (A model's step of 1B parameters among 512 ranks takes 0.83x of
+# the time so, of 8B among 64 the same; not measured.)
+RANKS_OF_A_MACHINE = 8
+
+
+def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
+    """Returns the Comm for a process group: the strategy for the core.
+
+    Over gloo its collectives carry their names, and at the debug level ranks compare what they are about to do.
+    """
+    comm = make_unchecked(group, device, purpose)
+    if group is not None and comm.size > 1 and are_checked(group):
+        return CheckedComm(comm, make_unchecked, device)
+    return comm
+
+
+def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
+    """Returns the Comm for a process group, on which ranks compare nothing, whatever the debug level."""
+    if group is not None and device.type == "cpu" and backend_name(group, device) == "gloo":
+        return NamedPairwiseComm(group, purpose) if is_on("headers") else PairwiseComm(group, purpose)
+    comm = core_comm.make_comm(group, device, purpose)
+    return FallbackComm(group, purpose) if group is not None and type(comm) is AnyComm else comm
+
+
+class CustomComm:
+    """Replaces the all-gather or the reduce-scatter of another Comm by a user's own, which gets one flat payload.
+
+    The user's object has `allocate(size, *, dtype, device)` for the tensors it is called with; the group's tensors are
+    copied from and to these, since the user's may need memory of a special kind.
+    """
+
+    direct_min_bytes = sys.maxsize  # no parameter is gathered on its own
+
+    def __init__(self, inner: Comm, all_gather: Any, reduce_scatter: Any) -> None:
+        self._comm, self._gather, self._scatter = inner, all_gather, reduce_scatter
+        self.rank, self.size, self.force_sum = inner.rank, inner.size, inner.force_sum
+        self.sums_on_arrival = inner.sums_on_arrival and reduce_scatter is None
+        self.purpose = inner.purpose
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._comm.group
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        if self._gather is None:
+            return self._comm.all_gather(outputs, inputs)
+        works, copies = [], []
+        for output, own in zip(outputs, inputs, strict=True):
+            whole = self._gather.allocate(output.shape, dtype=output.dtype, device=output.device)
+            slot = whole[self.rank * own.numel() : (self.rank + 1) * own.numel()]
+            slot.copy_(own)
+            work = self._gather(output_tensor=whole, input_tensor=slot, group=self.group, async_op=True)
+            works += [work] if work is not None else []
+            copies.append((output, whole))
+        return CopyWork(works, copies)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+        if self._scatter is None:
+            return self._comm.reduce_scatter(outputs, inputs, divisor)
+        averages = divisor == self.size and not self.force_sum
+        before = divisor if not averages and inputs[0].dtype == torch.float16 else 1  # its sums could pass 65504
+        works, copies, sources = [], [], []
+        for output, whole in zip(outputs, inputs, strict=True):
+            source, shard = (
+                self._scatter.allocate(each.shape, dtype=each.dtype, device=each.device) for each in (whole, output)
+            )
+            source.copy_(whole)
+            if before != 1:
+                source.div_(before)
+            work = self._scatter(
+                output_tensor=shard,
+                input_tensor=source,
+                group=self.group,
+                op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
+                async_op=True,
+            )
+            works += [work] if work is not None else []
+            copies.append((output, shard))
+            sources.append(source)
+        copy = CopyWork(works, copies, sources)
+        return copy if averages else DividedWork([copy], outputs, divisor / before)
+
+    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+        return self._comm.all_reduce(tensor, divisor)
+
+
+@dataclass(frozen=True)
+class CommChoice:
+    """Holds what a user has chosen for the collectives of a group, in place of the usual ones.
+
+    Args:
+        all_gather, reduce_scatter: the user's own, as `CustomComm` calls them.
+        separate: reduce on a process group of its own. None: as `_separates` decides.
+        force_sum: sum and divide afterwards, even if the backend can average.
+        checked: have ranks compare what they are about to do, before each collective.
+    """
+
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    separate: bool | None = None
+    force_sum: bool = False
+    checked: bool = False
+
+
+def choice_of(group: Any) -> CommChoice:
+    """Returns what a user has chosen for the collectives of a group."""
+    choice: CommChoice = group.settings.extras.get(_EXTRA, CommChoice())
+    return choice
+
+
+def choose(group: Any, **changes: Any) -> None:
+    """Changes a user's choice for a group (see `CommChoice`), which communicates so from now on. Every rank must call
+    it, between steps.
+    """
+    choice = replace(choice_of(group), **changes)
+    group.set(extras={**group.settings.extras, _EXTRA: choice})
+    if "checked" in changes:
+        note_level(group.mesh.axis_groups, group.purpose, choice.checked)
+    follow(group)
+
+
+def follow(group: Any) -> None:
+    """Has a group communicate as chosen. Every rank must call it."""
+    choice, device, usual = choice_of(group), group.mesh.device, _unchecked(group.usual_comms.gathers)
+    gathers, reduces = usual, usual
+    separates = _separates(group, usual) if choice.separate is None else choice.separate
+    if separates and usual.group is not None and usual.size > 1:
+        reduces = make_unchecked(subgroup(usual.group, usual.size), device, group.purpose)
+    if choice.all_gather is not None:
+        gathers = CustomComm(usual, choice.all_gather, None)
+    if choice.reduce_scatter is not None:
+        reduces = CustomComm(reduces, None, choice.reduce_scatter)
+    now = group.comms
+    chosen = [_complete(each, choice, device) for each in (gathers, reduces, now.replicas, now.post_forward)]
+    group.use_comms(type(now)(*chosen))
+
+
+def _separates(group: Any, usual: Comm) -> bool:
+    """Returns True if gradients are reduced on a process group of their own although the user has not chosen that.
+
+    So it is on devices, beyond one machine, where it is sure that all ranks that must take part in making it do: NCCL
+    splits the group of all ranks if that is bound to a device, and other ranks of the program may shard nothing now.
+    """
+    mesh, world = group.mesh, dist.group.WORLD
+    if usual.size <= RANKS_OF_A_MACHINE or not exist_on(mesh.device) or not isinstance(usual, core_comm.CoalescedComm):
+        return False
+    return world is not None and (world.bound_device_id is None or mesh.num_ranks == world.size())
+
+
+def _unchecked(comm: Any) -> Any:
+    return comm.unchecked if isinstance(comm, CheckedComm) else comm
+
+
+def _complete(comm: Any, choice: CommChoice, device: torch.device) -> Any:
+    """Returns `comm` as chosen: checked, or no longer; summing only, or no longer."""
+    if comm is None:
+        return None
+    plain = _unchecked(comm)
+    plain.force_sum = choice.force_sum
+    return CheckedComm(plain, make_unchecked, device) if choice.checked and plain.size > 1 else plain
+
+
+class SeparateReductions(Observer):
+    """Has groups reduce on a process group of their own, where that is the default, when they are first attached."""
+
+    def attached(self, root: Any) -> None:
+        for group in root.groups:
+            is_untouched = group.comms is group.usual_comms and choice_of(group).separate is None
+            if is_untouched and _separates(group, _unchecked(group.usual_comms.gathers)):
+                follow(group)
+
+
+class DebugLevelFromEnvironment(Observer):
+    """Puts groups at the debug level that FSDP2_DEBUG asks for, when they are first attached."""
+
+    def attached(self, root: Any) -> None:
+        if level_from_environment():
+            for group in root.groups:
+                if _EXTRA not in group.settings.extras:
+                    choose(group, checked=True)

@@ -1,0 +1,257 @@
+"""Joins the rest of the package to the core: by events that observers follow, and by strategies, which are values.
+
+An *observer* follows the groups under one root: it overrides methods of `Observer`, and a root calls only those that
+are overridden. A *strategy* is a value that replaces a decision of the core: how ranks communicate, which class sharded
+parameters have. `extend` adds both for the whole process, before modules are sharded. fsdp2/README.md shows an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .comm import Comm, make_comm
+from .mesh import distribute
+from .user_code import map_tensors, tensors_in
+
+
+class Observer:
+    """Follows all groups under one root. Override what is needed; the methods do nothing here.
+
+    `root` is a Root, `state` the FSDPState of one sharded module, `group` an FSDPParamGroup, `param` an FSDPParam. What
+    a method raises propagates to the caller of the event. A method must do the same on all ranks if it communicates.
+    Observers are called in the order in which `extend` got them. Forwards that checkpointing runs again send
+    `forward_failed` and `pass_failed`, and no other event of forwards.
+
+    `ignored`: names of events that the observer overrides and is not told of now; `root.events.follow` and
+    `root.events.ignore` change it. A class names there those events that it needs at times only.
+    """
+
+    ignored: frozenset[str] = frozenset()
+
+    def attached(self, root: Any) -> None:
+        """A new root knows its groups and their names. An outer module's root makes other observers."""
+
+    def pass_began(self, root: Any) -> None:
+        """A forward pass begins: a sharded module is called outside of others, or the root itself is."""
+
+    def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """A forward is about to cast floating-point tensors among `inputs` to `dtype`."""
+
+    def inputs_returned(self, state: Any, inputs: Any) -> None:
+        """A forward that got cast or moved inputs has returned. `inputs`: the HandedInputs, taken back already."""
+
+    def forward_began(self, group: Any) -> None:
+        """A module's forward begins; its unsharded parameters are registered."""
+
+    def forward_ended(self, group: Any) -> None:
+        """The module's call, hooks included, has returned; the unsharded parameters are still there."""
+
+    def forward_returns(self, state: Any, inputs: Any, output: Any) -> Any:
+        """The module's call has returned `output`. `inputs`: (args, kwargs). Returns it for the next observer."""
+        return output
+
+    def forward_finished(self, state: Any, backward_follows: bool, failed: bool) -> None:
+        """After a forward, the groups of `state` were resharded, or left unsharded."""
+
+    def forward_failed(self, group: Any) -> None:
+        """A forward has raised. The group reshards next, unless backward or another forward of it runs."""
+
+    def pass_ended(self, root: Any) -> None:
+        """The outermost module's own forward has returned."""
+
+    def pass_failed(self, root: Any) -> None:
+        """The outermost forward has raised."""
+
+    def before_gather(self, group: Any) -> None:
+        """The group's all-gather is about to begin. One rank, or a group without parameters, communicates nothing."""
+
+    def gathered(self, group: Any) -> None:
+        """The group's all-gather has been waited for: by the host, or by the current stream of a device."""
+
+    def unsharded(self, group: Any) -> None:
+        """The unsharded parameters hold data, gathered now or before. Perhaps only other ranks use them."""
+
+    def before_reshard(self, group: Any) -> None:
+        """A user calls `reshard`. An exception skips the groups that follow; it propagates when all are resharded."""
+
+    def before_free(self, group: Any) -> None:
+        """`reshard` is about to free the unsharded parameters. Perhaps there are none, or `keep_storage` keeps them."""
+
+    def memory_kept(self, group: Any) -> None:
+        """The memory of the group's unsharded parameters is not freed, because something outside the engine has kept
+        one of them, or a view of one, since a forward.
+        """
+
+    def shards_needed(self, group: Any) -> None:
+        """The group's shards are about to be read."""
+
+    def backward_began(self, root: Any) -> None:
+        """A backward pass begins, or `reduce_unsynchronized` does: then `root.backward` is None."""
+
+    def saved_unseen(self, root: Any) -> None:
+        """Autograd may save unsharded parameters from now on where no hook of the engine sees them."""
+
+    def graph_built(self, root: Any) -> None:
+        """A backward pass runs with grad enabled (create_graph=True): it may save weights where no hook sees them."""
+
+    def before_reduce(self, group: Any) -> None:
+        """Gradients of the group, perhaps not all of them, are about to be reduced."""
+
+    def gradients_due(self, group: Any) -> None:
+        """All gradients of a group that reduces them together (ReduceWhen) are about to be reduced."""
+
+    def gradients_delivered(self, group: Any, params: Sequence[Any], of_pass: object) -> None:
+        """`.grad` includes what the pass `of_pass` has computed. Another thread may call it (strategy `deliver`)."""
+
+    def gradients_computed(self, root: Any) -> None:
+        """Backward, or `reduce_unsynchronized`, has begun its reductions; all-reduces between replicas may follow."""
+
+    def finalized(self, root: Any) -> None:
+        """All reductions have finished; `.grad` holds every gradient except unsynchronized ones."""
+
+    def backward_ended(self, root: Any) -> None:
+        """All work of a backward pass is done; `root.backward` is still set."""
+
+    def backward_failed(self, root: Any) -> None:
+        """A backward or a finalize has failed, or `reset` was called. Gradients in flight are dropped, and
+        unsynchronized ones that the pass had included; what `.grad` has received stays. Groups are resharded next.
+        """
+
+    def reset(self, root: Any) -> None:
+        """A user has dropped everything that was under way, unsynchronized gradients, too."""
+
+    def out_of_step(self, root: Any) -> None:
+        """Ranks have run different sequences; from the next pass on, no observer may rely on what it recorded."""
+
+    def settings_changed(self, group: Any) -> None:
+        """Settings or trainable parameters may have changed: `set` was called, or buckets were planned."""
+
+    def rebuilt(self, group: Any) -> None:
+        """Parameters, or their memory, may be others. What `group.parameters` holds is updated after it."""
+
+    def loaded(self, group: Any) -> None:
+        """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
+
+    def before_replace(self, group: Any, found: Sequence[tuple[Any, nn.Parameter]]) -> None:
+        """A user has replaced parameters of the group, or their local tensors, and the group is about to take `found`:
+        (param, what is registered in its place).
+        """
+
+
+@cache
+def _events_of(cls: type) -> list[str]:
+    """Returns the names of the events that observers of class `cls` follow."""
+    return [name for name in EVENTS if getattr(cls, name) is not getattr(Observer, name)]
+
+
+EVENTS = tuple(name for name, method in vars(Observer).items() if callable(method) and not name.startswith("_"))
+
+
+class Events:
+    """Holds one attribute for each event: the list of observers' methods to call."""
+
+    def __init__(self, observers: Iterable[Observer] = ()) -> None:
+        self.observers = (*observers,)
+        self._of_class = {type(each): each for each in self.observers}
+        follow: dict[str, list[Any]] = {name: [] for name in EVENTS}
+        for each in self.observers:
+            for name in _events_of(type(each)):  # type: ignore[arg-type]
+                if name not in each.ignored:
+                    follow[name].append(getattr(each, name))
+        vars(self).update(follow)
+
+    def __getattr__(self, name: str) -> list[Any]:
+        raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
+
+    def follow(self, observer: Observer, *names: str) -> None:
+        """Tells `observer` of the events `names`, too, from the next time on that they happen."""
+        observer.ignored = observer.ignored.difference(names)
+        vars(self).update(vars(Events(self.observers)))  # new lists: an event that happens now walks along an old one
+
+    def ignore(self, observer: Observer, *names: str) -> None:
+        """Does not tell `observer` of the events `names`, from the next time on that they happen."""
+        observer.ignored = observer.ignored.union(names)
+        vars(self).update(vars(Events(self.observers)))
+
+    def of(self, cls: type) -> Any:
+        """Returns the observer of that class, or None."""
+        return self._of_class.get(cls)
+
+
+NO_EVENTS = Events()
+
+
+@dataclass(frozen=True)
+class Strategies:
+    """Holds decisions of the core that the rest of the package replaces.
+
+    Args:
+        observers: called with each new root; each returns an observer, or None.
+        make_comm: (process group or None, device, purpose) -> Comm.
+        tensor_class: class of sharded parameters and of their gradients.
+        class_attributes: called with a module's class; what they return is added to its sharded class.
+        make_buffers: (layout, rank, device, transfers, **options) -> a group's buffers; None: GroupBuffers.
+        restore_among: (group, k) gives a group a post-forward mesh of k neighbours (reshard_after_forward=k).
+        group_class: (device, FSDPParamGroup) -> class of groups on that device.
+        distribute: (parameter, mesh, dim) -> Distribution of a tensor subclass, a DTensor for example.
+        rows_of_subclass: (tensor, dim, DataMesh, device) -> this rank's rows of a subclass; None: as of others.
+        gathers_itself: (local tensor) -> True if it has fsdp_pre_all_gather and fsdp_post_all_gather.
+        gather_extension: (params, GroupParameters, policy) -> what gathers these, see features/subclasses.py.
+        plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
+        module_class: class that sharded modules get besides their own; None: core.FSDPModule.
+        make_prefetcher: (root) -> Prefetcher.
+        before_next_write: calls a bound method before the next write to a shard; now, if writes are not seen.
+        deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
+        find_replacements: (group, accept_whole, may_be_untied) -> [(param, what a user has registered for it)].
+        tensors_in: (*values) -> all tensors in the inputs or outputs of a module.
+        map_tensors: (value, change, everywhere, copied, known) -> the changed value. `everywhere`: in plain objects,
+            too; `copied`: receives (container, copy); `known`: what stands for containers, by their identities.
+    """
+
+    observers: tuple[Callable[[Any], Observer | None], ...] = ()
+    make_comm: Callable[..., Comm] = make_comm
+    tensor_class: type[DTensor] = DTensor
+    class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
+    make_buffers: Callable[..., Any] | None = None
+    restore_among: Callable[[Any, int], None] | None = None
+    group_class: Callable[[torch.device, Any], Any] = lambda device, usual: usual
+    distribute: Callable[..., Any] = distribute
+    rows_of_subclass: Callable[..., Tensor] | None = None
+    gathers_itself: Callable[[Tensor], bool] = lambda local: False
+    gather_extension: Callable[..., Any] | None = None
+    plan: tuple[Callable[[Any], None], ...] = ()
+    module_class: type | None = None
+    make_prefetcher: Callable[[Any], Any] | None = None
+    before_next_write: Callable[[Callable[[], object]], object] = lambda action: action()
+    deliver: Callable[..., Any] = lambda gradients, pending, of_pass: None
+    find_replacements: Callable[..., Any] | None = None
+    tensors_in: Callable[..., list[Tensor]] = tensors_in
+    map_tensors: Callable[..., Any] = map_tensors
+
+
+class _Current:
+    strategies = Strategies()
+
+
+def strategies() -> Strategies:
+    """Returns the current strategies."""
+    return _Current.strategies
+
+
+def extend(**changes: Any) -> None:
+    """Changes the strategies of this process. A tuple is added to the present one; other values replace it.
+
+    Call it before the first `fully_shard`: some are read at each use, others once for a module, a root or a class.
+    """
+    now = _Current.strategies
+    joined: dict[str, Any] = {
+        n: (*getattr(now, n), *each) if isinstance(each, tuple) else each for n, each in changes.items()
+    }
+    _Current.strategies = replace(now, **joined)

@@ -1,0 +1,231 @@
+"""Models that compute on several streams: the order of the streams that use one group's memory.
+
+`record_stream` is called only for gradients that are delivered while several streams are in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .buckets import Bucket
+from .group import SHARDED, FSDPParamGroup
+from .large_gradients import LargeGradients
+from .reduce import Shards
+from .streams import exist_on
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class GroupStreams:
+    """Orders the streams that use one group's memory. One of them is its home.
+
+    What the engine itself does with a group's memory (gather, pack, reduce, deliver, free) runs at home, behind all
+    work that the other streams were given so far. Whoever else uses the memory first waits for home. So nobody reads
+    memory before it is filled, and memory that is given back, to whichever stream's pool, is no longer in use.
+
+    While a model computes on one stream, that stream is home, and nobody waits. If a group's modules run on another
+    stream than the one that gathers ahead, home is the stream on which they ran last time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = device.index  # by which a stream is found in a third of the time
+        self._home: torch.Stream | None = None
+        self._others: list[torch.Stream] = []
+        # Streams that have waited for home since the last gather.
+        self._readers: list[torch.Stream] = []
+        # Streams on whose behalf work runs at home now. None: no work does.
+        self._guests: list[torch.Stream] | None = None
+        # Stream that began a gather -> the stream that first used what was gathered, the last time.
+        self._used_on: dict[torch.Stream, torch.Stream] = {}
+        self._began_on: torch.Stream | None = None
+
+    def choose_home(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
+        """Notes that a gather is about to begin on the current stream. Returns True if that stream is not home.
+
+        `ahead`: before the modules that need it run, perhaps on another stream. Home stays the same while the group
+        `holds_memory` there, gradients in flight for example.
+        """
+        self._readers.clear()
+        if self._guests is not None:
+            return False
+        current = torch.accelerator.current_stream(self._index)
+        wanted = self._used_on.get(current, current) if ahead else current
+        if self._home is None:
+            self._home = wanted
+        elif (wanted != self._home or self._others) and not holds_memory():
+            if wanted != self._home:
+                wanted.wait_stream(self._home)
+            self._home = wanted
+            self._others.clear()
+        self._began_on = current
+        return self.are_apart()
+
+    def use(self) -> None:
+        """Makes the current stream, which is about to read unsharded parameters, wait for home."""
+        if self._guests is not None:
+            return
+        current = torch.accelerator.current_stream(self._index)
+        if self._began_on is not None:
+            self._used_on[self._began_on] = current
+            self._began_on = None
+        if current != self._home and current not in self._readers and self._home is not None:
+            current.wait_stream(self._home)
+            self._readers.append(current)
+            self.note()
+
+    def note(self) -> None:
+        """Notes that the current stream computes a gradient, or reads parameters."""
+        stream = torch.accelerator.current_stream(self._index)
+        if stream != self._home and stream not in self._others:
+            self._others.append(stream)
+
+    def lend(self, tensor: Tensor) -> None:
+        """Records the guests' streams on `tensor`, which was made at home: its users free it on their own streams."""
+        if tensor.device == self._device:
+            for stream in self._guests or ():
+                tensor.record_stream(stream)
+
+    def are_apart(self) -> bool:
+        """Returns True if `at_home` makes a difference."""
+        return (
+            self._guests is None
+            and self._home is not None
+            and (bool(self._others) or torch.accelerator.current_stream(self._index) != self._home)
+        )
+
+    @contextmanager
+    def at_home(self, joins: bool = True) -> Iterator[None]:
+        """Context: what is issued inside runs at home, behind all work that the streams in use were given so far.
+
+        `joins`: all of them wait for it afterwards. Otherwise, a reader waits by `use`.
+        """
+        if not self.are_apart():
+            yield
+            return
+        home = self._home
+        assert home is not None, "are_apart says so"
+        users = [*dict.fromkeys([*self._others, torch.accelerator.current_stream(self._index)])]
+        users = [stream for stream in users if stream != home]
+        for stream in users:
+            home.wait_stream(stream)
+        self._guests = users
+        try:
+            with home:
+                yield
+        finally:
+            self._guests = None
+            if joins:
+                for stream in users:
+                    stream.wait_stream(home)
+
+
+def at_home(method: Method) -> Method:
+    """Decorator of a method of an object with `streams`: it runs on the group's home stream."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.streams.are_apart():
+            return method(self, *args, **kwargs)
+        with self.streams.at_home():
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+class GradientsOnStreams(LargeGradients):
+    """The gradients of a group on a device with streams: reduced on the group's home stream."""
+
+    def __init__(self, group: Any, *args: Any) -> None:
+        self.streams: GroupStreams = group.streams
+        super().__init__(group, *args)
+
+    _complete = at_home(LargeGradients._complete)
+    flush = at_home(LargeGradients.flush)
+    reduce_with_zeros = at_home(LargeGradients.reduce_with_zeros)
+    end_backward = at_home(LargeGradients.end_backward)
+    resume = at_home(LargeGradients.resume)
+    start_return = at_home(LargeGradients.start_return)
+    abandon = at_home(LargeGradients.abandon)
+    receive = at_home(LargeGradients.receive)
+
+    def _hook_of(self, bucket: Bucket) -> Callable[[Tensor], None]:
+        streams = self.streams
+
+        def arrive(gradient: Tensor) -> None:
+            streams.note()
+            bucket.arrive(gradient)
+
+        return arrive
+
+    def before_delivery(self, shards: Shards) -> None:
+        """Notes that the user is about to get these."""
+        for flat, _ in shards.values():
+            self.streams.lend(flat)
+
+
+class GroupOnStreams(FSDPParamGroup):
+    """A group on a device with streams: what is done with its memory is done on its home stream."""
+
+    gradients_class = GradientsOnStreams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.streams = GroupStreams(args[2].device)
+        super().__init__(*args, **kwargs)
+
+    def start_unshard(self, for_backward: bool = False, ahead: bool = True) -> None:
+        if self.phase is SHARDED and self.streams.choose_home(ahead, self._holds_memory):
+            with self.streams.at_home(joins=False):
+                super().start_unshard(for_backward)
+        else:
+            super().start_unshard(for_backward, ahead)
+
+    def unshard(self, for_backward: bool = False, registers: bool = True) -> None:
+        super().unshard(for_backward, registers)
+        self.streams.use()
+
+    def _finish_gather(self) -> None:
+        with self.streams.at_home(joins=False):
+            super()._finish_gather()
+
+    def reshard(self, free: bool = True) -> None:
+        if self.phase is SHARDED and not self._holds_memory():
+            super().reshard(free)
+        else:
+            self._reshard_at_home(free)
+
+    def before_unpack(self) -> None:
+        if self.reached_by is None:
+            self.pre_backward()
+        else:
+            self.streams.use()
+
+    def pre_backward(self, recomputes: bool = False) -> None:
+        super().pre_backward(recomputes)
+        self.streams.use()
+
+    def _holds_memory(self) -> bool:
+        """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
+        buffers = self.parameters.buffers
+        return (buffers is not None and buffers.hold_memory()) or self.gradients.is_pending()
+
+    _reshard_at_home = at_home(FSDPParamGroup.reshard)
+    shrink = at_home(FSDPParamGroup.shrink)
+    unshard_again = at_home(FSDPParamGroup.unshard_again)
+
+
+class GroupOfAnySize(FSDPParamGroup):
+    """A group on a device without streams."""
+
+    gradients_class = LargeGradients
+
+
+def group_class(device: torch.device, usual: Any) -> Any:
+    """Returns the class of groups on `device`: the strategy for the core."""
+    return GroupOnStreams if exist_on(device) else GroupOfAnySize

@@ -1,0 +1,129 @@
+"""Finds the ranks that share parameters: all ranks, named axes of a larger mesh, a mesh for one parameter."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+from .mesh import DataMesh, data_mesh, on_axes
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Names the axes of a device mesh that shard the parameters, and those that replicate them.
+
+    Several names count as one axis, in the order of the mesh. The other axes belong to the model.
+
+    Raises:
+        ValueError: neither is given.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard and not self.replicate:
+            raise ValueError("DataParallelMeshDims: expected names for shard or replicate, got neither")
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """Is what `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
+
+    Args:
+        placement: the Shard(dim) to use; None: Shard(0).
+        mesh_info: a DeviceMesh, read as `fully_shard` reads its `mesh`; or an object that says which axes of its `mesh`
+            shard and replicate by `shard_mesh_dim` and `replicate_mesh_dim` (None: no axis), such as torch's own.
+    """
+
+    placement: Shard | None
+    mesh_info: Any
+
+
+def described_data_mesh(mesh_info: Any) -> DataMesh:
+    """Returns the mesh that the `mesh_info` of a ShardPlacementResult describes.
+
+    Raises:
+        TypeError: it describes none.
+        ValueError: this rank is not part of the mesh, or an axis both shards and replicates.
+    """
+    if isinstance(mesh_info, DeviceMesh):
+        return data_mesh(mesh_info)
+    mesh = getattr(mesh_info, "mesh", None)
+    axes = [getattr(mesh_info, name, None) for name in ("shard_mesh_dim", "replicate_mesh_dim")]
+    if not isinstance(mesh, DeviceMesh) or axes == [None, None]:
+        raise TypeError(f"mesh_info: expected a DeviceMesh, or an object with one in `mesh`, got {mesh_info!r}")
+    shard, replicate = (() if axis is None else (axis % mesh.ndim,) for axis in axes)
+    return on_axes(mesh, shard, replicate)
+
+
+def shared_data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataMesh:
+    """Returns the mesh that the arguments `mesh` and `dp_mesh_dims` describe; without both, all ranks shard."""
+    mesh = default_mesh() if mesh is None else mesh
+    return data_mesh(mesh) if dims is None else named_data_mesh(mesh, dims)
+
+
+def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
+    """Returns the mesh of those axes of `mesh` that `dims`, a DataParallelMeshDims, names.
+
+    Raises:
+        ValueError: the mesh has no such name, or no names; or one is given twice.
+    """
+    axes = []
+    for names in (dims.shard, dims.replicate):
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        known = mesh.mesh_dim_names or ()
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"dp_mesh_dims: expected names among {known}, got {unknown}")
+        axes.append(tuple(sorted(known.index(name) for name in names)))
+    return on_axes(mesh, *axes)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Identifies the ranks among which tensors are sharded: axes of several meshes with the same ranks are equal."""
+
+    ranks: tuple[int, ...]
+    device_type: str
+    group: dist.ProcessGroup = field(compare=False)
+
+
+def sharding_axes(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Axis, ...]:
+    """Returns the axes along which a DTensor's parts differ: those that shard it, and those of partial results."""
+    groups = [
+        mesh.get_group(axis)
+        for axis, placement in enumerate(placements)
+        if mesh.size(axis) > 1 and not placement.is_replicate()
+    ]
+    return tuple(Axis(tuple(dist.get_process_group_ranks(group)), mesh.device_type, group) for group in groups)
+
+
+# Default process group -> the mesh that default_mesh returned last. Neither is kept alive by this.
+_last_default: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def default_mesh() -> DeviceMesh:
+    """Returns a mesh of all ranks, on the accelerator if there is one; initialises the default process group.
+
+    It is the same object for all calls while it is in use, because meshes that are equal, but different objects, slow
+    DTensor's operations down.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if not dist.is_initialized():
+        dist.init_process_group()
+    group, kind = dist.group.WORLD, accelerator.type if accelerator else "cpu"
+    assert group is not None, "just initialised"
+    last = _last_default.get(group)
+    mesh = last() if last is not None else None
+    if mesh is None or mesh.device_type != kind:
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        _last_default[group] = weakref.ref(mesh)
+    return mesh

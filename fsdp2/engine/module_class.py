@@ -1,0 +1,165 @@
+"""Makes the attributes of a sharded module's class: each call of the module, or of its `forward`, gathers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from functools import partial, update_wrapper
+from types import GeneratorType, MethodType
+from typing import Any
+
+from torch import nn
+
+from ..checks import entry_points
+from ..features.copying import copying_methods
+from . import transforms
+from .compat import runs_transform, untraced
+from .parameter_methods import parameter_methods
+from .state import STATE, require_state, run_forward
+
+
+def class_attributes(cls: Any) -> dict[str, Any]:
+    """Returns what the class of a sharded module of class `cls` has besides its own: the strategy for the core."""
+    return {
+        "__call__": _call_of(cls),
+        "forward": Forward(cls),
+        "_get_name": _name_of(cls),
+        **parameter_methods(cls),
+        **copying_methods(cls),
+        **({"recompile": _recompile_of(cls)} if hasattr(cls, "recompile") else {}),
+    }
+
+
+def _recompile_of(cls: Any) -> Callable[..., Any]:
+    def recompile(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Recompiles a torch.fx.GraphModule, which replaces `__call__` and `forward` of its class."""
+        sharded, self.__class__ = type(self), cls
+        try:
+            return self.recompile(*args, **kwargs)  # type: ignore[operator]
+        finally:
+            self.__class__ = sharded
+
+    return update_wrapper(recompile, cls.recompile)
+
+
+def _call_of(cls: Any) -> Callable[..., Any]:
+    @untraced
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            run = transforms.run_transformed if runs_transform() else run_forward
+            output = run(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
+            return output if type(output) is not GeneratorType else _gather_in_each_step(self, output)
+        except RuntimeError as error:
+            entry_points.explain(error, self, "forward")
+            entry_points.explain_dtypes(error, self, args, kwargs)
+            raise
+
+    return call
+
+
+def _name_of(cls: Any) -> Callable[[nn.Module], str]:
+    def _get_name(self: nn.Module) -> str:
+        """Returns the name of the class to torch, which prints it; and to others that of the plain class, by which they
+        look up what kind of model it is (Trainer of Transformers, for one: if a loss shifts the labels).
+        """
+        name: str = cls._get_name(self)
+        is_torch = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return name if is_torch or name != type(self).__name__ else str(cls.__name__)
+
+    return _get_name
+
+
+class Forward:
+    """Is the attribute `forward` of a sharded class: `module.forward(x)` gathers like `module(x)` does.
+
+    While a call of the module runs, the attribute is what its own class, or the user on the instance, has written, so
+    that a call costs one look-up more than a plain one's. It is a data descriptor, because what stands in the
+    instance's dict would hide a plain function. (This file is one of those that dynamo traces, see torch_names.py: a
+    graph goes through `__get__`, and breaks where something must be gathered.)
+    """
+
+    def __init__(self, cls: Any) -> None:
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            # The method of the plain class, whatever it is by now.
+            return _run_unless_running(module, super(self._owner, module).forward, *args, **kwargs)  # type: ignore[misc]
+
+        self._function = update_wrapper(forward, cls.forward)
+
+    def __set_name__(self, owner: Any, name: str) -> None:
+        self._owner = owner
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is None:
+            return self._function
+        attributes = module.__dict__
+        own, state = attributes.get("forward"), attributes.get(STATE)
+        if state is not None and state.running:  # here, not in a function: each call of each module comes here
+            return super(self._owner, module).forward if own is None else own  # type: ignore[misc]
+        if own is None:
+            return MethodType(self._function, module)
+        return update_wrapper(partial(_run_unless_running, module, own), own)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__["forward"] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        if module.__dict__.pop("forward", None) is None:
+            raise AttributeError("forward")
+
+
+def _run_unless_running(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `forward` by itself, if a call of `module` has gathered its parameters already."""
+    state = module.__dict__.get(STATE)  # none, while a copy of the module is being made
+    if state is None or state.running:
+        return forward(*args, **kwargs)
+    return _run_forward(module, forward, args, kwargs)
+
+
+@untraced
+def _run_forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return run_method(module, forward, args, kwargs)
+    except RuntimeError as error:
+        entry_points.explain(error, module, "forward")
+        raise
+
+
+@untraced
+def run_method(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns `function(*args, **kwargs)`, run with the unsharded parameters of `module`."""
+    try:
+        output = transforms.run_forward(require_state(module), module, function, args, kwargs)
+        return output if type(output) is not GeneratorType else _gather_in_each_step(module, output)
+    except RuntimeError as error:
+        entry_points.explain_dtypes(error, module, args, kwargs)
+        raise
+
+
+# ---- generators
+
+
+def _gather_in_each_step(module: nn.Module, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Yields what the generator `steps` yields, and returns what it returns. Its body runs after the forward of
+    `module` has returned it, so each of its steps runs as a forward of its own.
+    """
+    resume: Callable[..., Any] = steps.send
+    value: Any = None
+    while True:
+        is_over, value = run_method(module, _step, (resume, value), {})
+        if is_over:
+            return value
+        try:
+            resume, value = steps.send, (yield value)
+        except GeneratorExit:
+            steps.close()
+            raise
+        except BaseException as error:
+            resume, value = steps.throw, error
+
+
+def _step(resume: Callable[..., Any], value: Any) -> tuple[bool, Any]:
+    """Returns whether a generator is over, and what it yields or returns. `resume`: its `send` or `throw`."""
+    try:
+        return False, resume(value)
+    except StopIteration as end:
+        return True, end.value

@@ -1,0 +1,123 @@
+"""Finds the group that manages a parameter, which has no reference to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .compat import storage_id
+from .events import Observer
+from .group import FSDPParamGroup
+from .parameter import FSDPParam
+from .state import names_below
+from .torch_names import share_versions
+
+# Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
+SHARDED_AS = "_fsdp2_sharded_as"
+
+# All roots that are alive, by their identities. Other threads may be ranks of their own: it is only changed, and
+# copied, by operations that no other thread interrupts.
+_roots: dict[int, weakref.ref[Any]] = {}
+
+
+class Owned(NamedTuple):
+    """Names a parameter, and the group that manages it."""
+
+    group: FSDPParamGroup
+    param: FSDPParam
+
+
+class Roots(Observer):
+    """Remembers every root."""
+
+    def attached(self, root: Any) -> None:
+        key = id(root)
+        _roots[key] = weakref.ref(root, lambda _: _roots.pop(key, None))
+
+
+def all_groups() -> Iterator[FSDPParamGroup]:
+    """Yields the groups of all sharded modules that are alive."""
+    for reference in [*_roots.values()]:
+        root = reference()
+        if root is not None:
+            yield from (group for group in root.groups if group.root is root)
+
+
+def owners_by_id() -> dict[int, Owned]:
+    """Returns the owners of all sharded and unsharded parameters, by the identities of these."""
+    found = {}
+    for group in all_groups():
+        for param in group.params:
+            registered = (slot.module._parameters.get(slot.name) for slot in param.slots)
+            for each in (param.sharded, param.unsharded, *registered):
+                found[id(each)] = Owned(group, param)
+    return found
+
+
+def has_left(param: FSDPParam, group: FSDPParamGroup) -> bool:
+    """Returns True if the modules that had the parameter when fully_shard was applied are not in the model any more."""
+    inside = names_below(group.root.state.modules)
+    return not any(slot.module in inside for slot in param.slots)
+
+
+def names_of_unsharded(tensor: Tensor) -> list[str]:
+    """Returns the FQNs of the parameter whose unsharded parameter `tensor` is. An empty list: it is none."""
+    return next((param.names for group in all_groups() for param in group.params if param.unsharded is tensor), [])
+
+
+def some_of(names: Iterable[str], most: int = 3) -> str:
+    """Returns the first names, `most` of them, and how many more there are, for errors and reports."""
+    names = [*names]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# Identity of a sharded parameter -> its group, as `sharded_owner` has found it. It may be out of date. The dict is
+# replaced, never changed.
+_known: dict[int, weakref.ref[FSDPParamGroup]] = {}
+
+
+def sharded_owner(leaf: Tensor) -> Owned | None:
+    """Returns the owner of a sharded parameter, or None. It walks over all parameters if it does not know `leaf`."""
+    global _known
+    found = _find_in(leaf, _known)
+    if found is None:
+        known = {id(param.sharded): weakref.ref(group) for group in all_groups() for param in group.params}
+        found, _known = _find_in(leaf, known), known
+    return found
+
+
+def _find_in(leaf: Tensor, known: dict[int, weakref.ref[FSDPParamGroup]]) -> Owned | None:
+    reference = known.get(id(leaf))
+    group = None if reference is None else reference()
+    if group is not None:
+        for param in group.params:
+            if param.sharded is leaf:
+                return Owned(group, param)
+    return None
+
+
+# Identity of a storage -> the parameter whose shard is there, or was in an earlier storage of the same identity.
+_shard_in: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+
+
+class ShardStorages(Observer):
+    """Remembers the storages of shards, and has a sharded parameter and its local tensor share one version counter."""
+
+    def attached(self, root: Any) -> None:
+        for group in root.new_groups:
+            self.rebuilt(group)
+
+    def rebuilt(self, group: Any) -> None:
+        for param in group.params:
+            _shard_in[storage_id(param.local)] = param
+        share_versions((param.sharded, param.local) for param in group.params)
+
+
+def sharded_in(local: Tensor) -> FSDPParam | None:
+    """Returns the parameter whose shard is in the storage of `local`, or None."""
+    storage = storage_id(local)
+    param = _shard_in.get(storage)
+    return param if param is not None and storage_id(param.local) == storage else None

@@ -1,0 +1,150 @@
+"""Methods of nn.Module that change parameters, move them or clear their gradients, and hooks for state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from ..checks.empty_memory import buffers_on_meta, note_emptied_buffers, note_emptied_parameters
+from ..dtensor.sharded_dtensor import look_up_in_user_classes
+from .events import Observer
+from .group import UNSHARDED, FSDPParamGroup
+from .parameter import USER_CLASS
+from .state import STATE, groups_below, groups_of, modules_below
+from .user_code import hides_modes
+
+
+def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
+    """Returns the methods that change a module's parameters, or give them other memory."""
+
+    def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
+        groups = groups_of(self)
+        for group in groups:
+            group.reshard()
+        empty = [[param for param in group.params if param.local.is_meta] for group in groups]
+        cls._apply(self, fn, recurse)
+        for group, params in zip(groups, empty, strict=True):
+            group.adopt_replacements(may_be_untied=True)
+            note_emptied_parameters(group, params)
+        return self
+
+    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        groups = groups_below(self) if recurse else groups_of(self)
+        params = [param for group in groups for param in group.params if param.local.is_meta]
+        buffers = buffers_on_meta(modules_below(self) if recurse else [self])
+        cls.to_empty(self, device=device, recurse=recurse)
+        note_emptied_buffers(self, params, [module._buffers[name] for module, name in buffers])
+        return self
+
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        # It is the sharded parameters that have gradients, also between unshard() and reshard(), and in a forward.
+        hidden = _unregister(self.__dict__[STATE].root.groups)
+        try:
+            cls.zero_grad(self, set_to_none)
+        finally:
+            _register_again(hidden)
+
+    return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
+
+
+def _refuse_shared_memory(self: nn.Module) -> nn.Module:
+    """Refuses `share_memory` of a sharded module: it would end the process."""
+    raise NotImplementedError(
+        f"{type(self).__name__}.share_memory: sharded parameters can't be moved to shared memory. Each rank is a "
+        "process with shards of its own; share what full_params lends, or buffers."
+    )
+
+
+# ---- state dicts
+
+# Sharded module -> groups whose unsharded parameters a state dict that is being made has unregistered. Where that state
+# dict fails they stay here, and a group holds its modules.
+_unregistered: WeakKeyDictionary[nn.Module, list[ref[FSDPParamGroup]]] = WeakKeyDictionary()
+
+
+class StateDictHooks(Observer):
+    """Has state dicts hold sharded parameters, also between unshard() and reshard(), and adopts what is loaded."""
+
+    def attached(self, root: Any) -> None:
+        for module in dict.fromkeys(
+            module for state in root.states for module in state.modules if STATE in vars(module)
+        ):
+            if _before_state_dict not in module._state_dict_pre_hooks.values():
+                module.register_state_dict_pre_hook(_before_state_dict)
+                module.register_state_dict_post_hook(_after_state_dict)
+                module.register_load_state_dict_pre_hook(_before_load)
+                module.register_load_state_dict_post_hook(_after_load)
+        for slot in [
+            slot
+            for group in root.new_groups
+            for param in group.params
+            if param.leaf_class is not nn.Parameter
+            for slot in param.slots
+        ]:
+            look_up_in_user_classes()
+            hooks = [getattr(each, "hook", each) for each in slot.module._load_state_dict_pre_hooks.values()]
+            if _drop_attributes not in hooks:
+                slot.module.register_load_state_dict_pre_hook(_drop_attributes)
+
+
+@hides_modes
+def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    """Registers the sharded parameters. It does no more: this rank may be alone in asking."""
+    hidden = _unregister([group for group in groups_of(module) if not group.state.running])
+    _unregistered[module] = [*map(ref, hidden)]
+
+
+def _after_state_dict(module: nn.Module, *_: Any) -> None:
+    hidden = [each() for each in _unregistered.pop(module, [])]
+    _register_again([group for group in hidden if group is not None])
+
+
+def _unregister(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:
+    """Registers the sharded parameters of those groups whose unsharded ones are registered; returns these groups."""
+    chosen = [group for group in groups if group.phase is UNSHARDED]
+    for group in chosen:
+        group.unregister()
+    return chosen
+
+
+def _register_again(groups: list[FSDPParamGroup]) -> None:
+    for group in groups:
+        group.register()
+
+
+@hides_modes
+def _before_load(module: nn.Module, *_: Any) -> None:
+    for group in groups_of(module):
+        group.reshard_if_idle()
+
+
+@hides_modes
+def _drop_attributes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Removes entries below a parameter that its attributes hold already: "weight.absmax", for example.
+
+    Modules of bitsandbytes write such entries, which no module reads. What differs stays, and is an unexpected key.
+    """
+    for name, parameter in module._parameters.items():
+        start = f"{prefix}{name}."
+        has_class = parameter is not None and USER_CLASS in vars(parameter)
+        for key in [key for key in state_dict if has_class and key.startswith(start)]:
+            try:
+                found, value = attrgetter(key[len(start) :])(parameter), state_dict[key]
+            except AttributeError:
+                continue
+            if isinstance(found, Tensor) and found.shape == value.shape and torch.equal(found, value.to(found)):
+                del state_dict[key]
+
+
+@hides_modes
+def _after_load(module: nn.Module, _: Any) -> None:
+    for group in groups_of(module):
+        if group.adopt_replacements(accept_whole=True, may_be_untied=True):
+            for notify in group.events.loaded:
+                notify(group)

@@ -1,0 +1,243 @@
+"""Handles what runs asynchronously: collectives in flight, streams beside the one that computes, copies to and from
+the CPU.
+
+Lifetime rule: what a collective or a stream beside reads or writes stays alive until the stream that computes has
+waited for a collective that was issued later. Then that stream may free it and take the memory again, in the order of
+its own work. Memory that was allocated on a stream beside goes back to it, in order, too: what is issued there runs
+behind all work that the stream that computes was given before. (engine/home_streams.py orders models that compute on
+several streams.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import compat
+
+Result = TypeVar("Result")
+
+
+def exist_on(device: torch.device) -> bool:
+    """Returns True if work on `device` is queued on streams, so that waiting does not hold up the host."""
+    return device.type not in ("cpu", "meta")
+
+
+def costs_launches(device: torch.device) -> bool:
+    """Returns True if an operation is a kernel, which takes longer to launch than a few bytes take to copy."""
+    return device.type != "cpu"
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Context: what is issued inside runs behind all work that the current stream was given, and beside later work.
+
+    See the lifetime rule. On a device without streams nothing changes.
+    """
+    if not exist_on(device):
+        yield
+        return
+    current = torch.accelerator.current_stream(device)
+    stream = _stream_beside(current, device)
+    stream.wait_stream(current)
+    with stream:
+        yield
+
+
+@cache
+def _stream_beside(stream: torch.Stream, device: torch.device) -> torch.Stream:
+    """Returns a stream for each stream that computes: no other stream orders the memory that is allocated on it."""
+    return torch.Stream(device)
+
+
+# ---- collectives in flight
+
+
+class Work(Protocol):
+    """Is a collective in flight."""
+
+    def wait(self) -> object:
+        """Makes the current stream (on CPU: the caller) wait until the outputs are filled."""
+
+
+class AllWork:
+    """Joins several works into one. It keeps alive the works, and the tensors that are sent from and received into."""
+
+    def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor] = ()) -> None:
+        self._works = works
+        self._owned: tuple[Tensor | Work, ...] = (*tensors,)
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()  # gloo hangs if a work is waited for twice
+        for work in works:
+            work.wait()
+        self._owned = (*self._owned, *works)
+
+    def __del__(self) -> None:
+        # Dropped unfinished, with a model that is deleted for example: other ranks still write to the memory, which may
+        # belong to any stream.
+        if self._works:
+            with suppress(RuntimeError):
+                AllWork.wait(self)
+            for device in {each.device for each in self._owned if isinstance(each, Tensor)}:
+                if exist_on(device):
+                    torch.accelerator.current_stream(device).synchronize()
+
+
+class DividedWork(AllWork):
+    """Divides all outputs by one operation."""
+
+    def __init__(self, works: Sequence[Work], outputs: Sequence[Tensor], divisor: float) -> None:
+        super().__init__(works, outputs)
+        self._outputs, self._divisor = outputs, divisor
+
+    def wait(self) -> None:
+        super().wait()
+        outputs, self._outputs = self._outputs, ()
+        _divide(outputs, self._divisor)
+
+
+class SumWork(AllWork):
+    """Adds up what arrived, in rank order on every rank, and divides it."""
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        parts: Sequence[Sequence[Tensor] | Tensor],
+        divisor: float,
+    ) -> None:
+        super().__init__(works, tensors)
+        self._outputs, self._parts, self._divisor = outputs, parts, divisor
+
+    def wait(self) -> None:
+        super().wait()
+        waiting, self._parts = self._parts, []
+        for output, parts in zip(self._outputs, waiting):  # noqa: B905  the second wait finds no parts
+            _sum(parts, output, self._divisor)
+        # Those in fp16 are divided as they are summed.
+        _divide([output for output in self._outputs if output.dtype != torch.float16] if waiting else [], self._divisor)
+
+
+class CopyWork(AllWork):
+    """Copies what arrived elsewhere: pairs of (target, source)."""
+
+    def __init__(
+        self, works: Sequence[Work], copies: Sequence[tuple[Tensor, Tensor]], tensors: Sequence[Tensor] = ()
+    ) -> None:
+        super().__init__(works, [*tensors, *(source for _, source in copies)])
+        self._copies = copies
+
+    def wait(self) -> None:
+        super().wait()
+        copies, self._copies = self._copies, ()
+        for target, source in copies:
+            target.copy_(source)
+
+
+def _divide(tensors: Sequence[Tensor], divisor: float) -> None:
+    if tensors and divisor != 1:
+        compat.divide_each([*tensors], divisor)
+
+
+def _sum(parts: Sequence[Tensor] | Tensor, output: Tensor, divisor: float) -> None:
+    """Writes the sum of `parts`, tensors or rows of one, to `output`. It adds up in the dtype of `output`; in fp32 if
+    that is fp16, and then divides by `divisor`.
+    """
+    if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        output.copy_(total.div_(divisor))
+        return
+    if isinstance(parts, Tensor) and parts.device.type != "cpu":
+        # One launch. On CPU it would first cast all parts.
+        torch.sum(parts, 0, dtype=output.dtype, out=output)
+        return
+    first, *rest = parts
+    if rest and first.dtype == output.dtype:
+        torch.add(first, rest.pop(0), out=output)
+    else:
+        output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
+    for part in rest:
+        output.add_(part)
+
+
+# ---- copies between the CPU and the device
+
+
+class Transfer(Generic[Result]):
+    """Is a copy that has begun. It keeps alive what it reads and writes."""
+
+    def __init__(self, event: Any, tensors: tuple[Tensor, ...], result: Result) -> None:
+        self._event, self._tensors, self._result = event, tensors, result
+
+    def wait(self) -> Result:
+        """Makes the current stream wait for the copy."""
+        self._event.wait()
+        return self._result
+
+    def finish(self) -> Result:
+        """Makes the host wait for the copy."""
+        self._event.synchronize()
+        return self._result
+
+
+class Transfers:
+    """Copies between the CPU's memory, where offloaded shards rest, and a device, beside what the device computes.
+
+    Each direction has a stream of its own. The device's memory is allocated and freed on the stream that computes: a
+    copy waits for that stream when it begins, and that stream, or the host, waits for the copy before memory is freed.
+
+    Args:
+        device: an accelerator.
+        pin: allocate the CPU's side in page-locked memory; copies from and to other memory make the host wait.
+    """
+
+    def __init__(self, device: torch.device, pin: bool) -> None:
+        self._device, self._pin = device, pin
+        self._inward, self._outward = torch.Stream(device), torch.Stream(device)
+        # Recorded behind the last copy from the CPU's memory that the host has not waited for.
+        self._last: Any = None
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns uninitialised memory on the CPU."""
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pin)
+
+    def start_in(self, target: Tensor, source: Tensor, then: Callable[[], Result]) -> Transfer[Result]:
+        """Begins to copy `source`, on the CPU, to `target`; what `then` launches runs behind the copy.
+
+        `source` must not be written to before `settle`.
+        """
+        self._inward.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._inward:
+            target.copy_(source, non_blocking=True)
+            result = then()
+        self._last = self._inward.record_event()
+        return Transfer(self._last, (target, source), result)
+
+    def start_out(self, source: Tensor) -> Transfer[Tensor]:
+        """Begins to copy a flat tensor to new memory on the CPU: the result, which may be read after `finish`."""
+        target = self.allocate(source.numel(), source.dtype)
+        self._outward.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._outward:
+            target.copy_(source, non_blocking=True)
+        return Transfer(self._outward.record_event(), (source,), target)
+
+    def settle(self) -> None:
+        """Makes the host wait until no copy reads the CPU's memory any more."""
+        last, self._last = self._last, None
+        if last is not None and not last.query():
+            last.synchronize()
+
+
+@cache
+def make_transfers(device: torch.device, pin: bool) -> Transfers:
+    """Returns the Transfers that all groups on `device` share."""
+    return Transfers(device, pin)

@@ -1,0 +1,356 @@
+"""Holds the private names of torch that fsdp2 uses outside of its core, each with its reason.
+
+Those that the core uses stand in engine/compat.py, those of DTensor in dtensor/compat.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.autograd import graph, profiler
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed._composable_state import _State as ComposableState
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..bridge.when_imported import when_imported
+from . import compat
+from .compat import PLAIN, inner_tensors
+from .once import once
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+# (tensors, counters): sets the version counters of tensors. The public context manager around it can only restore them.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+
+
+ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+"""The operations that `zero_grad(set_to_none=False)` calls on gradients, one by one or all at once."""
+ZERO_FUNCTIONS = (Tensor.zero_, torch._foreach_zero_)
+"""The same operations, as `__torch_function__` sees them."""
+
+_COMPUTED_ATTRIBUTES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+_METADATA_METHODS = (
+    *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.element_size, Tensor.storage_offset),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.requires_grad_, Tensor.detach_),
+    *(Tensor.__hash__, Tensor.__len__, Tensor.register_hook),
+)
+
+
+def reads_metadata(func: Any) -> bool:
+    """Returns True if `func`, as `__torch_function__` gets it, computes nothing from the values of a tensor."""
+    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        return attribute not in _COMPUTED_ATTRIBUTES
+    return func in _METADATA_METHODS
+
+
+def norm_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """Returns the norm of each, computed in `dtype`; one launch where the device allows it."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiplies each by `factor`, a tensor without dims on their device; one launch where the device allows it."""
+    torch._foreach_mul_(tensors, factor)
+
+
+# (tensor) -> a view of all of it. Its gradient takes no operation; that of `view_as` takes one.
+alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
+
+
+Memory = tuple[StorageWeakRef, int]
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Returns a value that is equal for tensors that begin at the same address of one storage.
+
+    None: the tensor has no elements, no data (meta), or no strides.
+    """
+    data = tensor if type(tensor) in PLAIN else inner_tensors(tensor)[0]
+    if data.numel() == 0 or data.is_meta or data.layout != torch.strided:
+        return None
+    return StorageWeakRef(data.untyped_storage()), data.data_ptr()
+
+
+def saved_by(node: Any) -> list[Any]:
+    """Returns the values that a graph node has saved for its gradient; none, if a backward has freed them."""
+    names = [name for name in dir(node) if name.startswith("_saved_")]
+    try:
+        return [getattr(node, name) for name in names]
+    except RuntimeError:
+        return []
+
+
+def find_accumulators_of(substitute: Callable[[Tensor], Tensor]) -> None:
+    """Has `register_multi_grad_hook` wait for the gradient of `substitute(tensor)` in place of that of a tensor."""
+    find = graph._get_grad_fn_or_grad_acc
+
+    def find_of(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return find(t)
+        with compat.no_torch_function():  # an unsharded parameter may be freed
+            return find(substitute(t))
+
+    graph._get_grad_fn_or_grad_acc = find_of
+
+
+# (tensor that a transform of torch.func has wrapped) -> the tensor inside.
+unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
+is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
+    """Returns two context managers: one suspends the transforms that run, and yields their list; the other resumes such
+    a list.
+    """
+    from torch._functorch import pyfunctorch  # takes 100 ms, if torch.func was not used before
+
+    return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
+
+
+# The files through which dynamo traces: they have functions around torch's own, or around methods of users.
+_TRACED = ("autograd_inputs", "entry_points", "forward_method", "module_class")
+
+
+def before_backward_is_recorded(check: Callable[[Sequence[Any]], None]) -> None:
+    """Calls `check` with the inputs of a backward, its leaves included, before compiled autograd records it."""
+
+    def guard(imported: Any) -> None:
+        compiler = imported.AutogradCompilerInstance
+        begin = compiler.begin_capture
+
+        def begin_capture(self: Any, inputs: Sequence[Any], *args: Any, **options: Any) -> Any:
+            check(inputs)
+            return begin(self, inputs, *args, **options)
+
+        compiler.begin_capture = begin_capture
+
+    when_imported("torch._dynamo.compiled_autograd", guard)
+
+
+def keep_out_of_graphs() -> None:
+    """Has dynamo, as soon as it is imported, trace no file of fsdp2 but those in `_TRACED`."""
+    when_imported("torch._dynamo", _skip_ours)
+
+
+def _skip_ours(dynamo: Any) -> None:
+    rules = dynamo.trace_rules
+    rules.SKIP_DIRS.extend(str(path) for path in Path(__file__).parents[1].rglob("*.py") if path.stem not in _TRACED)
+    rules.add(__name__)  # takes 10 ms, to compile a pattern of all
+
+
+def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Makes `hook` the only hook on the gradient of `tensor`. The hooks before may be those of another tensor now."""
+    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    tensor._backward_hooks = OrderedDict({0: hook})  # does what register_hook does, at a tenth of the cost
+
+
+def register_composable(module: nn.Module, state: ComposableState, name: str) -> None:
+    """Lets torch's other composable APIs know that `name` manages `module`.
+
+    DDP's `replicate` refuses such a module, and leaves its parameters alone below another. Tools look for the state in
+    torch's table, which does not keep it alive.
+    """
+    # Imported at the first call, because it imports DDP.
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
+    _module_state_mapping[module] = weakref.ref(state)
+
+
+def is_traced() -> bool:
+    """Returns True while torch.compile traces code on this thread, and asks objects what they are."""
+    return TracingContext.try_get() is not None
+
+
+def is_shared_with_ddp(module: nn.Module) -> bool:
+    """Returns True if a user has told DDP to ignore some parameters of `module`: that function is private, too."""
+    return hasattr(module, "_ddp_params_and_buffers_to_ignore")
+
+
+def wrap_total_norm(wrapper: Callable[[Any], Any]) -> None:
+    """Replaces torch.nn.utils.get_total_norm, which torch's clipping calls, by what `wrapper` makes of it."""
+    clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
+    clipping._get_total_norm = torch.nn.utils.get_total_norm = wrapper(clipping._get_total_norm)
+
+
+def stepped_on_accumulation() -> Collection[Tensor]:
+    """Returns the parameters to which `_apply_optimizer_in_backward` has given an optimizer, and a hook for it."""
+    module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    found: Collection[Tensor] = module.param_to_optim_hook_handle_map if module is not None else ()
+    return found
+
+
+def is_sharded_by_fsdp1(parameter: Tensor) -> bool:
+    """Returns True for what FullyShardedDataParallel, torch's or fairscale's, has made of parameters: each rank holds a
+    part of its own, and trains it with a gradient that was reduced.
+    """
+    cls = type(parameter)
+    is_fairscales = cls.__name__ == "FlatParameter" and cls.__module__.startswith("fairscale.")
+    return is_fairscales or getattr(parameter, "_fsdp_flattened", False)
+
+
+def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
+    """Returns the dict of the forward pre-hooks of `module`. A hook under `key` gets the keyword arguments, too.
+
+    The engine writes and deletes that hook several times in each step. With the handles of torch's public function that
+    takes ten times as long.
+    """
+    module._forward_pre_hooks_with_kwargs[key] = True  # type: ignore[index]
+    return module._forward_pre_hooks
+
+
+def size_at_first(group: dist.ProcessGroup) -> int:
+    """Returns the number of ranks with which `group` was made, whatever its own `size` returns now."""
+    return dist.ProcessGroup.size(group)
+
+
+def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns True if `group` says that it can communicate tensors on `device`. One in Python may not."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+# The name of the process group that a thread makes. Ranks may be threads.
+_names = threading.local()
+
+
+@contextmanager
+def name_of_new_group(name: str) -> Iterator[None]:
+    """Context: `new_group(..., use_local_synchronization=True)` on this thread names the group after `name`.
+
+    torch names it after its ranks and the number of groups that the process has, and `new_group` has no argument for a
+    name. Ranks that have made different numbers of groups before would wait for each other for ever.
+    """
+    _choose_names()
+    _names.chosen = name
+    try:
+        yield
+    finally:
+        _names.chosen = None
+
+
+@once
+def _choose_names() -> None:
+    c10d, usual = dist.distributed_c10d, dist.distributed_c10d._hash_ranks_to_str
+
+    def hash_of(ranks: list[int]) -> str:
+        chosen = getattr(_names, "chosen", None)
+        return usual(ranks) if chosen is None else hashlib.sha256(chosen.encode()).hexdigest()
+
+    c10d._hash_ranks_to_str = hash_of
+
+
+# () -> the store that all processes share from `init_process_group` on. torch has no public function for it.
+default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh of the axes of both, which must be slices of one mesh. There is no public way to build it.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    return DeviceMesh._concatenate([first, second])
+
+
+class _Returns(TorchDispatchMode):
+    """Has every operation return `value`."""
+
+    value: Tensor
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to be skipped, dynamo would be imported: seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        return self.value
+
+
+def share_versions(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Has the two tensors of each pair, a DTensor and its local tensor, share one version counter.
+
+    Autograd has the result of `detach` share the counter of its input, and a dispatch mode chooses that result. Tensors
+    made in inference mode have no counter.
+    """
+    with torch.inference_mode(False), torch.no_grad(), compat.no_torch_function(), _Returns() as returns:
+        for tensor, local in pairs:
+            if not (tensor.is_inference() or local.is_inference()):
+                returns.value = local
+                Tensor.detach(tensor)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Returns the placement of a tensor that is cut along `dim` after another mesh axis has cut it into so many parts.
+
+    With plain Shards, axes to the left cut first. The data-parallel axis is to the left here, and must cut last.
+    """
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: type[DTensor]) -> DTensor:
+    """Returns this rank's part of a tensor that all ranks have, as a DTensor of `cls`, without communication."""
+    strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}
+    if not strided or not all(_cuts_last(axis, mesh, placements) for axis in strided):
+        distributed: Any = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        distributed.__class__ = cls
+        return cast(DTensor, distributed)
+    # torch would cut uneven parts otherwise.
+    local = whole
+    for axis, each in sorted(enumerate(placements), key=lambda pair: pair[0] in strided):
+        if isinstance(each, Shard | _StridedShard):
+            parts, mine = local.chunk(mesh.size(axis), each.dim), mesh.get_local_rank(axis)
+            local = parts[mine] if mine < len(parts) else local.narrow(each.dim, 0, 0)
+    spec = compat.dtensor_spec(mesh, tuple(placements), tuple(whole.shape), whole.dtype)
+    return compat.new_dtensor(cls, local.contiguous(), spec)
+
+
+def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Returns True if a strided axis cuts what the axes to its right have cut. The axis of a view may not."""
+    strided = cast(_StridedShard, placements[axis])
+    later = [other for other in range(axis + 1, mesh.ndim) if placements[other] == Shard(strided.dim)]
+    return strided.split_factor == math.prod(mesh.size(other) for other in later)
+
+
+# ---- profilers
+
+
+def on_profiler(started: Callable[[], None], stopped: Callable[[], None]) -> None:
+    """Has functions called whenever a profiler of torch starts and stops (`profile`, `emit_nvtx`, `emit_itt`).
+
+    torch calls no hooks then, but two functions of its own, which are replaced.
+    """
+    for name, function in (("_run_on_profiler_start", started), ("_run_on_profiler_stop", stopped)):
+        setattr(profiler, name, partial(_both, getattr(profiler, name), function))
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
+
+
+def profiler_runs() -> bool:
+    """Returns True while a profiler of torch runs."""
+    return bool(profiler._is_profiler_enabled)

@@ -1,0 +1,176 @@
+"""Finds writes to unsharded parameters by their version counters, and has autograd refuse those that were freed.
+
+Autograd notes the counter of what it saves, and refuses to use it for a gradient when the counter has moved on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from .compat import local_of, no_torch_function, version_of
+from .events import Observer
+from .group import FSDPParamGroup, Hold
+from .torch_names import set_versions
+
+
+class _Versions:
+    """Holds the counters of the unsharded parameters of one group.
+
+    `guards`: autograd refuses weights that it saved and that were freed since, until they are gathered again. It needs
+    no hooks: the counters are moved on while the memory is freed, and back if the sharded parameters have not changed.
+    `is_expired`: they are moved on.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self._params = group.params
+        self.guards = self.is_expired = False
+        tensors = [(each, i) for i, param in enumerate(group.params) for each in _with_local(param.unsharded)]
+        self.tensors, self._indices = tuple(each for each, _ in tensors), [i for _, i in tensors]
+        # The counters while the data is there, and while it isn't, where that is guarded.
+        self.valid: tuple[int, ...] = ()
+        self.expired: tuple[int, ...] = ()
+        # The counters of the sharded parameters when the unsharded ones were last made of them.
+        self._made_of: tuple[int, ...] = group.registration.versions()
+        self.accept()
+
+    def guard(self, made_of: tuple[int, ...]) -> None:
+        """Has autograd refuse them from now on. Those whose data is there were made of these versions."""
+        self.guards, self._made_of = True, made_of
+        self.accept()
+
+    def accept(self) -> None:
+        """Takes what the counters are now for valid."""
+        self.is_expired = False
+        self._set_valid(self._now())
+
+    def _now(self) -> tuple[int, ...]:
+        with no_torch_function():  # also of freed ones
+            return tuple(map(version_of, self.tensors))
+
+    def take_written(self) -> list[str]:
+        """Returns the names of those that were written to since the last call: resharding would undo it."""
+        expected, found = self.expired if self.is_expired else self.valid, self._now()
+        if found == expected:
+            return []
+        changed = [i for i, old, new in zip(self._indices, expected, found, strict=True) if old != new]
+        self.accept()
+        return [self._params[i].name for i in dict.fromkeys(changed)]
+
+    def expire(self) -> None:
+        """Notes that the data is freed: what autograd has saved of it is not valid, until `renew`."""
+        if not self.is_expired:
+            self.is_expired = True
+            increment_version(self.tensors)
+
+    def renew(self, sharded: tuple[int, ...]) -> None:
+        """Notes that the data is there, made of `sharded` versions: what autograd has saved of it is valid, if it is
+        the same data.
+        """
+        before, self._made_of = self._made_of, sharded
+        if before != self._made_of:
+            changed = {i for i, (old, new) in enumerate(zip(before, sharded, strict=False)) if old != new}
+            if len(self._params) in changed:  # some were replaced
+                changed.update(self._indices)
+            self._set_valid(
+                tuple(valid + 2 * (i in changed) for i, valid in zip(self._indices, self.valid, strict=True))
+            )
+        elif not self.is_expired:
+            return
+        self.is_expired = False
+        set_versions(self.tensors, self.valid)
+
+    def _set_valid(self, counters: tuple[int, ...]) -> None:
+        self.valid, self.expired = counters, tuple(each + 1 for each in counters)
+
+
+def _with_local(unsharded: Tensor) -> tuple[Tensor, ...]:
+    return (unsharded, local_of(unsharded)) if isinstance(unsharded, DTensor) else (unsharded,)
+
+
+class UnshardedVersions(Observer):
+    """Keeps the version counters of unsharded parameters, and guards weights that no hook of the engine sees: those of
+    graphs that a backward builds (create_graph=True), or all of them if saved-tensor hooks are off.
+
+    It follows `gathered` once a group has an extension, `unsharded` and `before_free` once it guards weights,
+    `backward_ended` once a graph was built, and `pass_began` once a later backward pass has read that graph: its memory
+    is freed then.
+    """
+
+    ignored = frozenset({"gathered", "unsharded", "before_free", "backward_ended", "pass_began"})
+
+    def __init__(self) -> None:
+        self._of: dict[FSDPParamGroup, _Versions] = {}
+        # The backward pass that built a graph last, while the memory that it reads is kept.
+        self._building: object = None
+
+    def of(self, group: FSDPParamGroup) -> _Versions:
+        """Returns the counters of a group."""
+        return self._of[group]
+
+    def attached(self, root: Any) -> None:
+        for group in root.groups:
+            self.rebuilt(group)
+
+    def rebuilt(self, group: FSDPParamGroup) -> None:
+        guards = group in self._of and self._of[group].guards
+        self._of[group] = _Versions(group)
+        self._of[group].guards = guards
+        if group.parameters.extension is not None:
+            group.root.events.follow(self, "gathered")
+
+    def gathered(self, group: FSDPParamGroup) -> None:
+        if group.parameters.extension is not None:  # which may have refilled them by operations that count
+            self._of[group].accept()
+
+    # ---- guarded weights
+
+    def saved_unseen(self, root: Any) -> None:
+        root.events.follow(self, "unsharded", "before_free")
+        for group in root.groups:
+            versions = self._of[group]
+            if not versions.guards:
+                gathered_at = group.gathered_at if group.is_unsharded else None
+                versions.guard(gathered_at or group.shard_versions())
+
+    def unsharded(self, group: FSDPParamGroup) -> None:
+        self._of[group].renew(group.shard_versions())
+
+    def before_free(self, group: FSDPParamGroup) -> None:
+        if not group.settings.keep_storage:
+            self._of[group].expire()
+
+    def graph_built(self, root: Any) -> None:
+        root.frees_memory, self._building = False, root.backward
+        root.events.follow(self, "backward_ended")
+        root.events.ignore(self, "pass_began")
+        self.saved_unseen(root)
+
+    def backward_ended(self, root: Any) -> None:
+        if self._building is not root.backward:
+            root.events.follow(self, "pass_began")
+
+    def backward_failed(self, root: Any) -> None:
+        root.frees_memory = True
+        root.events.ignore(self, "backward_ended", "pass_began")
+
+    def pass_began(self, root: Any) -> None:
+        root.frees_memory = True
+        root.events.ignore(self, "backward_ended", "pass_began")
+        for group in root.groups:
+            if group.hold < Hold.NEXT_PASS:
+                group.reshard_if_idle()
+
+
+def refuse_written(names: Sequence[str]) -> None:
+    """Raises RuntimeError for parameters that were written to, if there are any."""
+    if names:
+        raise RuntimeError(
+            f"{', '.join(names)} was modified in place during forward, or between unshard() and it. The change is lost "
+            "when the parameter is sharded again: modify the sharded parameter between steps, write inside `with "
+            "fsdp2.full_params(module, writeback=True):`, or keep such a value in a buffer."
+        )

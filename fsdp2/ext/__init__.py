@@ -1,1 +1,0 @@
-"""Holds the abilities that are built on the core's events and strategies, each in a file of its own."""

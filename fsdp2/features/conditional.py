@@ -1,0 +1,245 @@
+"""Lets some ranks leave modules out of a forward: conditional modules.
+
+A group below a conditional module may run on some ranks only, but its gathers and reductions take all of them. So
+before anything is communicated the ranks reach *consensus*, in one all-reduce of three numbers, each with what it is
+about to do. While any of them asks for a conditional group, all do that: those that do not run it join, with their
+shards and with gradients of zeros. When none does, all are about to do the same, and go on. Nothing is remembered from
+one consensus to the next: whatever modules run on which ranks, in forward, backward or recomputation, all ranks
+communicate in one order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.compat import backend_name
+from ..engine.events import Observer
+from ..engine.group import SHARDED, FSDPParamGroup, Hold
+from ..engine.nested import map_tensors, tensors_in
+from ..engine.policy import ReduceWhen
+from ..engine.rank_facts import all_reduce_now, is_first, ranks_of
+from ..engine.schedule import Cursor, Prefetcher
+from ..engine.torch_names import alias, has_backend
+from .user_collectives import watch_collectives
+
+_EXTRA = "conditional"
+# Marks a node of the graph that is the output of a module.
+_OUTPUT = "_fsdp2_output"
+
+# An event, which is about to be communicated: `kind + _KINDS * group index`.
+GATHER, REDUCE = range(2)
+_KINDS = 2
+_VERBS = ("gathering", "reducing the gradients of")
+# Events of no group: the ends of a forward of the outermost module, and of a backward; collectives of users.
+_FORWARD_END, _BACKWARD_END, _COLLECTIVE = -1, -2, -3
+_OTHERS = {
+    _FORWARD_END: "at the end of a forward",
+    _BACKWARD_END: "at the end of a backward",
+    _COLLECTIVE: "at a collective of your own",
+}
+# The request of a rank whose event is not conditional. It is larger than any event of a group: the least is chosen.
+_COMMON = 1 << 40
+
+
+def is_conditional(state: Any) -> bool:
+    """Returns True if ranks may leave the modules of `state` out."""
+    return bool(state.groups[0].settings.extras.get(_EXTRA))
+
+
+def find_conditional(states: Sequence[Any]) -> dict[FSDPParamGroup, Any]:
+    """Returns, for each group that is conditional or lies inside a conditional module, the innermost such state."""
+    found = {}
+    for conditional in (state for state in states if is_conditional(state)):  # outer ones come first
+        inside = {module for outer in conditional.modules for module in outer.modules()}
+        for state in states:
+            if inside.issuperset(state.modules):
+                found.update(dict.fromkeys(state.groups, conditional))
+    return found
+
+
+class Consensus(Observer):
+    """Keeps the ranks of one root in one order, if some of them may leave modules out.
+
+    `conditional`: group -> the innermost conditional state that it lies in.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root, mesh = root, root.group.mesh
+        self.ranks = ranks_of(mesh)
+        self.conditional = find_conditional(root.states)
+        self._indices = {group: i for i, group in enumerate(root.groups)}
+        self._process_groups, self._is_joining = mesh.axis_groups, False
+        cpu = torch.device("cpu")
+        # The host reads the result. From an accelerator it would wait for all that this computes.
+        has_cpu = all(has_backend(group, cpu) for group in self._process_groups)
+        self._device = cpu if has_cpu else mesh.device
+        # True until a warning has said what a consensus costs here.
+        self._warns = is_first(mesh) and self._device.type not in ("cpu", "meta")
+
+    # ---- events
+
+    def attached(self, root: Any) -> None:
+        for group in root.groups:
+            when = ReduceWhen.ASKED if group in self.conditional else ReduceWhen.GROUP
+            group.set(reduce_when=when)
+        watch_collectives(self, root)
+
+    def pass_began(self, root: Any) -> None:
+        if is_conditional(root.state):
+            raise RuntimeError(
+                f"{root.group}: conditional=True needs a module around it that all ranks run, at which they agree. "
+                "Apply fully_shard to that, too."
+            )
+
+    def before_gather(self, group: FSDPParamGroup) -> None:
+        if group.params and group.comms.gathers.size > 1:
+            self._reach(GATHER + _KINDS * self._indices[group], group in self.conditional)
+
+    def gradients_due(self, group: FSDPParamGroup) -> None:
+        self._reach(REDUCE + _KINDS * self._indices[group], group in self.conditional)
+        if group in self.conditional:
+            group.gradients.reduce_with_zeros()
+
+    def forward_returns(self, state: Any, inputs: Any, output: Any) -> Any:
+        """Returns `output` with views in place of tensors that are inputs, or outputs of another module, as they are
+        where a conditional module was left out. The gradient of a view tells when backward begins with this module.
+        """
+        nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+
+        def view(tensor: Tensor) -> Tensor:
+            node: Any = tensor.grad_fn
+            return alias(tensor) if node is not None and (node in nodes or _OUTPUT in node.metadata) else tensor
+
+        output = map_tensors(output, view, everywhere=True)
+        nodes_of_output: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
+        for node in nodes_of_output:
+            if node is not None:
+                node.metadata[_OUTPUT] = True
+        if len(self._root.running) == 1 and state.groups[0] not in self.conditional:
+            self._reach(_FORWARD_END, False)  # others may still run what this rank does not
+        return output
+
+    def gradients_computed(self, root: Any) -> None:
+        self._reach(_BACKWARD_END, False)
+
+    def before_collective(self) -> None:
+        """Reaches consensus: a user is about to communicate over all ranks, of which others may run another module."""
+        self._reach(_COLLECTIVE, False)
+
+    # ---- consensus
+
+    def _reach(self, event: int, is_conditional: bool) -> None:
+        """Returns when all ranks are to do `event`; before, joins the collectives that others ask for.
+
+        Raises:
+            RuntimeError: ranks are about to do different things, none of them conditional; on all ranks.
+        """
+        if self._warns:
+            self._warn()
+        request = event if is_conditional else _COMMON
+        while not self._is_joining:
+            chosen, first, last = self._exchange(request, event)
+            if chosen == _COMMON and first != last:
+                self._root.notify(self._root.events.out_of_step)
+                raise RuntimeError(
+                    f"ranks are out of step: this one is {self._describe(event)}, one is {self._describe(first)}, one "
+                    f"is {self._describe(last)}. Give whatever runs on some ranks only to fully_shard by itself, with "
+                    "conditional=True."
+                )
+            if chosen == request:
+                return
+            self._join(chosen)
+
+    def _exchange(self, request: int, event: int) -> tuple[int, int, int]:
+        """Returns the least request of all ranks, and the least and the largest event."""
+        largest = torch.tensor([-request, -event, event], device=self._device)
+        try:
+            for group in self._process_groups:
+                all_reduce_now(largest, group, largest=True)
+        except RuntimeError as error:  # a peer is gone, for example
+            error.args = (f"{error} (while this rank is {self._describe(event)})",)
+            raise
+        chosen, first, last = largest.tolist()
+        return -chosen, -first, last
+
+    def _join(self, event: int) -> None:
+        """Joins an all-gather or a reduction that only other ranks use."""
+        index, kind = divmod(event, _KINDS)
+        group, self._is_joining = self._root.groups[index], True
+        try:
+            if kind == REDUCE:
+                group.gradients.reduce_with_zeros()
+            elif group.phase is not SHARDED:
+                group.unshard_again()
+            else:
+                group.unshard(registers=False)
+                group.hold = Hold.NOTHING
+                group.reshard(free=group.root.frees_memory)
+        finally:
+            self._is_joining = False
+
+    def _describe(self, event: int) -> str:
+        index, kind = divmod(event, _KINDS)
+        return _OTHERS.get(event) or f"{_VERBS[kind]} {self._root.groups[index]}"
+
+    def _warn(self) -> None:
+        self._warns, kind = False, self._device.type
+        name = backend_name(self._process_groups[0], self._device) or "its backend"
+        warnings.warn(
+            "conditional=True: ranks agree before each gather and each group's reduction, and the process group has a "
+            f"backend for {kind} only: each time the host waits until the device has done all that it was given. "
+            f'Initialise it with a backend for the CPU, too: init_process_group("cpu:gloo,{kind}:{name}").',
+            stacklevel=2,
+        )
+
+
+def make_consensus(root: Any) -> Consensus | None:
+    """Returns an observer for roots with conditional modules on more than one rank."""
+    if not root.group.mesh.axis_groups or not any(map(is_conditional, root.states)):
+        return None
+    return Consensus(root)
+
+
+# ---- prefetching
+
+
+class ConditionalCursor(Cursor[Any]):
+    """Walks along the recorded order inside each conditional module, and outside of all, separately.
+
+    Groups in a conditional module are gathered ahead inside that module only. For all other groups, ranks that run the
+    module and ranks that don't must expect the same.
+    """
+
+    def __init__(self, recorded: Sequence[Any]) -> None:
+        self._all = recorded
+        self._cursors: dict[Any, Cursor[Any]] = {}
+        self._conditional = find_conditional(recorded[0].root.states) if recorded else {}
+        super().__init__([group for group in recorded if group not in self._conditional])
+        self._now: Cursor[Any] | None = None
+
+    def visit(self, item: Any) -> int | None:
+        inside = self._conditional.get(item)
+        if inside is None:
+            self._now = None
+            return super().visit(item)
+        if inside not in self._cursors:
+            self._cursors[inside] = Cursor([group for group in self._all if self._conditional.get(group) is inside])
+        self._now = self._cursors[inside]
+        is_known = self._now.visit(item) is not None
+        return len(self._all) + 1 if is_known else None  # no group inside is needed at once
+
+    def ahead(self) -> Iterator[Any]:
+        """Yields the groups that follow, up to the next conditional module, which may be left out this time."""
+        expected = super().ahead() if self._now is None else self._now.ahead()
+        yield from takewhile(lambda group: not is_conditional(group.state), expected)
+
+
+def make_prefetcher(root: Any) -> Prefetcher:
+    """Returns the Prefetcher of a root: the strategy for the core."""
+    return Prefetcher(root.groups, ConditionalCursor if any(map(is_conditional, root.states)) else Cursor)

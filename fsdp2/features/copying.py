@@ -1,0 +1,207 @@
+"""Copies and pickles sharded modules: `copy.deepcopy` and `pickle`.
+
+A copy holds copied modules with this rank's shards, and a description of what was built from them; groups and hooks are
+built anew when all modules are there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..engine.build import attach, sharded_class
+from ..engine.collectives import follow
+from ..engine.events import strategies
+from ..engine.group import COPIED, FSDPParamGroup
+from ..engine.parameter import NOT_BUILT, FSDPParam
+from ..engine.policy import GroupSettings
+from ..engine.post_forward import restore_among
+from ..engine.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
+from ..engine.user_code import hides_modes
+
+# The attributes that a copied parameter builds anew.
+_BUILT = ("unsharded", "sharded", "dtensor_spec", "local_shape", "local_stride", "tensor_class", "_attributes")
+# The entries of `extras` that concern the original alone.
+_NOT_COPIED = ("optimizer_in_backward",)
+
+
+class Description:
+    """Describes a sharded module by plain data and modules. A copy holds it in place of the module's state.
+
+    While modules are being copied, one that is not complete yet has no attributes.
+    """
+
+    def __init__(self, state: FSDPState) -> None:
+        root = state.root
+        self.modules, self.policy = state.modules, state.policy
+        self.groups = [_GroupDescription(group) for group in state.groups]
+        self.parts = [Description(part) for part in state.parts]
+        self.root_settings, self.prefetch = None, {}
+        if root.state is state:
+            self.root_settings = root.settings
+            # Prefetch lists name groups of the whole model: they come with its root, as indices.
+            index = {group: i for i, group in enumerate(root.groups)}
+            for i, group in enumerate(root.groups):
+                lists = group.settings.forward_prefetch, group.settings.backward_prefetch
+                self.prefetch[i] = [None if each is None else [index[g] for g in each if g in index] for each in lists]
+
+    def build(self) -> FSDPState:
+        """Builds the state of copied modules, and of their parts."""
+        state = FSDPState(self.modules, [each.build() for each in self.groups], self.policy)
+        state.parts = [part.build() for part in self.parts]
+        return state
+
+    def set_root(self, root: Any) -> None:
+        """Gives `root`, the copy of a root, the original's settings."""
+        if self.root_settings is None:
+            return
+        names = ("finalize_backward", "prefetch_budget", "extras")
+        changes = {name: getattr(self.root_settings, name) for name in names}
+        root.set(**changes)
+        if not self.root_settings.saved_tensor_hooks:
+            root.set(saved_tensor_hooks=False)
+        for i, (forward, backward) in self.prefetch.items():
+            chosen = [None if each is None else tuple(root.groups[k] for k in each) for each in (forward, backward)]
+            root.groups[i].set(forward_prefetch=chosen[0], backward_prefetch=chosen[1])
+
+
+class _GroupDescription:
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self.modules, self.mesh, self.name = group.modules, group.mesh, group.name
+        extras = {name: value for name, value in group.settings.extras.items() if name not in _NOT_COPIED}
+        self.settings: GroupSettings = replace(
+            group.settings, extras=extras, forward_prefetch=None, backward_prefetch=None
+        )
+        self.params = [
+            {name: value for name, value in vars(param).items() if name not in _BUILT} for param in group.params
+        ]
+        comm = group.comms.post_forward
+        self.post_forward_size = None if comm is None else comm.size
+
+    def build(self) -> FSDPParamGroup:
+        cls = strategies().group_class(self.mesh.device, FSDPParamGroup)
+        group = cls(self.modules, [_copied_param(each) for each in self.params], self.mesh, self.settings)
+        group.name = self.name
+        if self.post_forward_size is not None:
+            restore_among(group, self.post_forward_size)
+        follow(group)
+        return group
+
+
+def _copied_param(described: dict[str, Any]) -> FSDPParam:
+    param = object.__new__(FSDPParam)
+    vars(param).update(described)
+    param.unsharded, param.sharded = NOT_BUILT, param.slots[0].get()
+    sharded: Any = param.sharded
+    if type(sharded) is DTensor:
+        sharded.__class__ = strategies().tensor_class
+    param._attributes = vars(sharded)
+    param.sharded.grad = None  # as copies of plain parameters have none
+    param.prepare_gradients(param.local)
+    return param
+
+
+# State -> the description that is being copied: a list of modules shares one.
+_being_copied: WeakKeyDictionary[FSDPState, weakref.ref[Description]] = WeakKeyDictionary()
+
+
+@hides_modes
+def _describe(module: nn.Module) -> Description:
+    """Registers the sharded parameters, which a copy starts from, and returns a description of the module."""
+    state = require_state(module)
+    reference = _being_copied.get(state)
+    described = None if reference is None else reference()
+    if described is None:
+        _refuse_while_used(state)
+        for group in groups_of(module):
+            group.reshard_if_idle()
+            group.adopt_replacements()
+        described = Description(state)
+        _being_copied[state] = weakref.ref(described)
+    return described
+
+
+def _refuse_while_used(state: FSDPState) -> None:
+    is_lent = any(group.phase is COPIED for group in state.groups)
+    if state.running or is_lent or state.root.is_in_backward():
+        raise RuntimeError(
+            f"{state}: a sharded module can't be copied or pickled while a forward or backward runs, nor inside "
+            "full_params"
+        )
+
+
+@hides_modes
+def _finish(module: nn.Module) -> None:
+    """Builds the state of copied modules, once all of them are complete."""
+    described: Any = module.__dict__[STATE]
+    if not vars(described):
+        return  # a list of modules shares the description, which is complete with the first of them
+    state = described.build()
+    for each in described.modules:
+        each.__dict__[STATE] = state
+    names = names_below(state.modules)
+    attach(state, states_among(names), [type(each) for each in state.modules])
+    described.set_root(state.root)
+
+
+def copying_methods(cls: Any) -> dict[str, Callable[..., Any]]:
+    """Returns the methods by which Python copies and pickles a module of class `cls`, and slices it."""
+
+    def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
+        # nn.Sequential[...] and the like build a new module of type(self): that one is not sharded.
+        plain: nn.Module = cls(*args, **kwargs)
+        return plain
+
+    def reduce(self: nn.Module, protocol: int) -> Any:
+        # For deepcopy and pickle, which can't find this class by name.
+        described = _describe(self)
+        if cls.__reduce__ is not object.__reduce__:
+            # It builds another module of its own class, as that of torch.compile(module) does: take its state alone.
+            get_state = getattr(cls, "__getstate__", vars)  # which `object` has since Python 3.11
+            return _new_sharded, (cls,), _with_description(get_state(self), described)
+        _, _, state, *rest = cls.__reduce_ex__(self, protocol)
+        return _new_sharded, (cls,), _with_description(state, described), *rest
+
+    def setstate(self: nn.Module, state: Any) -> None:
+        cls.__setstate__(self, state)
+        _finish(self)
+
+    def shallow_copy(self: nn.Module) -> Any:
+        raise NotImplementedError(
+            f"copy.copy({cls.__name__}): two modules can't gather the parameters that they would share. Use "
+            "copy.deepcopy."
+        )
+
+    def deepcopy(self: nn.Module, memo: Any) -> Any:
+        raise NotImplementedError(
+            f"{cls.__name__} has a __deepcopy__ of its own, which knows nothing of shards. Copy the model before "
+            "fully_shard, or build a second one and load this one's state dict."
+        )
+
+    methods: dict[str, Callable[..., Any]] = {
+        "__new__": new,
+        "__reduce_ex__": reduce,
+        "__setstate__": setstate,
+        "__copy__": shallow_copy,
+    }
+    if hasattr(cls, "__deepcopy__"):
+        methods["__deepcopy__"] = deepcopy
+    return methods
+
+
+def _with_description(state: Any, described: Description) -> Any:
+    """Returns the state of a module with the description in place of its FSDPState. With slots the state is a pair."""
+    if isinstance(state, tuple):
+        return ({**(state[0] or {}), STATE: described}, *state[1:])
+    return {**state, STATE: described}
+
+
+def _new_sharded(cls: Any) -> Any:
+    """Returns a module to be filled by `__setstate__`."""
+    return object.__new__(sharded_class(cls))
