@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from fsdp2.engine import buckets, large_gradients
+from fsdp2.engine import buckets
 
 
 def _more_buckets() -> Any:
@@ -15,7 +15,7 @@ def _more_buckets() -> Any:
 
 def _one_piece() -> Any:
     """Reduces an embedding or a head at once."""
-    return mock.patch.object(large_gradients, "MAX_PIECES_LAUNCHED", 1)
+    return mock.patch.object(buckets, "MAX_PIECES_LAUNCHED", 1)
 
 
 # Name of a variant -> the library, and what is changed of fsdp2 while a model is built and takes its first steps.

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from fsdp2.engine import buckets, large_gradients
+from fsdp2.engine import buckets
 
 
 def cut_gradients(bucket_bytes: int, piece_bytes: int) -> None:
@@ -12,8 +12,8 @@ def cut_gradients(bucket_bytes: int, piece_bytes: int) -> None:
     `piece_bytes`, on CPU and on devices.
     """
     buckets.MIN_BUCKET_BYTES = buckets.MAX_BUCKET_BYTES = bucket_bytes
-    large_gradients.MIN_PIECE_BYTES = piece_bytes
-    large_gradients.MIN_PIECE_BYTES_OF_RANK = max(1, piece_bytes // 8)
+    buckets.MIN_PIECE_BYTES = piece_bytes
+    buckets.MIN_PIECE_BYTES_OF_RANK = max(1, piece_bytes // 8)
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def small_pieces(bucket_bytes: int = 1, piece_bytes: int = 1024) -> Iterator[Non
     of_pieces = ("MIN_PIECE_BYTES", "MIN_PIECE_BYTES_OF_RANK")
     with (
         mock.patch.multiple(buckets, **{name: getattr(buckets, name) for name in of_buckets}),
-        mock.patch.multiple(large_gradients, **{name: getattr(large_gradients, name) for name in of_pieces}),
+        mock.patch.multiple(buckets, **{name: getattr(buckets, name) for name in of_pieces}),
     ):
         cut_gradients(bucket_bytes, piece_bytes)
         yield

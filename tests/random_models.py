@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp2.engine import buckets, gather, large_gradients
+from fsdp2.engine import buckets, gather
 from recipes import Recipe
 
 DIM = 6
@@ -311,8 +311,8 @@ def shard(model: Root, groups: list[Group], recipe: Recipe, world_size: int) -> 
     # Only large gradients are cut otherwise.
     buckets.MIN_BUCKET_BYTES = recipe.pick("bytes of buckets", 1 << 20, (1, 200), 0.3)
     buckets.MAX_BUCKET_BYTES = buckets.MIN_BUCKET_BYTES << 10
-    large_gradients.MIN_PIECE_BYTES = recipe.pick("bytes of pieces", 1 << 20, (16,), 0.3)
-    large_gradients.MIN_PIECE_BYTES_OF_RANK = large_gradients.MIN_PIECE_BYTES // 8
+    buckets.MIN_PIECE_BYTES = recipe.pick("bytes of pieces", 1 << 20, (16,), 0.3)
+    buckets.MIN_PIECE_BYTES_OF_RANK = buckets.MIN_PIECE_BYTES // 8
     are_launches = recipe.pick("operations are launches", False, (True,), 0.4)  # as on a GPU
     gather.costs_launches = buckets.costs_launches = lambda device: are_launches
     replicas = recipe.pick("replicas", None, [n for n in range(1, world_size + 1) if world_size % n == 0], 0.4)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import compat, streams
-from .layout import BucketLayout, ParamSpec, contiguous_stride, split_chunks
+from .layout import RANK_ALIGNMENT, BucketLayout, ParamSpec, align, contiguous_stride, split_chunks
 from .policy import MixedPrecisionPolicy
 from .streams import costs_launches
 
@@ -32,6 +32,54 @@ MAX_BUCKET_BYTES = 1024 * 1024 * 1024
 # Below this, gradients are packed by one operation on CPU though that takes more copies: an operation costs more than
 # its bytes.
 LITTLE_BYTES = 64 * 1024
+
+# A gradient that is all of its group, an embedding or a head for example, is cut into so many pieces at most, of which
+# so many are in flight at a time.
+MAX_PIECES = 16
+MIN_PIECE_BYTES = 1024 * 1024
+# Where an operation is a launch, a piece has at least so many bytes for each rank: then it takes some twenty times the
+# latency of a ring of all ranks, which grows with their number, too. That is 192 MiB among 8 ranks; among 64 the head
+# of most models is one piece. (By NCCL's own table of latencies, src/graph/tuning.cc: 30 us and 370 GB/s for 8 ranks of
+# a machine, 210 us and 340 GB/s for 64; not measured.)
+MAX_PIECES_LAUNCHED = 8
+MIN_PIECE_BYTES_OF_RANK = 24 * 1024 * 1024
+PIECES_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Says how gradients are cut on a kind of device, so that what has arrived is sent and freed early.
+
+    Args:
+        max_buckets: a group's gradients are about so many buckets. None: as many as they need.
+        max_buckets_of_copies: the same, where copies of gradients are sent.
+        min_bucket_bytes: a bucket has at least so many bytes, in the reduce dtype, unless the group has less.
+        room: a bucket may always have so many bytes.
+        min_half_bytes: a copied gradient that is a bucket of its own, in a group with others, is sent in two halves of
+            at least so many bytes. None: as one.
+        max_pieces: a gradient that is all of its group is sent in so many pieces at most.
+        min_piece_bytes: a piece has at least so many bytes, those of all ranks together.
+    """
+
+    max_buckets: int | None
+    max_buckets_of_copies: int | None
+    min_bucket_bytes: int
+    room: int
+    min_half_bytes: int | None
+    max_pieces: int
+    min_piece_bytes: int
+
+
+def cuts_on(device: torch.device, world_size: int) -> Cuts:
+    """Returns how the gradients of groups of so many ranks are cut on `device`.
+
+    There are no halves where an operation is a launch: the second half is packed when the first is reduced, for which
+    the stream that computes would wait.
+    """
+    if costs_launches(device):
+        of_buckets = None, None, MAX_BUCKET_BYTES // 4, MAX_BUCKET_BYTES
+        return Cuts(*of_buckets, None, MAX_PIECES_LAUNCHED, MIN_PIECE_BYTES_OF_RANK * world_size)
+    return Cuts(MAX_BUCKETS, MAX_BUCKETS_OF_COPIES, MIN_BUCKET_BYTES, 0, MIN_PIECE_BYTES, MAX_PIECES, MIN_PIECE_BYTES)
 
 
 def wire_dtypes(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool) -> tuple[torch.dtype, ...]:
@@ -54,12 +102,11 @@ def find_buckets(
     device: torch.device,
 ) -> list[tuple[int, ...]]:
     """Returns the parameter indices of each bucket. Gradients are expected in reverse order of the parameters."""
-    expected = sorted(trainable, reverse=True)
-    if costs_launches(device):
-        few = len(expected) or 1, MAX_BUCKET_BYTES // 4, MAX_BUCKET_BYTES
-        return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, *few)
-    count = MAX_BUCKETS if all(specs[i].arrives_in(wire_dtypes[i]) for i in expected) else MAX_BUCKETS_OF_COPIES
-    return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, count, MIN_BUCKET_BYTES)
+    expected, cuts = sorted(trainable, reverse=True), cuts_on(device, specs[0].world_size if specs else 1)
+    are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
+    count = cuts.max_buckets if are_sent else cuts.max_buckets_of_copies
+    most = count or len(expected) or 1
+    return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, most, cuts.min_bucket_bytes, cuts.room)
 
 
 def split_buckets(
@@ -97,6 +144,16 @@ def split_buckets(
             bucket = [*buckets.pop(), *bucket]
         buckets.append(tuple(bucket))
     return buckets
+
+
+def split_pieces(numel: int, world_size: int, itemsize: int, max_pieces: int, min_bytes: int) -> list[tuple[int, int]]:
+    """Cuts segments of `numel` elements per rank, a multiple of 16 bytes, into pieces that are such multiples, too.
+
+    Returns first and one-past-last element of each. A piece of all ranks has at least `min_bytes`.
+    """
+    count = max(1, min(max_pieces, numel * world_size * itemsize // min_bytes))
+    size = align(-(-numel // count) * itemsize, RANK_ALIGNMENT) // itemsize
+    return [(first, min(first + size, numel)) for first in range(0, numel, size or 1)]
 
 
 class Bucket:
@@ -195,22 +252,24 @@ def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
 class ReducePlan:
     """Holds what all reductions of one bucket have in common, and packs its gradients.
 
-    `has_parts`: an extension reduces its gradient part by part. `launches`: an operation costs a launch.
+    `pieces`, `halves`: (first, last) elements of each rank's shard of the bucket's one gradient, which is reduced part
+    by part so that a copy of all of it, in the reduce dtype, is not the peak of a whole step: many pieces if it is all
+    of its group, two halves if it is copied and shares its group with others. Empty: it is reduced as one.
     """
 
-    has_parts = False
-
-    def __init__(self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int, device: Any) -> None:
+    def __init__(
+        self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int, device: torch.device
+    ) -> None:
         self.layout = layout
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
         self.specs, self.world_size = specs, world_size
         self.nbytes = layout.payload_nbytes * world_size  # of what is sent
         # Segments that no reduction uses: on CPU it takes as long to make their views as to fill them.
         self._spare: Segments | None = None
-        self._has_streams, self.launches = streams.exist_on(device), costs_launches(device)
+        self._has_streams, self._launches = streams.exist_on(device), costs_launches(device)
         self._packed = packed = [specs[i] for i in layout.packed]
         # One operation packs all of them. On CPU it pads by a copy, and casts slowly.
-        is_able = [spec.has_few_slices if self.launches else spec.dim == 0 for spec in packed]
+        is_able = [spec.has_few_slices if self._launches else spec.dim == 0 for spec in packed]
         self._is_one_cat = all(is_able) and all(spec.shard_numel for spec in packed)
         self._has_slices = any(spec.num_slices > 1 for spec in packed)
         self._is_even = all(spec.is_even for spec in packed)
@@ -219,6 +278,21 @@ class ReducePlan:
         # Elements behind the last of them, of all segments; and zeros for them, which a user's hook sees.
         self._tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
         self._tails: dict[torch.dtype, list[Tensor]] = {}
+        self._spec, cuts = specs[layout.indices[0]], cuts_on(device, world_size)
+        is_alone, is_half_of_group = len(specs) == 1, bool(layout.packed) and len(layout.indices) == 1 < len(specs)
+        self.pieces = self._split(cuts.max_pieces, cuts.min_piece_bytes) if is_alone else []
+        self.halves = []
+        if is_half_of_group and cuts.min_half_bytes is not None:
+            self.halves = self._split(2, cuts.min_half_bytes)
+        self.has_parts = bool(self.pieces or self.halves)
+
+    def _split(self, count: int, min_bytes: int) -> list[tuple[int, int]]:
+        """Cuts into at most so many pieces, if the reduction takes memory, to copy to, or to receive in."""
+        layout, world_size = self.layout, self.world_size
+        if self._spec.dim or not (layout.packed or layout.wire_dtype != layout.reduce_dtype):
+            return []
+        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, min_bytes)
+        return pieces if len(pieces) > 1 else []
 
     def take_segments(self, device: torch.device) -> Segments:
         """Returns memory to pack into. `return_segments` follows when it has been read."""
@@ -248,7 +322,7 @@ class ReducePlan:
         if self._has_slices:
             packed = [part for each, spec in zip(packed, self._packed, strict=True) for part in _slices(each, spec)]
         packed += self._tails.get(dtype, [])
-        if dtype == out_WP.dtype or self.launches:
+        if dtype == out_WP.dtype or self._launches:
             compat.chunk_cat(packed, 0, self.world_size, out=out_WP)
         else:
             uncast = torch.empty_like(out_WP, dtype=dtype)
@@ -258,7 +332,7 @@ class ReducePlan:
     def _is_one_operation(self, packed: list[Tensor], wire_dtype: torch.dtype) -> bool:
         if not self._is_one_cat:
             return False
-        if self.launches:
+        if self._launches:
             # A concatenation also uploads where its inputs lie.
             takes_one_copy = self._is_even and len(packed) == 1 and not self._has_slices
             return not takes_one_copy and len({each.dtype for each in packed}) == 1
@@ -266,3 +340,21 @@ class ReducePlan:
             return False
         dtypes = {each.dtype for each in packed}  # those that have waited come in the reduce dtype
         return dtypes == {wire_dtype} or (len(dtypes) == 1 and self._is_little)
+
+    def pack_piece(self, gradient: Tensor, first: int, last: int, out_WP: Tensor) -> None:
+        """Copies elements `first` to `last` of each rank's shard, along dim 0, of one gradient, casting.
+
+        Padding keeps whatever it held.
+        """
+        spec = self._spec
+        flat, shard, last = gradient.reshape(-1), spec.shard_numel, min(last, spec.shard_numel)
+        whole = spec.whole_chunks * shard
+        places = [out_WP[: spec.whole_chunks, : last - first]]
+        sources = [flat[:whole].view(spec.whole_chunks, shard)[:, first:last]]
+        if self._launches:  # row by row it is one launch, too, and reads and writes several elements at a time
+            places, sources = [*places[0].unbind()], [*sources[0].unbind()]
+        rest = flat[whole:][first:last]
+        if rest.numel():
+            places.append(out_WP[spec.whole_chunks, : rest.numel()])
+            sources.append(rest)
+        compat.copy_all(places, sources)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,12 @@ from .layout import ParamSpec, bucket_layout
 from .mesh import Distribution
 from .parameter import FSDPParam
 from .policy import MixedPrecisionPolicy, ReduceWhen
-from .reduce import Pending, Reduction, Shards
+from .reduce import FirstHalf, Pending, PendingReduce, Reduction, Shards, start_piece
 from .user_code import are_in_force, hidden, run_shown
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
+    from .home_streams import GroupStreams
 
 _KEY = "fsdp2"
 _NOTHING = nullcontext()
@@ -83,14 +87,18 @@ class GroupGradients:
     `unsynchronized`: parameter index -> unsharded gradient, in the reduce dtype, which a later pass will reduce.
     `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas.
     `taken`: indices of those that the backward pass that runs has included.
+
+    Args:
+        group: the group, which is told of the first gradient and of the last.
+        params: its parameters; a parameter index counts them.
+        reduction: how their gradients are summed.
+        streams: the group's streams, on whose home all of this runs. None: the device has none.
     """
 
-    plan_class: type[ReducePlan] = ReducePlan
-    # Called with the shards that the user is about to get, if an extension needs to know.
-    before_delivery: Callable[[Shards], None] | None = None
-
-    def __init__(self, group: Any, params: Sequence[FSDPParam], reduction: Reduction) -> None:
-        self.group, self._params, self.reduction = group, params, reduction
+    def __init__(
+        self, group: FSDPParamGroup, params: Sequence[FSDPParam], reduction: Reduction, streams: GroupStreams | None
+    ) -> None:
+        self.group, self._params, self.reduction, self._streams = group, params, reduction, streams
         self.unsynchronized: dict[int, Tensor] = {}
         self.partial: dict[int, Tensor] = {}
         self.taken: set[int] = set()
@@ -141,16 +149,13 @@ class GroupGradients:
         self.sent_nbytes = per_rank * self.reduction.shards.size
         self._hooked = [self._params[i].unsharded for i in expected]
         for bucket in self.buckets:
-            arrive = self._hook_of(bucket)
+            arrive = bucket.arrive if self._streams is None else _noting(self._streams, bucket.arrive)
             for i in bucket.indices:
                 compat.on_accumulated(self._params[i].unsharded, _KEY, arrive)
         self._plan.cache_clear()
         self._names.cache_clear()
         for notify in self.group.events.settings_changed:
             notify(self.group)
-
-    def _hook_of(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        return bucket.arrive
 
     def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool) -> ReducePlan:
         shards, first, buffers = self.reduction.shards, indices[0], self.group.parameters.buffers
@@ -159,7 +164,7 @@ class GroupGradients:
         indices = tuple(sorted(indices, key=lambda i: (i not in offsets, offsets.get(i, i))))
         wire_dtype = (self._wire_dtypes_of_sums if may_be_sums else self._wire_dtypes)[first]
         layout = bucket_layout(self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, wire_dtype)
-        return self.plan_class(layout, self._specs, shards.size, self._params[0].unsharded.device)
+        return ReducePlan(layout, self._specs, shards.size, self._params[0].unsharded.device)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor = self.reduction.divisor  # which checks compare between ranks
@@ -170,6 +175,9 @@ class GroupGradients:
 
     def _complete(self, bucket: Bucket) -> None:
         """Reduces a bucket, whose last gradient has arrived."""
+        if (streams := self._streams) is not None and streams.are_apart():
+            with streams.at_home():
+                return self._complete(bucket)
         if (compat.num_dispatch_modes() or compat.num_function_modes()) and are_in_force():
             with hidden():
                 return self._complete(bucket)
@@ -189,6 +197,9 @@ class GroupGradients:
 
     def flush(self) -> None:
         """Reduces what has arrived, also if the rest of its bucket has not."""
+        if (streams := self._streams) is not None and streams.are_apart():
+            with streams.at_home():
+                return self.flush()
         self._flush(self._find_arrived(self.buckets if self._fills() else []))
 
     def _fills(self) -> bool:
@@ -210,6 +221,9 @@ class GroupGradients:
 
     def reduce_with_zeros(self) -> None:
         """Reduces all buckets, with zeros for the gradients that this rank does not have. Every rank must call it."""
+        if (streams := self._streams) is not None and streams.are_apart():
+            with streams.at_home():
+                return self.reduce_with_zeros()
         for bucket in self.buckets:
             self._fill(bucket)
             self._process(self._take(bucket.indices))
@@ -234,6 +248,9 @@ class GroupGradients:
 
     def end_backward(self) -> None:
         """Reduces what is left. `resume` follows, when no rank reduces any more."""
+        if (streams := self._streams) is not None and streams.are_apart():
+            with streams.at_home():
+                return self.end_backward()
         settings = self.group.settings
         self.left_gradients = not (settings.reduce_gradients and settings.all_reduce)
         unused = [each for each in self.buckets if not each.completed and self._fills()]
@@ -247,6 +264,9 @@ class GroupGradients:
 
     def resume(self) -> None:
         """Sums between replicas what no gradient of this backward pass has taken along."""
+        if (streams := self._streams) is not None and streams.are_apart():
+            with streams.at_home():
+                return self.resume()
         settings = self.group.settings
         while self.partial and settings.reduce_gradients and settings.all_reduce:
             carried = self._take_partial([next(iter(self.partial))])
@@ -335,36 +355,65 @@ class GroupGradients:
         plan, purpose.part = self._plan(indices, self._may_be_sums), self._names(indices)
         try:
             carried = self._take_partial(gradients) if self.partial else {}
-            start = self.start_in_parts if plan.has_parts else reduce.start
+            start = self._start_in_parts if plan.has_parts else reduce.start
             queue.add(self, start(gradients, plan, self.reduction, carried))
         except RuntimeError as error:  # out of memory, for example: allocators don't know for whom
             purpose.locate(error, f"reducing the gradients{self._names(indices)}")
             raise
 
-    def start_in_parts(self, gradients: Any, plan: Any, reduction: Reduction, carried: Any) -> Pending:
-        """Begins to reduce a gradient whose plan has parts. Extensions that make such plans override it."""
-        raise NotImplementedError
+    def _start_in_parts(
+        self, gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+    ) -> Pending:
+        """Begins to reduce one gradient part by part, unless a hook is to see its sum as a whole."""
+        if reduction.shards.size > 1 and reduction.hook is None:
+            gradient = gradients[plan.layout.indices[0]]
+            if plan.halves and reduction.replicas is None:
+                return self._start_in_halves(gradient, plan, reduction, carried)
+            if plan.pieces:
+                return reduce.start_in_pieces(gradient, plan, reduction, carried)
+        return reduce.start(gradients, plan, reduction, carried)
+
+    def _start_in_halves(
+        self, gradient: Tensor, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+    ) -> Pending:
+        """Begins to reduce one half, and the other when there is room for it."""
+        queue, layout, (first, second), nbytes = self.group.queue, plan.layout, plan.halves, plan.nbytes // 2
+        output = gradient.new_empty(layout.shard_numel, dtype=layout.reduce_dtype)
+        queue.add(self, FirstHalf(output, start_piece(gradient, plan, reduction, output, *first), nbytes))
+        queue.make_room()
+        rest = start_piece(gradient, plan, reduction, output, *second)
+        return PendingReduce(layout, reduction, rest, output, [], carried, nbytes, num_halves=1)
 
     # ---- delivery
 
     def start_return(self, pending: Pending) -> bool:
         """Waits for the sums, and begins to copy them to the CPU. Returns True if gradients rest there."""
+        if (streams := self._streams) is not None and streams.are_apart():
+            with streams.at_home():
+                return self.start_return(pending)
         return pending.start_return()
 
     def abandon(self, pending: Pending) -> None:
         """Waits until no buffer is in use, and drops the results."""
+        if (streams := self._streams) is not None and streams.are_apart():
+            with streams.at_home():
+                return self.abandon(pending)
         pending.abandon()
 
     def receive(self, pending: Pending, of_pass: object) -> None:
         """Waits for a reduction, and accumulates its shards into the sharded parameters' `.grad`."""
+        if (streams := self._streams) is not None and streams.are_apart():
+            with streams.at_home():
+                return self.receive(pending, of_pass)
         shards = pending.finish()
         if pending.is_partial:
             for i, (flat, offset) in shards.items():
                 shard = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
                 self.partial[i] = self.partial[i] + shard if i in self.partial else shard
             return
-        if self.before_delivery is not None:
-            self.before_delivery(shards)
+        if self._streams is not None:
+            for flat, _ in shards.values():
+                self._streams.lend(flat)
         sharded = [self._params[i].sharded for i in shards]
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # to disable it takes as long as two operations
             with compat.no_torch_function():
@@ -411,3 +460,13 @@ class GroupGradients:
         with torch.enable_grad():
             anchor = torch.empty(0, requires_grad=True)
             param.sharded.grad = _WithoutGraph.apply(anchor, param.name, make)
+
+
+def _noting(streams: GroupStreams, arrive: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Returns a hook that also notes the stream which has computed the gradient."""
+
+    def note_and_arrive(gradient: Tensor) -> None:
+        streams.note()
+        arrive(gradient)
+
+    return note_and_arrive

@@ -13,10 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .buckets import Bucket
 from .group import SHARDED, FSDPParamGroup
-from .large_gradients import LargeGradients
-from .reduce import Shards
 from .streams import exist_on
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -139,41 +136,10 @@ def at_home(method: Method) -> Method:
     return run  # type: ignore[return-value]
 
 
-class GradientsOnStreams(LargeGradients):
-    """The gradients of a group on a device with streams: reduced on the group's home stream."""
-
-    def __init__(self, group: Any, *args: Any) -> None:
-        self.streams: GroupStreams = group.streams
-        super().__init__(group, *args)
-
-    _complete = at_home(LargeGradients._complete)
-    flush = at_home(LargeGradients.flush)
-    reduce_with_zeros = at_home(LargeGradients.reduce_with_zeros)
-    end_backward = at_home(LargeGradients.end_backward)
-    resume = at_home(LargeGradients.resume)
-    start_return = at_home(LargeGradients.start_return)
-    abandon = at_home(LargeGradients.abandon)
-    receive = at_home(LargeGradients.receive)
-
-    def _hook_of(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        streams = self.streams
-
-        def arrive(gradient: Tensor) -> None:
-            streams.note()
-            bucket.arrive(gradient)
-
-        return arrive
-
-    def before_delivery(self, shards: Shards) -> None:
-        """Notes that the user is about to get these."""
-        for flat, _ in shards.values():
-            self.streams.lend(flat)
-
-
 class GroupOnStreams(FSDPParamGroup):
     """A group on a device with streams: what is done with its memory is done on its home stream."""
 
-    gradients_class = GradientsOnStreams
+    streams: GroupStreams
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.streams = GroupStreams(args[2].device)
@@ -222,8 +188,6 @@ class GroupOnStreams(FSDPParamGroup):
 
 class GroupOfAnySize(FSDPParamGroup):
     """A group on a device without streams."""
-
-    gradients_class = LargeGradients
 
 
 def group_class(device: torch.device, usual: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -19,6 +19,9 @@ from .parameter import FSDPParam, fqn
 from .policy import COPIED, GATHERED, GATHERING, SHARDED, UNSHARDED, GroupSettings, Hold
 from .reduce import Reduction
 from .streams import make_transfers
+
+if TYPE_CHECKING:
+    from .home_streams import GroupStreams
 
 
 class Comms(NamedTuple):
@@ -44,7 +47,8 @@ class ParamGroup:
     # Those of the root that the group runs under, see Root.
     root: Any = None
     queue: Any = None
-    gradients_class: type[GroupGradients] = GroupGradients
+    # Its streams. None: the device has none.
+    streams: GroupStreams | None = None
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
@@ -61,7 +65,7 @@ class ParamGroup:
         offloads = storage_device != mesh.device
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
         self.comms = self.usual_comms = self._make_comms()
-        self.gradients = self.gradients_class(self, self.params, self._reduction())
+        self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)  # type: ignore[arg-type]
         self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)
         self.registration = self.parameters.registration
         self.parameters.build(settings, self.comms.gathers.direct_min_bytes)

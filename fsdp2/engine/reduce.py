@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import compat, streams
-from .buckets import ReducePlan
-from .comm import Comm, Work
+from .buckets import PIECES_IN_FLIGHT, ReducePlan
+from .comm import AllWork, Comm, Work
 from .layout import BucketLayout
 from .streams import Transfer, Transfers
 
@@ -183,6 +184,24 @@ class PendingReduce(Pending):
             return_segments()
 
 
+class FirstHalf(Pending):
+    """The first half of one gradient. It is finished, and its memory freed, before the other half is packed; `output`
+    is complete when that one is finished, too.
+    """
+
+    num_halves = 1
+
+    def __init__(self, output: Tensor, work: Work, nbytes: int) -> None:
+        self.output, self._work, self.nbytes = output, work, nbytes
+
+    def finish(self) -> Shards:
+        self._work.wait()
+        return {}
+
+    def abandon(self) -> None:
+        self._work.wait()
+
+
 def start(
     gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
 ) -> Pending:
@@ -262,3 +281,37 @@ def _as_one(gradients: Mapping[int, Tensor], layout: BucketLayout, has_hook: boo
             gradient = gradient.to(layout.wire_dtype)
         output.as_strided((gradient.numel(),), (1,), layout.offsets[i]).copy_(gradient.reshape(-1))
     return output
+
+
+# ---- large gradients, part by part
+
+
+def start_in_pieces(
+    gradient: Tensor, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+) -> PendingReduce:
+    """Begins to reduce one gradient piece by piece. All but the last pieces are finished on return; where there are
+    streams, they are on a stream beside the caller's, which goes on.
+    """
+    layout, device = plan.layout, gradient.device
+    output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    running: deque[Work] = deque()
+    with streams.beside(device):
+        for first, last in plan.pieces:
+            if len(running) == PIECES_IN_FLIGHT:
+                running.popleft().wait()
+            running.append(start_piece(gradient, plan, reduction, output, first, last))
+    # On streams the host has not waited for the pieces to be packed.
+    inputs = [gradient] if streams.exist_on(device) else []
+    nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
+    return PendingReduce(layout, reduction, AllWork(running), output, inputs, carried, nbytes)
+
+
+def start_piece(
+    gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int
+) -> Work:
+    """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""
+    segments = output.new_empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype)
+    plan.pack_piece(gradient, first, last, segments)
+    comm = reduction.shards
+    work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
+    return AllWork([work], [segments])

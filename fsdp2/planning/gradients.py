@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ..engine.buckets import find_buckets, wire_dtypes
-from ..engine.large_gradients import PIECES_IN_FLIGHT, PiecePlan
+from ..engine.buckets import PIECES_IN_FLIGHT, ReducePlan, find_buckets, wire_dtypes
 from ..engine.layout import BucketLayout, ParamSpec, bucket_layout
 from ..engine.reduce import Pending
 
@@ -41,13 +40,13 @@ class ReplayedGradients:
         self.backward_pass: object = None
         self.reduction = SimpleNamespace(transfers=None)
 
-    def _plan(self, indices: Sequence[int]) -> PiecePlan:
+    def _plan(self, indices: Sequence[int]) -> ReducePlan:
         offsets = self.group.layout.shard_offsets
         ordered = sorted(indices, key=offsets.__getitem__)
         minimum = self.machine.direct_min_bytes(self.num_shards)
         first = ordered[0]
         layout = bucket_layout(self.specs, ordered, self.reduce_dtypes[first], minimum, self.wire_dtypes[first])
-        return PiecePlan(layout, self.specs, self.num_shards, self.machine.torch_device)
+        return ReducePlan(layout, self.specs, self.num_shards, self.machine.torch_device)
 
     def nbytes(self, i: int) -> int:
         """Returns the bytes of a parameter's gradient, as autograd computes it."""
@@ -97,7 +96,7 @@ class ReplayedGradients:
 
     # ---- reductions
 
-    def _start(self, plan: PiecePlan, arrived: set[int]) -> ReplayedReduction:
+    def _start(self, plan: ReducePlan, arrived: set[int]) -> ReplayedReduction:
         layout, ledger = plan.layout, self.ledger
         ledger.add(layout.shard_numel * layout.reduce_dtype.itemsize)
         ledger.add(packed := layout.packed_numel * self.num_shards * layout.wire_dtype.itemsize)
@@ -109,7 +108,7 @@ class ReplayedGradients:
         pending.sum_replicas_beside()
         return pending
 
-    def _start_in_halves(self, plan: PiecePlan, arrived: set[int]) -> ReplayedReduction:
+    def _start_in_halves(self, plan: ReducePlan, arrived: set[int]) -> ReplayedReduction:
         queue, layout, ledger = self.group.root.queue, plan.layout, self.ledger
         ledger.add(layout.shard_numel * layout.reduce_dtype.itemsize)
         for number, (first, last) in enumerate(plan.halves):
@@ -123,7 +122,7 @@ class ReplayedGradients:
         ledger.drop(sum(self.nbytes(i) for i in arrived))
         return pending
 
-    def _start_in_pieces(self, plan: PiecePlan, arrived: set[int]) -> ReplayedReduction:
+    def _start_in_pieces(self, plan: ReducePlan, arrived: set[int]) -> ReplayedReduction:
         layout, ledger = plan.layout, self.ledger
         ledger.add(layout.shard_numel * layout.reduce_dtype.itemsize)
         gradient = sum(self.nbytes(i) for i in arrived)
@@ -142,7 +141,7 @@ class ReplayedGradients:
         pending.sum_replicas_beside()
         return pending
 
-    def _start_alone(self, plan: PiecePlan, arrived: set[int]) -> ReplayedReduction:
+    def _start_alone(self, plan: ReducePlan, arrived: set[int]) -> ReplayedReduction:
         """One rank has whole parameters: its gradients are used where they lie, or cast, or put into one tensor."""
         layout = plan.layout
         computed = sum(self.nbytes(i) for i in arrived)

@@ -1,8 +1,8 @@
 """Replays a recorded step with the groups of one setting around it: memory, bytes moved, order and time.
 
 The groups here hold numbers instead of tensors. What decides when they are gathered and reduced is the engine's own:
-`Prefetcher` and `ReductionQueue` (schedule.py), the layouts (layout.py), the buckets (buckets.py) and the pieces of
-large gradients (large_gradients.py), all in engine/. tests/trace/test_plan.py compares the results with counted
+`Prefetcher` and `ReductionQueue` (schedule.py), the layouts (layout.py), the buckets and the pieces of large gradients
+(buckets.py), all in engine/. tests/trace/test_plan.py compares the results with counted
 allocations of real steps.
 """
 

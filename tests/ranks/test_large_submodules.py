@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.engine import large_gradients
+from fsdp2.engine import buckets
 from fsdp2.features import large_submodules
 from helpers import full, run_ranks, world_sizes
 from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd, train_and_evaluate
@@ -28,7 +28,7 @@ VOCAB = 11
 @pytest.fixture(autouse=True)
 def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_submodules, "MIN_BYTES", 1)
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
 
 
 def calls(model: "Language", x: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def test_chunks_of_low_precision_gradients() -> None:
     """Sent in one or in many, in the dtype they come in or cast: on two ranks the same to the last bit."""
 
     def gradients(policy: MixedPrecisionPolicy, min_bytes: int) -> list[Tensor]:
-        large_submodules.MIN_BYTES, large_gradients.MIN_PIECE_BYTES = min_bytes, min_bytes
+        large_submodules.MIN_BYTES, buckets.MIN_PIECE_BYTES = min_bytes, min_bytes
         model = sharded(mp_policy=policy)
         torch.manual_seed(torch.distributed.get_rank())
         loss_of(model(torch.randn(4, WIDTH))).backward()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, full_params
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.dtensor.write_notices import notices
-from fsdp2.engine import buckets, large_gradients
+from fsdp2.engine import buckets
 from helpers import assert_same, full, run_ranks
 from scenarios import WIDTH, MayFail, Net, Run, check, loss_of, sgd
 from simulated_device import SimulatedTransfers, simulated_device
@@ -276,7 +276,7 @@ def test_an_optimizer_that_steps_in_backward_with_replicas_and_checkpointing(mon
 def test_steps_in_backward_with_gradients_sent_in_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half of a gradient, which arrives on the thread that computes, ends in no step beside the others'."""
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
 
     def trained(run: Run, in_backward: bool) -> tuple[list[Tensor], set[int]]:

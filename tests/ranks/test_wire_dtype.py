@@ -32,7 +32,7 @@ from fsdp2 import (
     padding_report,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.engine import buckets, large_gradients, param_group, strategies
+from fsdp2.engine import buckets, param_group, strategies
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
 from fsdp2.engine.gradients import GroupGradients
@@ -205,7 +205,7 @@ def check_gradients(case: Case) -> None:
         for comm in (PairwiseComm, CoalescedComm) if case.direct else ():
             patches.enter_context(mock.patch.object(comm, "direct_min_bytes", 16))
             patches.enter_context(mock.patch.object(buckets, "MIN_BUCKET_BYTES", 1))
-            patches.enter_context(mock.patch.object(large_gradients, "MIN_PIECE_BYTES", 16))
+            patches.enter_context(mock.patch.object(buckets, "MIN_PIECE_BYTES", 16))
         if case.offload:
             patches.enter_context(simulated_device())
         model = plain_model()

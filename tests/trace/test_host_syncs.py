@@ -19,7 +19,7 @@ from vector_clocks import Stream
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.checks import compare_ranks
 from fsdp2.checks.check_times import is_check_time
-from fsdp2.engine import buckets, large_gradients
+from fsdp2.engine import buckets
 from models import NormedBlock
 
 STEPS = 9
@@ -145,7 +145,7 @@ def hooked(model: Net) -> None:
 def test_no_stream_is_entered_inside_itself(way: Callable[[Net], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 keeps one context in each stream object, and refuses, or restores the wrong stream."""
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 64)
     enter, leave, entered, times = Stream.__enter__, Stream.__exit__, set[int](), Counter[str]()
 
     def enter_once(stream: Stream) -> Stream:

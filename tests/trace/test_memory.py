@@ -23,7 +23,7 @@ from benchmarks.meters import AllocationMeter, CopyMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks import conversation, named_comm
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.engine import buckets, large_gradients
+from fsdp2.engine import buckets
 from fsdp2.engine.comm import Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
 from fsdp2.features import large_submodules
@@ -251,7 +251,7 @@ def test_mixed_precision_step_holds_two_groups_and_the_gradients_in_flight() -> 
 
 def test_large_matrices_are_cast_and_sent_in_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, but of the fp32 copies three halves are there at once, two of them on their way, not two wholes."""
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 1 << 16)
     full = GROUP / 2
     gradients = full / 4 + 3 * (GROUP / 8)
     expected = 2 * full + gradients + (BLOCKS - 1) * GROUP / RANKS
@@ -392,7 +392,7 @@ def test_an_embedding_and_a_head_left_in_the_root(monkeypatch: pytest.MonkeyPatc
     """Forward holds the larger of them and a block; backward a head, its gradient, a block, and what is on its way: in
     mixed precision two of 16 pieces of the gradient in fp32. All sharded gradients are an eighth, in fp32.
     """
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 1 << 16)
     large = 2.25
     forward, step = peaks_of_language()
     assert large < forward <= large + 1 + 0.05

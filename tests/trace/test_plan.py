@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from benchmarks.meters import AllocationMeter, WireMeter
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.engine import buckets, large_gradients, param_group
+from fsdp2.engine import buckets, param_group
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.events import Observer
 from fsdp2.engine.layout import gather_layout
@@ -296,7 +296,7 @@ def count(meter: AllocationMeter, name: str, make: Callable[[], Any], setting: s
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups have several buckets, and large gradients several pieces, as those of large models do."""
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 32 * 1024)
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16 * 1024)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16 * 1024)
 
 
 @pytest.fixture

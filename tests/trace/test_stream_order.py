@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.engine import buckets, comm, home_streams, large_gradients, param_group, streams
-from fsdp2.engine.home_streams import GradientsOnStreams, GroupStreams
+from fsdp2.engine import buckets, comm, home_streams, param_group, streams
+from fsdp2.engine.gradients import GroupGradients
+from fsdp2.engine.home_streams import GroupStreams
 from fsdp2.engine.mesh import DataMesh
 from fsdp2.engine.reduce import PendingReduce
 from fsdp2.engine.streams import Transfers
@@ -195,7 +196,7 @@ MODELS = {
 def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 16)
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 64)
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 64)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 64)
 
 
 class Program:
@@ -522,8 +523,8 @@ def test_compute_does_not_wait_until_chunks_are_sent() -> None:
             for (what, stream), count in simulation.collective_waits.items()
             if what == "reduce-scatter" and stream != "main"
         ]
-        pieces = 2 * DIM * DIM * 4 // large_gradients.MIN_PIECE_BYTES
-        assert sum(beside) >= min(pieces, large_gradients.MAX_PIECES) - 2 * large_gradients.PIECES_IN_FLIGHT
+        pieces = 2 * DIM * DIM * 4 // buckets.MIN_PIECE_BYTES
+        assert sum(beside) >= min(pieces, buckets.MAX_PIECES) - 2 * buckets.PIECES_IN_FLIGHT
 
 
 def delete(program: Program) -> None:
@@ -628,7 +629,13 @@ def one_for_all() -> Any:
 
 def finishes_where_called() -> Any:
     """Reductions end on the stream that calls."""
-    return mock.patch.object(GradientsOnStreams, "receive", large_gradients.LargeGradients.receive)
+    receive = GroupGradients.receive
+
+    def receive_here(gradients: GroupGradients, pending: Any, of_pass: object) -> None:
+        with mock.patch.object(gradients._streams, "are_apart", return_value=False):
+            receive(gradients, pending, of_pass)
+
+    return mock.patch.object(GroupGradients, "receive", receive_here)
 
 
 def drops_inputs() -> Any:

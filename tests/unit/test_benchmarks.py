@@ -51,7 +51,7 @@ from benchmarks.timed_group import Clock, Link, SimulatedClock, start_timed_grou
 from benchmarks.timeline import timeline_rows
 from benchmarks.timing import repeat
 from benchmarks.traffic import count_step
-from fsdp2.engine import buckets, large_gradients
+from fsdp2.engine import buckets
 from fsdp2.features import large_submodules
 from helpers import NIGHTLY, fake_world
 
@@ -369,7 +369,7 @@ def test_variants_cut_gradients_otherwise(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(buckets, "MAX_BUCKET_BYTES", 1 << 14)
     monkeypatch.setattr(large_submodules, "MIN_BYTES", 1)
     monkeypatch.setattr(large_submodules, "MIN_SHARE_OF_A_GROUP", 0)
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES_OF_RANK", 16)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES_OF_RANK", 16)
     (shape,) = ON_CPU.llamas.values()
     stage = Stage(ON_CPU, shape)
     counts = {}

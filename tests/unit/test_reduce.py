@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.engine import large_gradients, reduce
-from fsdp2.engine.buckets import ReducePlan
+from fsdp2.engine import buckets, reduce
+from fsdp2.engine.buckets import ReducePlan, split_pieces
 from fsdp2.engine.comm import Purpose, SoloComm
-from fsdp2.engine.large_gradients import LargeGradients, PiecePlan, split_pieces
+from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.layout import ParamSpec, bucket_layout
 from fsdp2.engine.reduce import PendingReduce, Reduction
 from helpers import own_rows
@@ -118,24 +118,24 @@ def test_every_rank_gets_its_rows_of_the_mean() -> None:
 
 
 def start_piece(
-    comm: RankComm, plan: PiecePlan, gradients: list[Tensor], outputs: list[Tensor], piece: tuple[int, int]
+    comm: RankComm, plan: ReducePlan, gradients: list[Tensor], outputs: list[Tensor], piece: tuple[int, int]
 ) -> Any:
     """Returns the work of one rank's reduction of a piece of its gradient."""
-    return large_gradients._start_piece(gradients[comm.rank], plan, Reduction(comm), outputs[comm.rank], *piece)  # type: ignore[arg-type]
+    return reduce.start_piece(gradients[comm.rank], plan, Reduction(comm), outputs[comm.rank], *piece)  # type: ignore[arg-type]
 
 
 def test_two_chunks_are_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has arrived, and is finished, when the second is packed. Even and uneven rows, or none."""
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
     for rows, columns, world_size in itertools.product((1, 3, 8, 9, 24), (5, 8, 20), (2, 4, 8)):
         specs = (ParamSpec((rows, columns), F32, BF16, world_size), ParamSpec((8,), F32, BF16, world_size))
         layout = bucket_layout(specs, [0], F32, 1 << 40)
-        plan, exchange = PiecePlan(layout, specs, world_size, CPU), Exchange(world_size)
+        plan, exchange = ReducePlan(layout, specs, world_size, CPU), Exchange(world_size)
         gradients = [whole_numbers((rows, columns), BF16) for _ in range(world_size)]
         outputs = [torch.empty(layout.shard_numel) for _ in range(world_size)]
         first, second = plan.halves
         halves = [start_piece(comm, plan, gradients, outputs, first) for comm in exchange.comms]
-        assert [large_gradients.FirstHalf(outputs[0], work, 1).finish() for work in halves] == [{}] * world_size
+        assert [reduce.FirstHalf(outputs[0], work, 1).finish() for work in halves] == [{}] * world_size
         pending = []
         for comm in exchange.comms:
             work = start_piece(comm, plan, gradients, outputs, second)
@@ -149,7 +149,7 @@ def test_two_chunks_are_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_gradients_that_are_not_sent_in_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent from where it lies; several gradients; what a hook is to see, or replicas to sum, as a whole."""
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 16)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
     cast, direct = ParamSpec((8, 8), F32, BF16, 2), ParamSpec((8, 8), F32, F32, 2)
 
     class Alone(RankComm):
@@ -166,12 +166,12 @@ def test_gradients_that_are_not_sent_in_two_chunks(monkeypatch: pytest.MonkeyPat
 
     def halves(specs: tuple[ParamSpec, ...], indices: list[int], wire: torch.dtype = F32, **options: Any) -> object:
         """Returns what is in flight before the reduction that ends the bucket."""
-        plan = PiecePlan(bucket_layout(specs, indices, F32, 16, wire), specs, 2, CPU)
+        plan = ReducePlan(bucket_layout(specs, indices, F32, 16, wire), specs, 2, CPU)
         queue = mock.Mock()
-        gradients = LargeGradients.__new__(LargeGradients)
+        gradients = GroupGradients.__new__(GroupGradients)
         gradients.group, gradients.reduction = mock.Mock(queue=queue), Reduction(comm, **options)  # type: ignore[arg-type]
         given = {i: torch.ones(8, 8, dtype=specs[i].compute_dtype) for i in indices}
-        (gradients.start_in_parts if plan.has_parts else reduce.start)(given, plan, gradients.reduction, {})
+        (gradients._start_in_parts if plan.has_parts else reduce.start)(given, plan, gradients.reduction, {})
         return queue.add.call_args
 
     assert halves((cast, cast), [0]) is not None
@@ -181,7 +181,7 @@ def test_gradients_that_are_not_sent_in_two_chunks(monkeypatch: pytest.MonkeyPat
     assert halves((cast,), [0]) is None, "alone in its group, it is sent in more pieces"
     assert halves((cast, cast), [0], hook=lambda _: None) is None
     assert halves((cast, cast), [0], replicas=comm) is None
-    monkeypatch.setattr(large_gradients, "MIN_PIECE_BYTES", 256)
+    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 256)
     assert halves((cast, cast), [0]) is None
 
 
@@ -387,7 +387,7 @@ def test_chunks_are_the_padded_gradient_cut_across_all_ranks() -> None:
     for rows, columns, ranks, count in itertools.product((1, 5, 8, 33), (1, 8, 12), (2, 3, 8), (1, 3, 16)):
         spec = ParamSpec((rows, columns), F32, BF16, ranks)
         layout = bucket_layout([spec], [0], F32, 1 << 40)
-        plan = PiecePlan(layout, (spec,), ranks, CPU)
+        plan = ReducePlan(layout, (spec,), ranks, CPU)
         gradient = torch.randn(rows, columns, dtype=BF16)
         padded = torch.full((ranks, layout.packed_numel), 7.0)
         flat = torch.full((ranks * spec.shard_numel,), 7.0)
