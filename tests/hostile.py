@@ -145,13 +145,15 @@ def _changes(enemy: Enemy, cls: type[Any]) -> dict[str, Callable[..., Any]]:
     def all_gather(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         return enemy.issue("all_gather", lambda *private: gather(comm, *private), outputs, inputs)
 
-    def reduce_scatter(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
-        return enemy.issue("reduce_scatter", lambda *private: scatter(comm, *private, divisor), outputs, inputs)
+    def reduce_scatter(
+        comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
+        return enemy.issue("reduce_scatter", lambda *private: scatter(comm, *private, divisor, what), outputs, inputs)
 
-    def all_reduce(comm: Comm, tensor: Tensor, divisor: float) -> Work:
+    def all_reduce(comm: Comm, tensor: Tensor, divisor: float, what: str = "") -> Work:
         def start(outputs: Sequence[Tensor], _: Sequence[Tensor]) -> Work:
             outputs[0].copy_(own)
-            return sum_all(comm, outputs[0], divisor)
+            return sum_all(comm, outputs[0], divisor, what)
 
         own = tensor.clone()
         return enemy.issue("all_reduce", start, [tensor], [])

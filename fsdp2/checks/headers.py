@@ -57,9 +57,11 @@ class Header(NamedTuple):
 _headers: WeakKeyDictionary[Purpose, dict[Any, Header]] = WeakKeyDictionary()
 
 
-def header_of(purpose: Purpose, kind: str, tensors: Sequence[Tensor]) -> Header:
-    """Returns the header of a collective that takes `tensors` of this rank; it is built once."""
-    part = purpose.part if kind in (REDUCING, SUMMING) else ""
+def header_of(purpose: Purpose, kind: str, tensors: Sequence[Tensor], part: str = "") -> Header:
+    """Returns the header of a collective that takes `tensors` of this rank; it is built once.
+
+    `part`: names the gradients that it is about.
+    """
     remark = purpose.remark
     key = (kind, purpose.name, part, remark, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
     known = _headers.setdefault(purpose, {})
@@ -68,13 +70,12 @@ def header_of(purpose: Purpose, kind: str, tensors: Sequence[Tensor]) -> Header:
     return known[key]
 
 
-def placed_header(purpose: Purpose, kind: str, tensors: Sequence[Tensor]) -> Header:
+def placed_header(purpose: Purpose, kind: str, tensors: Sequence[Tensor], part: str = "") -> Header:
     """Returns the same, with what runs, which is compared, and the step, which is not: ranks may accumulate different
     numbers of batches, and after an error their counts may differ for ever.
     """
     phase, step = purpose.where()
     sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
-    part = purpose.part if kind in (REDUCING, SUMMING) else ""
     return Header.of(_doing(purpose, kind), f" ({phase}, step {step})", sizes, part, phase, purpose.remark)
 
 

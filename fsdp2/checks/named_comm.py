@@ -51,8 +51,8 @@ class NamedPairwiseComm(PairwiseComm):
         """
         self._exchange(kind, [tensor], [], []).wait()
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        exchange = self._exchange(SUMMING, [tensor], [], [])
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+        exchange = self._exchange(SUMMING, [tensor], [], [], what)
         exchange.wait()  # gloo's own messages have no header: ranks must agree before there are any
         divisor = divide_before(tensor, divisor)
         exchange.rest[self.rank] = [self.group.allreduce([tensor], SUM_ALL)]
@@ -64,8 +64,9 @@ class NamedPairwiseComm(PairwiseComm):
         tensors: Sequence[Tensor],
         outgoing: Sequence[Sequence[Tensor] | Tensor],
         incoming: Sequence[Sequence[Tensor] | Tensor],
+        what: str = "",
     ) -> Exchange:
-        header, conversation = header_of(self.purpose, kind, tensors), self._conversation
+        header, conversation = header_of(self.purpose, kind, tensors, what), self._conversation
         if conversation.partings:
             conversation.come_back(self._take_leave)
         rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}

@@ -126,14 +126,16 @@ class CheckedComm:
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         return self._checked(GATHERING, inputs, lambda: self._comm.all_gather(outputs, inputs))
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
-        return self._checked(REDUCING, inputs, lambda: self._comm.reduce_scatter(outputs, inputs, divisor))
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
+        return self._checked(REDUCING, inputs, lambda: self._comm.reduce_scatter(outputs, inputs, divisor, what), what)
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        return self._checked(SUMMING, [tensor], lambda: self._comm.all_reduce(tensor, divisor))
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+        return self._checked(SUMMING, [tensor], lambda: self._comm.all_reduce(tensor, divisor, what), what)
 
-    def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work]) -> Work:
-        self._rollcall.answer(placed_header(self.purpose, kind, tensors))
+    def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work], what: str = "") -> Work:
+        self._rollcall.answer(placed_header(self.purpose, kind, tensors, what))
         with _telling_where():
             return _NotedWork(start())
 

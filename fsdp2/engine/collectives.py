@@ -83,9 +83,11 @@ class CustomComm:
             copies.append((output, whole))
         return CopyWork(works, copies)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
         if self._scatter is None:
-            return self._comm.reduce_scatter(outputs, inputs, divisor)
+            return self._comm.reduce_scatter(outputs, inputs, divisor, what)
         averages = divisor == self.size and not self.force_sum
         before = divisor if not averages and inputs[0].dtype == torch.float16 else 1  # its sums could pass 65504
         works, copies, sources = [], [], []
@@ -109,8 +111,8 @@ class CustomComm:
         copy = CopyWork(works, copies, sources)
         return copy if averages else DividedWork([copy], outputs, divisor / before)
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
-        return self._comm.all_reduce(tensor, divisor)
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+        return self._comm.all_reduce(tensor, divisor, what)
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,13 @@ from .streams import AllWork, CopyWork, DividedWork, SumWork, Work
 class Purpose:
     """Names the group whose collectives a Comm issues, for errors and for checks that compare ranks.
 
-    `name`: FQN of the group's module; `label`: the same for errors, with the class where the FQN says little. `part`:
-    which of its gradients the next reduction is about. `remark`: what else errors of ranks that are out of step may
-    say, which is not compared. `root`: a weak reference to the root that runs the group: a collective in flight must
-    not keep a model alive.
+    `name`: FQN of the group's module; `label`: the same for errors, with the class where the FQN says little. `remark`:
+    what else errors of ranks that are out of step may say, which is not compared. `root`: a weak reference to the root
+    that runs the group: a collective in flight must not keep a model alive.
     """
 
     def __init__(self, name: str = "facts to compare") -> None:
-        self.name, self.label, self.part, self.remark = name, name, "", ""
+        self.name, self.label, self.remark = name, name, ""
         self.root: Callable[[], Any] = lambda: None
 
     def where(self) -> tuple[str, int]:
@@ -50,7 +49,11 @@ class Purpose:
 
 
 class Comm(Protocol):
-    """Issues collectives over one group of ranks."""
+    """Issues collectives over one group of ranks.
+
+    `what`, an argument of those that reduce, names the gradients (" of blocks.0.weight"), for checks that compare
+    ranks. The rest of a collective's name is the method's, and the group's: `purpose`.
+    """
 
     rank: int
     # Parameters of which each rank holds at least so many bytes are gathered and reduced on their own, straight from
@@ -73,14 +76,16 @@ class Comm(Protocol):
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         """Fills outputs[i] with the inputs[i] of all ranks, in rank order. inputs[i] may be its slot of outputs[i]."""
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
         """Fills outputs[i] with the sum over ranks of this rank's slice of inputs[i], divided by `divisor`.
 
         inputs[i] is `size` slices in rank order. If its dtype is narrower than that of outputs[i], the slices travel in
         the narrower dtype and are summed in the wider one, on this rank.
         """
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         """Fills `tensor` with its sum over ranks, divided by `divisor`."""
 
 
@@ -122,7 +127,9 @@ class AnyComm:
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         return AllWork([*map(self._gather, outputs, inputs)], [*outputs, *inputs])
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
         works = []
         for output, source in zip(outputs, inputs, strict=True):
             # The sum of many ranks' gradients could pass 65504.
@@ -131,7 +138,7 @@ class AnyComm:
             works.append(_divide_wide(reduce(wide, source), wide, output, divisor))
         return AllWork(works, [*outputs, *inputs])
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         wide = tensor.float() if tensor.dtype == torch.float16 else tensor
         return _divide_wide(all_reduce(wide, group=self.group, async_op=True), wide, tensor, divisor)
 
@@ -175,7 +182,9 @@ class CoalescedComm:
             return self.group.allgather_into_tensor_coalesced([*outputs], [*inputs])
         return self._in_calls(self.all_gather, outputs, inputs)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
         if outputs[0].dtype != inputs[0].dtype:
             return self._exchange(outputs, inputs, divisor)
         averages = divisor == self.size and not self.force_sum
@@ -207,7 +216,7 @@ class CoalescedComm:
         parts = [theirs.view(self.size, -1) for theirs in received]
         return SumWork(works, [*inputs, *received], outputs, parts, divisor)
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         if divisor == self.size and not self.force_sum:
             return self.group.allreduce([tensor], _AVERAGE_ALL)
         divisor = divide_before(tensor, divisor)

@@ -41,7 +41,9 @@ class PairwiseComm:
                 slot[self.rank].copy_(own)
         return AllWork([exchange], [*outputs, *inputs])
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
         slices = [tensor.view(self.size, -1) for tensor in inputs]
         received = [torch.empty_like(tensor[1:]) for tensor in slices]
         parts = [
@@ -49,10 +51,10 @@ class PairwiseComm:
             [mine[rank] if rank == self.rank else theirs[rank - (rank > self.rank)] for rank in range(self.size)]
             for mine, theirs in zip(slices, received, strict=True)
         ]
-        exchange = self._exchange(REDUCING, inputs, slices, parts)
+        exchange = self._exchange(REDUCING, inputs, slices, parts, what)
         return SumWork([exchange], [*inputs, *received], outputs, parts, divisor)
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         divisor = divide_before(tensor, divisor)
         return DividedWork([self.group.allreduce([tensor], SUM_ALL)], [tensor], divisor)
 
@@ -62,10 +64,12 @@ class PairwiseComm:
         tensors: Sequence[Tensor],
         outgoing: Sequence[Sequence[Tensor] | Tensor],
         incoming: Sequence[Sequence[Tensor] | Tensor],
+        what: str = "",
     ) -> Work:
         """Begins to send outgoing[i][r] to each other rank r, and to receive that rank's slice into incoming[i][r].
 
-        `kind`, `tensors`: the kind of collective, and the inputs of this rank, for a subclass that compares ranks.
+        `kind`, `tensors`, `what`: the kind of collective, the inputs of this rank, and which gradients they are, for a
+        subclass that compares ranks.
         """
         works: list[Work] = []
         for to, source in self._peers:

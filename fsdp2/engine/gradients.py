@@ -271,9 +271,9 @@ class GroupGradients:
         while self.partial and settings.reduce_gradients and settings.all_reduce:
             carried = self._take_partial([next(iter(self.partial))])
             indices = tuple(carried)
-            layout, self.group.purpose.part = self._plan(indices, True).layout, self._names(indices)
-            device = self._params[0].unsharded.device
-            self.group.queue.add(self, reduce.resume(carried, layout, self.reduction, device))
+            layout, device = self._plan(indices, True).layout, self._params[0].unsharded.device
+            pending = reduce.resume(carried, layout, self.reduction, device, self._names(indices))
+            self.group.queue.add(self, pending)
 
     def discard(self) -> None:
         """After an error: drops the gradients of the backward pass that failed, and keeps those of earlier ones, unless
@@ -350,39 +350,43 @@ class GroupGradients:
             return
         for notify in self.group.events.before_reduce:
             notify(self.group)
-        queue, purpose, indices = self.group.queue, self.group.purpose, tuple(gradients)
+        queue, indices = self.group.queue, tuple(gradients)
         queue.make_room()
-        plan, purpose.part = self._plan(indices, self._may_be_sums), self._names(indices)
+        plan, what = self._plan(indices, self._may_be_sums), self._names(indices)
         try:
             carried = self._take_partial(gradients) if self.partial else {}
             start = self._start_in_parts if plan.has_parts else reduce.start
-            queue.add(self, start(gradients, plan, self.reduction, carried))
+            queue.add(self, start(gradients, plan, self.reduction, carried, what))
         except RuntimeError as error:  # out of memory, for example: allocators don't know for whom
-            purpose.locate(error, f"reducing the gradients{self._names(indices)}")
+            self.group.purpose.locate(error, f"reducing the gradients{what}")
             raise
 
     def _start_in_parts(
-        self, gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+        self,
+        gradients: Mapping[int, Tensor],
+        plan: ReducePlan,
+        reduction: Reduction,
+        carried: Mapping[int, Tensor],
+        what: str,
     ) -> Pending:
         """Begins to reduce one gradient part by part, unless a hook is to see its sum as a whole."""
         if reduction.shards.size > 1 and reduction.hook is None:
             gradient = gradients[plan.layout.indices[0]]
             if plan.halves and reduction.replicas is None:
-                return self._start_in_halves(gradient, plan, reduction, carried)
+                return self._start_in_halves(gradient, plan, carried, what)
             if plan.pieces:
-                return reduce.start_in_pieces(gradient, plan, reduction, carried)
-        return reduce.start(gradients, plan, reduction, carried)
+                return reduce.start_in_pieces(gradient, plan, reduction, carried, what)
+        return reduce.start(gradients, plan, reduction, carried, what)
 
-    def _start_in_halves(
-        self, gradient: Tensor, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
-    ) -> Pending:
+    def _start_in_halves(self, gradient: Tensor, plan: ReducePlan, carried: Mapping[int, Tensor], what: str) -> Pending:
         """Begins to reduce one half, and the other when there is room for it."""
-        queue, layout, (first, second), nbytes = self.group.queue, plan.layout, plan.halves, plan.nbytes // 2
+        queue, reduction, layout = self.group.queue, self.reduction, plan.layout
+        (first, second), nbytes = plan.halves, plan.nbytes // 2
         output = gradient.new_empty(layout.shard_numel, dtype=layout.reduce_dtype)
-        queue.add(self, FirstHalf(output, start_piece(gradient, plan, reduction, output, *first), nbytes))
+        queue.add(self, FirstHalf(output, start_piece(gradient, plan, reduction, output, *first, what), nbytes))
         queue.make_room()
-        rest = start_piece(gradient, plan, reduction, output, *second)
-        return PendingReduce(layout, reduction, rest, output, [], carried, nbytes, num_halves=1)
+        rest = start_piece(gradient, plan, reduction, output, *second, what)
+        return PendingReduce(layout, reduction, rest, output, [], carried, nbytes, what, num_halves=1)
 
     # ---- delivery
 

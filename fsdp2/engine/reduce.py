@@ -89,7 +89,7 @@ class PendingReduce(Pending):
     """Is a reduction between ranks. It holds its buffers, and the gradients it reads, until `finish`.
 
     `carried`: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
-    `return_segments`: called when the inputs have been read.
+    `what`: names the gradients, for the second stage. `return_segments`: called when the inputs have been read.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class PendingReduce(Pending):
         inputs: list[Tensor],
         carried: Mapping[int, Tensor],
         nbytes: int,
+        what: str = "",
         num_halves: int = 2,
         return_segments: Callable[[], None] | None = None,
     ) -> None:
@@ -114,8 +115,7 @@ class PendingReduce(Pending):
         self._return: Transfer[Tensor] | None = None
         self.is_partial = reduction.replicas is not None and not reduction.all_reduce
         self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
-        # Names the gradients for the second stage, before which other reductions may begin.
-        self._part = reduction.replicas.purpose.part if reduction.replicas is not None else ""
+        self._what = what
         if work is None:
             self.advance()
         elif self.has_second_stage and streams.exist_on(output.device):  # replicas sum beside backward
@@ -133,8 +133,7 @@ class PendingReduce(Pending):
             self._output.as_strided(shard.shape, (1,), self._layout.offsets[i]).add_(shard)
         comm = self._reduction.replicas
         if comm is not None and self.has_second_stage:
-            comm.purpose.part = self._part
-            self._work = comm.all_reduce(self._output, self._reduction.divisors()[1])
+            self._work = comm.all_reduce(self._output, self._reduction.divisors()[1], self._what)
 
     def start_return(self) -> bool:
         transfers = self._reduction.transfers
@@ -203,16 +202,20 @@ class FirstHalf(Pending):
 
 
 def start(
-    gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+    gradients: Mapping[int, Tensor],
+    plan: ReducePlan,
+    reduction: Reduction,
+    carried: Mapping[int, Tensor],
+    what: str = "",
 ) -> Pending:
     """Begins to reduce `gradients` (parameter index -> unsharded gradient), which must not be written to until
-    `finish`.
+    `finish`. `what` names them.
 
     Every rank must call it, in the same order, with the same plan.
     """
     layout, comm = plan.layout, reduction.shards
     if comm.size == 1:
-        return _start_alone(gradients, plan, reduction, carried)
+        return _start_alone(gradients, plan, reduction, carried, what)
     device = gradients[layout.indices[0]].device
     # Nobody reads padding but a user's hook.
     allocate = torch.empty if reduction.hook is None else torch.zeros
@@ -229,20 +232,26 @@ def start(
         outputs.append(output[layout.packed_start :] if outputs else output)
         return_segments = partial(plan.return_segments, segments)
     divisor = comm.size if reduction.divisor is None else reduction.divisor
-    work = comm.reduce_scatter(outputs, inputs, divisor) if outputs else None
-    return PendingReduce(layout, reduction, work, output, inputs, carried, plan.nbytes, return_segments=return_segments)
+    work = comm.reduce_scatter(outputs, inputs, divisor, what) if outputs else None
+    return PendingReduce(
+        layout, reduction, work, output, inputs, carried, plan.nbytes, what, return_segments=return_segments
+    )
 
 
 def resume(
-    carried: Mapping[int, Tensor], layout: BucketLayout, reduction: Reduction, device: torch.device
+    carried: Mapping[int, Tensor], layout: BucketLayout, reduction: Reduction, device: torch.device, what: str
 ) -> PendingReduce:
     """Begins to sum between replicas what earlier reductions have left, where no gradient has come since."""
     output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
-    return PendingReduce(layout, reduction, None, output, [], carried, layout.payload_nbytes)
+    return PendingReduce(layout, reduction, None, output, [], carried, layout.payload_nbytes, what)
 
 
 def _start_alone(
-    gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+    gradients: Mapping[int, Tensor],
+    plan: ReducePlan,
+    reduction: Reduction,
+    carried: Mapping[int, Tensor],
+    what: str,
 ) -> Pending:
     """Begins the reduction of a group whose parameters one rank holds whole."""
     layout = plan.layout
@@ -251,7 +260,7 @@ def _start_alone(
     output = _as_one(gradients, layout, has_hook=reduction.hook is not None)
     if reduction.replicas is None and reduction.divisor is not None:
         output.div_(reduction.divisor)
-    return PendingReduce(layout, reduction, None, output, [], carried, plan.nbytes)
+    return PendingReduce(layout, reduction, None, output, [], carried, plan.nbytes, what)
 
 
 def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple[Tensor, int]:
@@ -287,7 +296,7 @@ def _as_one(gradients: Mapping[int, Tensor], layout: BucketLayout, has_hook: boo
 
 
 def start_in_pieces(
-    gradient: Tensor, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor]
+    gradient: Tensor, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor], what: str
 ) -> PendingReduce:
     """Begins to reduce one gradient piece by piece. All but the last pieces are finished on return; where there are
     streams, they are on a stream beside the caller's, which goes on.
@@ -299,19 +308,19 @@ def start_in_pieces(
         for first, last in plan.pieces:
             if len(running) == PIECES_IN_FLIGHT:
                 running.popleft().wait()
-            running.append(start_piece(gradient, plan, reduction, output, first, last))
+            running.append(start_piece(gradient, plan, reduction, output, first, last, what))
     # On streams the host has not waited for the pieces to be packed.
     inputs = [gradient] if streams.exist_on(device) else []
     nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
-    return PendingReduce(layout, reduction, AllWork(running), output, inputs, carried, nbytes)
+    return PendingReduce(layout, reduction, AllWork(running), output, inputs, carried, nbytes, what)
 
 
 def start_piece(
-    gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int
+    gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int, what: str = ""
 ) -> Work:
     """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""
     segments = output.new_empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype)
     plan.pack_piece(gradient, first, last, segments)
     comm = reduction.shards
-    work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0])
+    work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0], what)
     return AllWork([work], [segments])

@@ -68,7 +68,7 @@ def a_gradient_that_backward_goes_on_with() -> None:
     model = copy.deepcopy(plain)
     all_reduce = NamedPairwiseComm.all_reduce
 
-    def sum_at_once(comm: NamedPairwiseComm, tensor: Tensor, divisor: float) -> AllWork:
+    def sum_at_once(comm: NamedPairwiseComm, tensor: Tensor, divisor: float, what: str = "") -> AllWork:
         all_reduce(comm, tensor, divisor).wait()
         return AllWork([])
 

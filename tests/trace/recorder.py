@@ -35,13 +35,15 @@ class RecordingComm:
         self._write("gather", outputs)
         return self._inner.all_gather(outputs, inputs)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
         self._write("reduce", inputs)
-        return self._inner.reduce_scatter(outputs, inputs, divisor)
+        return self._inner.reduce_scatter(outputs, inputs, divisor, what)
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Work:
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         self._write("sum", [tensor])
-        return self._inner.all_reduce(tensor, divisor)
+        return self._inner.all_reduce(tensor, divisor, what)
 
     def _write(self, event: str, tensors: Sequence[Tensor]) -> None:
         self._lines.append(f"{event:6} {self._owner.name:5} {sum(t.numel() * t.element_size() for t in tensors)}")

@@ -349,13 +349,13 @@ class SeenComm(RecordingComm):
         self._lines.append(type(self._inner).__name__)
         return super().all_gather(outputs, inputs)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, divisor: float) -> Any:
+    def reduce_scatter(self, outputs: Any, inputs: Any, divisor: float, what: str = "") -> Any:
         self._note(divisor)
-        return super().reduce_scatter(outputs, inputs, divisor)
+        return super().reduce_scatter(outputs, inputs, divisor, what)
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> Any:
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Any:
         self._note(divisor)
-        return super().all_reduce(tensor, divisor)
+        return super().all_reduce(tensor, divisor, what)
 
     def _note(self, divisor: float) -> None:
         usual = self._owner.mesh.shard_group, self._owner.mesh.replicate_group

@@ -54,7 +54,9 @@ class RankComm:
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> "RankComm":
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> "RankComm":
         assert divisor == self.size
         for output, tensor in zip(outputs, inputs, strict=True):
             assert output.is_contiguous()
@@ -153,10 +155,10 @@ def test_gradients_that_are_not_sent_in_two_chunks(monkeypatch: pytest.MonkeyPat
     cast, direct = ParamSpec((8, 8), F32, BF16, 2), ParamSpec((8, 8), F32, F32, 2)
 
     class Alone(RankComm):
-        def reduce_scatter(self, outputs: Any, inputs: Any, divisor: float) -> "Alone":
+        def reduce_scatter(self, outputs: Any, inputs: Any, divisor: float, what: str = "") -> "Alone":
             return self
 
-        def all_reduce(self, tensor: Tensor, divisor: float) -> "Alone":
+        def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> "Alone":
             return self
 
         def wait(self) -> None:
@@ -171,7 +173,7 @@ def test_gradients_that_are_not_sent_in_two_chunks(monkeypatch: pytest.MonkeyPat
         gradients = GroupGradients.__new__(GroupGradients)
         gradients.group, gradients.reduction = mock.Mock(queue=queue), Reduction(comm, **options)  # type: ignore[arg-type]
         given = {i: torch.ones(8, 8, dtype=specs[i].compute_dtype) for i in indices}
-        (gradients._start_in_parts if plan.has_parts else reduce.start)(given, plan, gradients.reduction, {})
+        (gradients._start_in_parts if plan.has_parts else reduce.start)(given, plan, gradients.reduction, {}, "")
         return queue.add.call_args
 
     assert halves((cast, cast), [0]) is not None
@@ -208,7 +210,7 @@ class Replicas:
     def __init__(self) -> None:
         self.purpose, self.called = Purpose(), list[Tensor]()
 
-    def all_reduce(self, tensor: Tensor, divisor: float) -> "Replicas":
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> "Replicas":
         self.called.append(tensor)
         return self
 
@@ -266,7 +268,7 @@ def test_gradients_without_a_reduce_scatter_are_summed_between_replicas_at_once(
     """Not only when the next bucket is packed: with parameters on every rank, that is all the communication."""
 
     class Replicas(RankComm):
-        def all_reduce(self, tensor: Tensor, divisor: float) -> "Replicas":
+        def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> "Replicas":
             self.outputs.append(tensor)
             return self
 
